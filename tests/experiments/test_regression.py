@@ -1,5 +1,6 @@
 """Float targets: the error on the test data, by every method and engine, against torch by hand."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from fedbn_flwr import compare, run
 from fedbn_flwr.data import Data, Split
-from fedbn_flwr.experiments import UsageError
+from fedbn_flwr.experiments import UsageError, main
 from tests.helpers.runs import command
 
 pytestmark = pytest.mark.usefixtures("registered")
@@ -138,6 +139,17 @@ def test_domains_have_errors_of_their_own(method: str) -> None:
     assert summary["mse"] == pytest.approx(np.mean(whole), rel=1e-5)
     # the third client's domain is not tested: all of them count for it
     assert summary["mse-personal"] == pytest.approx(np.mean([errors["a"], errors["b"], whole[2]]), rel=1e-5)
+
+
+def test_the_table_of_a_recipe_has_the_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options: dict[str, Any] = {"dataset": f"{__name__}:domains", "model": f"{__name__}:net", "objective": "mse"}
+    options |= {key.replace("_", "-"): value for key, value in SMALL.items() if key != "progress"}
+    content = {"about": "float targets", "methods": ["fedavg"], "options": options}
+    (tmp_path / "mine.json").write_text(json.dumps(content))
+    assert main(["reproduce", str(tmp_path / "mine.json"), "--results-dir", str(tmp_path / "out")]) == 0
+    (summary,) = (json.loads(path.read_text()) for path in tmp_path.rglob("summary.json"))
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.split()[:1] == ["fedavg"])
+    assert line.split()[-1] == f"{summary['mse']:.4f}"
 
 
 def test_held_out_data_and_an_early_end() -> None:

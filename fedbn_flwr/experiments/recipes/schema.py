@@ -175,7 +175,7 @@ def parse_recipe(name: str, content: object) -> Recipe:
     paper = Paper(
         place=given.text("place"),
         about=given.text("about"),
-        quantities=given.names("quantities", list(QUANTITIES), ["accuracy"]),
+        quantities=given.names("quantities", list(QUANTITIES), ["score"]),
         reported=[_reported(part, methods, [setting.name for setting in settings]) for part in reported],
         directions=[_direction(part, methods, labels) for part in directions],
         notes=given.texts("notes"),

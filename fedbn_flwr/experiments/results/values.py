@@ -43,6 +43,8 @@ def number_text(number: float, spread: float | None, digits: int = 2, sign: str 
 
 
 QUANTITIES: dict[str, Read] = {
+    # by which methods are compared: accuracy, unless data or objective have another one
+    "score": lambda row, _: {metric_of(row): scale_of(metric_of(row)) * row[metric_of(row)]},
     **{key: _plain(key) for key in ("accuracy", "mean-iou", "accuracy-personal", "accuracy-mean-bn")},
     # of every domain, and the mean over domains
     "domain-accuracy": _domains,
@@ -115,9 +117,8 @@ def values_of(rows: Sequence[Row], quantities: Sequence[str] = (), rounds: int =
     `rounds` are those of the study at full size.
     """
     runs, numbers = finished(rows), dict[tuple[str, str], dict[str, dict[int, float]]]()
-    measured = dict.fromkeys([*QUANTITIES, *map(metric_of, runs)])
     for row in runs:
-        for quantity in quantities or [name for name in measured if name not in COUNTED]:
+        for quantity in quantities or [name for name in QUANTITIES if name not in COUNTED]:
             for column, value in columns_of(row, quantity, rounds).items():
                 numbers.setdefault((row["setting"], column), {}).setdefault(row["label"], {})[row["seed"]] = value
     return {

@@ -121,7 +121,10 @@ MISTAKES: dict[str, tuple[object, str]] = {
         "grid: lr must be a number, got 'fas",
     ),
     "no grid": ({"methods": ["fedavg"], "grid": [1]}, "grid must be a mapping of options to lists of values, got [1]"),
-    "unknown quantity": ({"methods": ["fedavg"], "quantities": ["f1"]}, "quantities: unknown 'f1'; known: accuracy, "),
+    "unknown quantity": (
+        {"methods": ["fedavg"], "quantities": ["f1"]},
+        "quantities: unknown 'f1'; known: score, accuracy",
+    ),
     "no place": ({"methods": ["fedavg"], "reported": [{"values": {}}]}, "reported 1: place is missing"),
     "no number": (
         {"methods": ["fedavg"], "reported": [{"place": "p", "values": {"fedavg": "high"}}]},
