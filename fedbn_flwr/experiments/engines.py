@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from multiprocessing import parent_process
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +34,7 @@ from fedbn_flwr.experiments.data_and_model import (
 from fedbn_flwr.experiments.method import Experiment, import_plugins
 from fedbn_flwr.experiments.output.recorder import Progress, Summary
 from fedbn_flwr.experiments.output.run_folder import make_folder
-from fedbn_flwr.experiments.runs import Engine
+from fedbn_flwr.experiments.runs import SIDE_BY_SIDE, Engine
 from fedbn_flwr.experiments.server_side import instruction_of, run
 from fedbn_flwr.plugins import did_you_mean, extra, fingerprint, is_foreign
 from fedbn_flwr.plugins.options import UsageError
@@ -75,7 +74,7 @@ def count_workers(config: Config, layerwise: bool = False) -> int:
     """
     if config.workers:
         return min(config.workers, config.clients)
-    if parent_process():  # runs side by side have one each
+    if SIDE_BY_SIDE.is_set():  # each of the runs has one
         return 1
     if gpus := visible_gpus(config):
         return min(len(gpus), config.clients_in_round())

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from logging import INFO, WARNING
-from multiprocessing import parent_process
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +41,8 @@ from fedbn_flwr.strategies import CannotTrainError
 LOCK = "lock"
 #: differing options that an error names
 NAMED = 4
+#: set in a process whose run has others beside it, which their common parent stops
+SIDE_BY_SIDE = threading.Event()
 #: letters of a label in the name of a folder: file systems allow 255
 LONGEST = 150
 #: what the code that goes on with a run must have in common with the code that began it
@@ -293,11 +294,11 @@ def stoppable(at_once: bool = False) -> Iterator[None]:
         if at_once or STOPPING:
             raise error
         STOPPING.append(error)
-        if parent_process() is None:
+        if not SIDE_BY_SIDE.is_set():
             print("fedbn-flwr: stops after this round; once more stops it now", file=sys.stderr)
 
     # a terminal sends Ctrl-C to all processes, and those that this one has started obey its SIGTERM
-    numbers = (signal.SIGINT, signal.SIGTERM) if parent_process() is None else (signal.SIGTERM,)
+    numbers = (signal.SIGTERM,) if SIDE_BY_SIDE.is_set() else (signal.SIGINT, signal.SIGTERM)
     before = {number: signal.signal(number, stop) for number in numbers}
     try:
         yield

@@ -30,7 +30,7 @@ from fedbn_flwr.experiments.output.recorder import Progress, Summary
 from fedbn_flwr.experiments.output.run_folder import make_folder, write_json
 from fedbn_flwr.experiments.output.scoring import merit
 from fedbn_flwr.experiments.results.rows import metric_of
-from fedbn_flwr.experiments.runs import Run, stoppable
+from fedbn_flwr.experiments.runs import SIDE_BY_SIDE, Run, stoppable
 from fedbn_flwr.plugins.options import UsageError, as_value, convert
 from fedbn_flwr.simulation.processes.worker import preload
 from fedbn_flwr.strategies import REGISTRY
@@ -295,6 +295,7 @@ def _result(connection: Connection, process: BaseProcess, cell: Sequence[Run]) -
 
 def _work(connection: Connection, plugins: str, cell: Sequence[Run], verbose: bool) -> None:
     serve_parent()
+    SIDE_BY_SIDE.set()
     import_plugins(plugins)
     with suppress(KeyboardInterrupt), quiet(verbose), stoppable():  # of a stop the parent tells
         connection.send([summary for _, summary in _run_cell(cell, lambda _: None)])

@@ -4,6 +4,7 @@ import json
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import active_children, get_context
 from pathlib import Path
+from threading import Event
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -53,6 +54,16 @@ def test_a_long_run_has_a_process_for_every_five_clients_of_a_round(
     monkeypatch.setattr(engines, "count_cores", lambda: 4)
     monkeypatch.setattr(engines, "WORTH_STARTING", 10 * 10 * MLP)
     assert [count_workers(config(**options), layerwise) for layerwise in (False, True)] == [wanted] * 2
+
+
+def test_a_run_has_one_process_beside_others_and_all_in_a_child_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "count_cores", lambda: 4)
+    monkeypatch.setattr(engines, "WORTH_STARTING", 0)
+    monkeypatch.setattr("multiprocessing.process._parent_process", Mock())  # of a benchmark, or a user's own pool
+    assert count_workers(config()) == 2
+    monkeypatch.setattr("fedbn_flwr.experiments.engines.SIDE_BY_SIDE", beside := Event())
+    beside.set()
+    assert count_workers(config()) == 1
 
 
 def test_of_a_model_that_is_not_stacked_every_client_can_have_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
