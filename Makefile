@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 # uv leaves it to Python to keep compiled modules: without them, an import of torch takes 3.0 s instead of 1.6
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-deploy test-docker faults smoke-all check format docs dist bench bench-deploy bench-gpu bench-quick mutants matrix clean
+.PHONY: demo test test-all test-deploy test-docker faults smoke-all check format docs dist bench bench-deploy bench-gpu bench-kernels bench-quick mutants matrix clean
 
 demo: $(VENV)/installed
 	$(BIN)/fedbn-flwr compare --methods fedavg,fedavg+gn,fixbn,fedbn,fedtan,fedtan:carry=true,centralized \
@@ -71,6 +71,10 @@ bench-quick: $(VENV)/installed
 # on a machine with a GPU: ten minutes, and the rows for docs/benchmarks.md in results/gpu/bench.md
 bench-gpu: $(VENV)/installed
 	$(BIN)/python -m benchmarks.bench --gpu
+
+# kernels, copies and waits of steps and rounds, on the simulated accelerator of the tests: three minutes
+bench-kernels: $(VENV)/installed
+	$(BIN)/python -W ignore -m benchmarks.kernels
 
 # rounds of real processes on the loopback, behind relays that delay; messages take minutes a round
 bench-deploy: $(VENV)/installed

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from benchmarks.memory import forget_peak, peak_megabytes
+from fedbn_flwr.device import started
 
 Notes = dict[str, Any]
 
@@ -41,8 +42,8 @@ class Clock:
 
     def round_done(self) -> None:
         """A round has come to its end, or the first one could begin."""
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
+        if started():
+            torch.accelerator.synchronize()
         now = time.perf_counter()
         if not self._begun:
             self._begun = True

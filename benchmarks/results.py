@@ -8,11 +8,10 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-import torch
-
 from benchmarks.cases import Case
 from benchmarks.driver import Measured
 from fedbn_flwr import __version__
+from fedbn_flwr.device import accelerator_name
 from fedbn_flwr.experiments.output.run_folder import VERSIONED, as_json, installed_versions
 from fedbn_flwr.simulation.processes.grid import count_cores
 
@@ -88,7 +87,7 @@ def write(path: Path, content: object) -> None:
 
 def machine() -> dict[str, Any]:
     """Hardware, its load, and versions."""
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    gpu = accelerator_name() or None
     return {
         "processor": _processor(),
         "cores": count_cores(),

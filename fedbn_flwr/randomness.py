@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedbn_flwr.device import accelerator, started
+
 Stream = int | str
 
 
@@ -28,7 +30,7 @@ def numpy_generator(seed: int, *stream: Stream) -> np.random.Generator:
     return np.random.default_rng(derive(seed, *stream))
 
 
-#: of the CPU's generator, and of every GPU's
+#: of the CPU's generator, and of every accelerator's once these are used
 States = tuple[Tensor, list[Tensor]]
 
 
@@ -40,40 +42,37 @@ class OwnRandomness:
     """
 
     def __init__(self, seed: int) -> None:
-        self._seed = seed
-        self._state: States | None = None
+        self._state: States = torch.Generator().manual_seed(seed).get_state(), []
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
         """Put the stream in place of the process's, and at the end the process's back as it was."""
         process = _read()
-        self._resume()
+        _write(self._state)
         try:
             yield
         finally:
             self._state = _read()
             _write(process)
 
-    def _resume(self) -> None:
-        if self._state is not None:
-            _write(self._state)
-            return
-        torch.default_generator.manual_seed(self._seed)
-        for gpu in _gpus():
-            torch.cuda.default_generators[gpu].manual_seed(self._seed)
-
 
 def _read() -> States:
-    return torch.get_rng_state(), [torch.cuda.get_rng_state(gpu) for gpu in _gpus()]
+    module = started()
+    return torch.get_rng_state(), [module.get_rng_state(*place) for place in _places()] if module else []
 
 
 def _write(states: States) -> None:
     torch.set_rng_state(states[0])
-    for gpu, state in enumerate(states[1]):
-        torch.cuda.set_rng_state(state, gpu)
+    if states[1]:
+        for place, state in zip(_places(), states[1], strict=True):
+            started().set_rng_state(state, *place)
+    elif found := accelerator():
+        # one that has not been used yet starts with this seed
+        module = torch.get_device_module(found)
+        (getattr(module, "manual_seed_all", None) or module.manual_seed)(torch.initial_seed())
 
 
-def _gpus() -> list[int]:
-    """None as long as nobody used one: asking for their generators would start CUDA."""
-    started: bool = torch.cuda.is_initialized()
-    return list(range(torch.cuda.device_count())) if started else []
+def _places() -> list[tuple[int, ...]]:
+    """Return arguments that choose each accelerator; MPS has one, and takes none."""
+    count = torch.accelerator.device_count()
+    return [(index,) for index in range(count)] if count > 1 else [()]

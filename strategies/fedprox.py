@@ -44,6 +44,7 @@ class Proximal(Rule):
 
     #: mu; `proximal-mu` is also what Flower's own FedProx sends
     proximal_mu: float = 0.0
+    needs_optimizer: ClassVar[bool] = True
 
     def begin(self, session: Session) -> None:
         """Remember the received parameters."""

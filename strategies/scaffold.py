@@ -136,6 +136,7 @@ class ControlVariates(Rule):
 
     #: whether gradients are corrected
     control_variates: bool = False
+    needs_optimizer: ClassVar[bool] = True
 
     def begin(self, session: Session) -> None:
         """Recall c_i, and start the sum of gradients."""
@@ -148,10 +149,11 @@ class ControlVariates(Rule):
 
     def adjust(self) -> None:
         """Sum the gradients, and add c - c_i to them."""
-        for parameter, total, correction in self._corrected:
-            if parameter.grad is not None:
-                total.add_(parameter.grad)
-                parameter.grad.add_(correction)
+        corrected = [(value.grad, *rest) for value, *rest in self._corrected if value.grad is not None]
+        if corrected:
+            gradients, totals, corrections = zip(*corrected, strict=True)
+            torch._foreach_add_(totals, gradients)
+            torch._foreach_add_(gradients, corrections)
 
     def finish(self, session: Session) -> None:
         """Store c_i+ and send its change."""

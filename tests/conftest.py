@@ -36,6 +36,7 @@ settings.load_profile("no clock")
 
 #: the files that take longer than ten seconds
 LONGEST = {
+    "test_on_device",
     "test_loopback_run",
     "test_docs",
     "test_packaging",

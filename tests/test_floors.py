@@ -12,7 +12,7 @@ from tests.helpers.checkout import ROOT
 
 #: the rooms, from the lowest floor to the highest; rooms on one floor do not know each other
 FLOORS = (
-    ("fedbn_flwr.plugins",),  # below the first floor: how every room registers what users add
+    ("fedbn_flwr.plugins", "fedbn_flwr.device"),  # below the first floor: what users add, and the accelerator
     ("fedbn_flwr.norm", "fedbn_flwr.randomness"),
     ("fedbn_flwr.layerwise", "fedbn_flwr.state", "fedbn_flwr.models", "fedbn_flwr.data"),
     ("fedbn_flwr.wire", "fedbn_flwr.diagnosis"),
@@ -37,7 +37,16 @@ INNER_FLOORS = (
         "results.curves",
         "results.bars",
     ),  # what its numbers say
-    ("checkpoint", "runs", "client_side", "server_side", "engines", "sites", "study"),  # what becomes of it
+    (
+        "checkpoint",
+        "runs",
+        "client_side",
+        "server_side",
+        "engines",
+        "flower_run",
+        "sites",
+        "study",
+    ),  # what becomes of it
     ("recipes.recipe", "recipes.schema", "results", "output"),
     ("recipes", "laboratory", "diagnose", "cli"),  # what users call
 )
@@ -117,7 +126,7 @@ def test_the_mathematics_of_layerwise_steps_knows_no_flower() -> None:
     for name in [name for name in SOURCES if name.startswith("fedbn_flwr.layerwise")]:
         assert not re.search(r"(?m)^\s*(from|import) (flwr|grpc)\b", SOURCES[name].read_text()), name
         rooms = {room_of(module) for module in imported_modules(name)}
-        assert rooms <= {"fedbn_flwr.layerwise", "fedbn_flwr.norm", "fedbn_flwr.randomness"}, name
+        assert rooms <= {f"fedbn_flwr.{name}" for name in ("layerwise", "norm", "randomness", "device")}, name
 
 
 def test_modules_import_each_other_in_no_circle() -> None:
@@ -129,7 +138,7 @@ def test_every_room_has_a_floor_and_no_module_is_loose() -> None:
     folders = {f"fedbn_flwr.{path.parent.name}" for path in (ROOT / "fedbn_flwr").glob("*/__init__.py")}
     loose = {name for name, path in SOURCES.items() if path.parent == ROOT / "fedbn_flwr"}
     assert folders <= FLOOR_OF.keys()
-    assert loose == {*DOORS, "fedbn_flwr.randomness"}
+    assert loose == {*DOORS, "fedbn_flwr.randomness", "fedbn_flwr.device"}
 
 
 def test_every_strategy_is_in_the_registry() -> None:

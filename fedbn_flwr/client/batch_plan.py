@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedbn_flwr.client import training
 from fedbn_flwr.data import Split, parse_augmentation
-from fedbn_flwr.data.augmentation import Edits, ImageAugmentation, draw_seeds
+from fedbn_flwr.data.augmentation import Crop, Edits, ImageAugmentation, draw_seeds, unchanged
 from fedbn_flwr.wire import Instruction
 
 
@@ -92,10 +92,21 @@ class BatchLoader:
 
     def augmented(self, inputs: Tensor) -> Tensor:
         """Augment one mini-batch, unless its images were changed one by one."""
-        augmentation = parse_augmentation(self.augmentation)
-        if isinstance(augmentation, ImageAugmentation):
-            return inputs
-        return augmentation(inputs, self.generator, self.split.mean, self.split.std)
+        return augment_together([self], inputs.unsqueeze(0))[0]
+
+
+def augment_together(loaders: Sequence[BatchLoader], inputs: Tensor) -> Tensor:
+    """Augment a mini-batch of each of several clients: clients x batch x C x H x W."""
+    split, augmentation = loaders[0].split, parse_augmentation(loaders[0].augmentation)
+    if augmentation is unchanged or isinstance(augmentation, ImageAugmentation):
+        return inputs
+    if isinstance(augmentation, Crop) and all(loader.split is split for loader in loaders):
+        # what is drawn goes to a GPU in one copy
+        count, size = inputs.shape[1], inputs.shape[-2:]
+        drawn = torch.cat([augmentation.draw(count, size, loader.generator) for loader in loaders])
+        return augmentation.cut(inputs.flatten(0, 1), drawn, split.mean, split.std).view_as(inputs)
+    each = zip(loaders, inputs, strict=True)
+    return torch.stack([augmentation(images, own.generator, own.split.mean, own.split.std) for own, images in each])
 
 
 def load_groups(

@@ -21,6 +21,7 @@ from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.client.reply import Metrics, Reply
 from fedbn_flwr.client.rules import Session, obeyed_keys, rules_for
 from fedbn_flwr.data import Split
+from fedbn_flwr.device import pick_device
 from fedbn_flwr.layerwise import Exchange, shared_statistics
 from fedbn_flwr.randomness import OwnRandomness, derive, torch_generator
 from fedbn_flwr.state import State, tied_names, with_all_names
@@ -213,19 +214,6 @@ class BNClient:
         """Make a reply that names this client's partition and the binding keys that it obeyed."""
         metrics[wire.PARTITION_ID] = self.partition_id
         return Reply(len(self.indices), metrics, dict(records), {wire.OBEYED: obeyed_keys(instruction)})
-
-
-def pick_device(name: str) -> torch.device:
-    """Return the device of this name; `auto` is the GPU where there is one."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"unknown device {name!r}; known: auto, cpu, cuda, cuda:NUMBER") from None
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device {name!r} is not available here: {torch.cuda.device_count()} GPUs; known: auto, cpu")
-    return device
 
 
 def model_names(model: nn.Module) -> dict[str, list[str]]:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import mul
 
 import numpy as np
 import torch
@@ -98,7 +99,7 @@ def evaluate(
     domains = torch.zeros(len(split), dtype=torch.int64) if split.domains is None else split.domains.cpu()
     num_classes, dtype = (num_classes, torch.int64) if task.has_classes else (1, torch.float64)
     confusion = torch.zeros(max(int(domains.max()) + 1, num_domains), num_classes, num_classes + 1, dtype=dtype)
-    was_training, loss, kept = model.training, 0.0, list[Tensor]()
+    was_training, losses, kept = model.training, list[Tensor](), list[Tensor]()
     model.eval()
     try:
         sizes = batch_sizes(split, len(split), batch_size)
@@ -106,7 +107,7 @@ def evaluate(
         for (inputs, targets), rows in zip(batches, domains.split(sizes), strict=True):
             outputs = model(inputs)
             logits = logits_of(outputs).float()
-            loss += float(output_loss(outputs, targets, task.loss)) * len(targets)
+            losses.append(output_loss(outputs, targets, task.loss))
             kept += [logits.cpu()] if metrics else []
             if not task.has_classes:
                 for domain in rows.unique().tolist():
@@ -114,16 +115,17 @@ def evaluate(
                     error = float(task.loss(logits[here], targets[here]))
                     confusion[domain, 0] += len(here) * torch.tensor([error, 1.0], dtype=dtype)
                 continue
-            # counts by domain, class and predicted class
-            places, targets = rows.view(-1, *[1] * (targets.dim() - 1)), targets.cpu()
-            cells = (places * num_classes + targets) * (num_classes + 1) + logits.argmax(1).cpu().clamp(max=num_classes)
-            confusion += torch.bincount(cells[targets != IGNORED], minlength=confusion.numel()).view_as(confusion)
+            # counts by domain, class and predicted class; a GPU is waited for once
+            cells = targets * (num_classes + 1) + logits.argmax(1).clamp(max=num_classes)
+            cells = cells.where(targets != IGNORED, -1).cpu()
+            places = rows.view(-1, *[1] * (targets.dim() - 1)) * confusion[0].numel() + cells
+            confusion += torch.bincount(places[cells >= 0], minlength=confusion.numel()).view_as(confusion)
     finally:
         model.train(was_training)
     confusion = confusion if confusion[..., -1].any() else confusion[..., :-1]
     by_class = class_metrics(metrics, torch.cat(kept), split.labels.cpu(), num_classes) if metrics else {}
     scores = {name: measure(confusion.sum(0)) for name, measure in task.measures.items()}
-    return Evaluation(loss / len(split), confusion, by_class, scores, task.has_classes)
+    return Evaluation(_mean(losses, sizes), confusion, by_class, scores, task.has_classes)
 
 
 def class_metrics(names: Sequence[str], logits: Tensor, labels: Tensor, num_classes: int) -> dict[str, list[float]]:
@@ -157,15 +159,15 @@ def mean_loss(
     batch_size: int = 500,
 ) -> float:
     """Return the mean loss on some samples, under the running statistics that the model holds."""
-    was_training, total = model.training, 0.0
+    was_training, losses = model.training, list[Tensor]()
     model.eval()
     try:
         sizes = batch_sizes(split, len(indices), batch_size)
         for inputs, targets in split.batches(torch.from_numpy(indices), sizes, device):
-            total += float(model_loss(model, inputs, targets, loss_function)) * len(targets)
+            losses.append(model_loss(model, inputs, targets, loss_function))
     finally:
         model.train(was_training)
-    return total / len(indices)
+    return _mean(losses, sizes)
 
 
 def batch_sizes(split: Split, count: int, most: int) -> list[int]:
@@ -185,6 +187,13 @@ def shares(split: Split, indices: np.ndarray, num_classes: int, num_domains: int
         split.domains[chosen].cpu(), minlength=max(int(split.domains.max()) + 1, num_domains)
     ).double()
     return domains / domains.sum(), classes / classes.sum()
+
+
+def _mean(losses: Sequence[Tensor], sizes: Sequence[int]) -> float:
+    """Return the mean over all samples of the mean losses of batches; a GPU is waited for once."""
+    values: list[float] = torch.stack(list(losses)).flatten().tolist()
+    total: float = sum(map(mul, values, sizes))
+    return total / sum(sizes)
 
 
 def _accuracy(confusion: Tensor) -> float:

@@ -1,8 +1,8 @@
 """The one local training loop, for every Flower API and engine of this project, and what instructions ask of it."""
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from inspect import unwrap
 from typing import Any, TypeVar, get_args
 
@@ -78,32 +78,33 @@ def autocast(instruction: Instruction, device: torch.device) -> AbstractContextM
     return torch.autocast(device.type, torch.bfloat16) if instruction.precision == "bf16" else nullcontext()
 
 
-def products(instruction: Instruction) -> AbstractContextManager[Any]:
-    """Around forward and backward passes: lets GPUs use TF32 for products too, where that is asked for."""
-    return _TF32 if instruction.precision == "tf32" else nullcontext()
+#: what the setting was when each of those came who use TF32 now
+_BEFORE: list[object] = []
+_LOCK = threading.Lock()
 
 
-class _AllowTF32:
-    """A setting of the process, in force until everybody who asked for it is done: steps may be suspended in turn."""
+@contextmanager
+def products(instruction: Instruction) -> Iterator[None]:
+    """Around forward and backward passes: let GPUs use TF32 for products too, where that is asked for.
 
-    def __init__(self) -> None:
-        self._askers, self._before, self._lock = 0, False, threading.Lock()
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if not self._askers:
-                self._before = torch.backends.cuda.matmul.allow_tf32
-                torch.backends.cuda.matmul.allow_tf32 = True
-            self._askers += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._askers -= 1
-            if not self._askers:
-                torch.backends.cuda.matmul.allow_tf32 = self._before
-
-
-_TF32 = _AllowTF32()
+    The setting is the process's, in force until everybody who asked for it is done: steps may be suspended in turn.
+    """
+    if instruction.precision != "tf32":
+        yield
+        return
+    matmul = torch.backends.cuda.matmul
+    # torch's older setting is refused where anybody has used its newer one
+    name, allowed = ("fp32_precision", "tf32") if hasattr(matmul, "fp32_precision") else ("allow_tf32", True)
+    with _LOCK:
+        _BEFORE.append(getattr(matmul, name))
+        setattr(matmul, name, allowed)
+    try:
+        yield
+    finally:
+        with _LOCK:
+            before = _BEFORE.pop()
+            if not _BEFORE:
+                setattr(matmul, name, before)
 
 
 def require_bn(model: nn.Module, instruction: Instruction) -> None:

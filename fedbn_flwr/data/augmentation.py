@@ -162,10 +162,24 @@ class Crop:
 
     def __call__(self, inputs: Tensor, generator: torch.Generator, mean: Channels, std: Channels) -> Tensor:
         """Crop a batch."""
-        rows, columns = (self._shown(inputs, side, generator) for side in inputs.shape[-2:])
+        return self.cut(inputs, self.draw(len(inputs), inputs.shape[-2:], generator), mean, std)
+
+    def draw(self, count: int, size: Sequence[int], generator: torch.Generator) -> Tensor:
+        """Draw for every image the first row and column of its crop, and whether it is mirrored: count x 3."""
+        offsets = [2 * self._border(side) + 1 for side in size]
+        drawn = [torch.randint(most, (count, 1), generator=generator, device=generator.device) for most in offsets]
         if self.flip:
-            mirrored = torch.rand(len(inputs), 1, generator=generator, device=generator.device) < 0.5
-            columns = torch.where(mirrored.to(inputs.device, non_blocking=True), columns.flip(1), columns)
+            drawn.append((torch.rand(count, 1, generator=generator, device=generator.device) < 0.5).long())
+        return torch.cat(drawn, 1)
+
+    def cut(self, inputs: Tensor, drawn: Tensor, mean: Channels, std: Channels) -> Tensor:
+        """Crop a batch as it was drawn."""
+        row, column, *mirrored = drawn.to(inputs.device, non_blocking=True).split(1, 1)
+        rows, columns = (
+            first + torch.arange(side, device=inputs.device)
+            for first, side in zip((row, column), inputs.shape[-2:], strict=True)
+        )
+        columns = torch.where(mirrored[0] > 0, columns.flip(1), columns) if self.flip else columns
         padded = self._padded(inputs, mean, std)
         images = torch.arange(inputs.shape[0], device=inputs.device)[:, None, None, None]
         channels = torch.arange(inputs.shape[1], device=inputs.device)[None, :, None, None]
@@ -173,12 +187,6 @@ class Crop:
 
     def _border(self, side: int) -> int:
         return max(1, side // 8) if self.padding is None else self.padding
-
-    def _shown(self, inputs: Tensor, side: int, generator: torch.Generator) -> Tensor:
-        """Draw for every image which rows (or columns) of the padded image its crop shows: N x side."""
-        offsets, shape = 2 * self._border(side) + 1, (len(inputs), 1)
-        offset = torch.randint(offsets, shape, generator=generator, device=generator.device)
-        return offset.to(inputs.device, non_blocking=True) + torch.arange(side, device=inputs.device)
 
     def _padded(self, inputs: Tensor, mean: Channels, std: Channels) -> Tensor:
         height, width = inputs.shape[-2:]

@@ -15,11 +15,9 @@ Channels = tuple[float, ...]
 
 def gather(source: Tensor, indices: Tensor, device: torch.device) -> Tensor:
     """Return a copy of the chosen rows on a device; to a GPU from pinned memory, without blocking."""
-    if source.device.type == device.type:
+    if device.type in ("cpu", source.device.type):
         # faster than indexing, which first works out the kind of the index
         return source.index_select(0, indices.to(source.device)).to(device)
-    if device.type != "cuda":
-        return source[indices].to(device)
     pinned = torch.empty((len(indices), *source.shape[1:]), dtype=source.dtype, pin_memory=True)
     torch.index_select(source, 0, indices, out=pinned)
     return pinned.to(device, non_blocking=True)

@@ -179,8 +179,10 @@ def _version(name: str) -> str:
 def _gpu(_: Path, env: Mapping[str, str]) -> Iterator[Check]:
     import torch
 
-    if torch.cuda.is_available():
-        text = f"{torch.cuda.get_device_name()}, {torch.cuda.device_count()} in all"
+    from fedbn_flwr.device import accelerator_name
+
+    if name := accelerator_name():
+        text = f"{name}, {torch.accelerator.device_count()} in all"
         unused = "" if env.get("COMPOSE_PROFILES") == "site-gpu" else "; COMPOSE_PROFILES=site-gpu would use it"
         yield Check("gpu", "warning" if unused else "ok", text + unused)
     else:

@@ -183,7 +183,7 @@ class SquareSums:
 
     def add(self, name: str, values: Tensor) -> None:
         """Add the squared norm of a vector, or of each row of a matrix."""
-        norms = values.norm(dim=-1).double().cpu().reshape(-1)
+        norms = values.norm(dim=-1).cpu().double().reshape(-1)
         self._sums[name] = self._sums.get(name, torch.zeros(1)) + norms.square()
 
     def root_mean(self, name: str, count: int) -> list[float]:

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedbn_flwr.client import pick_device
 from fedbn_flwr.client.batch_plan import BatchLoader, batch_sizes, draw
 from fedbn_flwr.client.learning_task import task_of
 from fedbn_flwr.client.training import Batch
+from fedbn_flwr.device import exact, pick_device
 from fedbn_flwr.diagnosis import Diagnosis, Measurement, check, diagnose, overall
 from fedbn_flwr.experiments.checks import check_simulation
 from fedbn_flwr.experiments.config import Config
@@ -145,7 +145,7 @@ def run_diagnosis(options: dict[str, Any]) -> None:
 
 def _model(config: Config) -> nn.Module:
     """Build the model in float64, where FedTAN's error is 0: in float32 rounding turns some ReLUs."""
-    model = fresh_model(config).to(pick_device(config.device), torch.float64).train()
+    model = fresh_model(config).to(exact(pick_device(config.device)), torch.float64).train()
     try:
         check(model)
     except ValueError as error:
@@ -169,7 +169,7 @@ def participants(config: Config) -> list[int]:
 
 def mini_batches(config: Config, client: int, count: int) -> list[Batch]:
     """Return the first mini-batches that a client would train on, in float64."""
-    split, device = load_data(config).train, pick_device(config.device)
+    split, device = load_data(config).train, exact(pick_device(config.device))
     indices = torch.from_numpy(make_partition(config, config.clients)[client])
     instruction = Instruction(local_steps=count, batch_size=config.batch_size, replacement=config.replacement)
     generator = torch_generator(config.seed, "diagnosis", "batches", client)

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from fedbn_flwr.device import where_exact
 from fedbn_flwr.layerwise.exchange import Exchange, Observer, combine, normalized
 from fedbn_flwr.layerwise.shared_batch_norm import Mode
 from fedbn_flwr.layerwise.shared_statistics import shared_statistics
@@ -46,7 +47,7 @@ def gradients(
     results = lockstep(steps, shares, [derive(seed, "client", client) for client in range(len(steps))], observe)
     state, moved = model.state_dict(), [other.state_dict() for other in replicas]
     for key in statistics_keys(model):
-        state[key].copy_(combine("mean", torch.stack([each[key] for each in moved]), shares))
+        state[key].copy_(combine("mean", where_exact(torch.stack([each[key] for each in moved])), shares))
     for key in counter_keys(model):
         state[key].copy_(moved[0][key])
     return results

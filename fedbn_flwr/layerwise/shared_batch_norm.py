@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fedbn_flwr.device import where_exact
 from fedbn_flwr.layerwise.exchange import Answer, Exchange, Kind, Requests
 from fedbn_flwr.norm.detect import along_channels, channel_axes
 
@@ -53,7 +54,7 @@ class Use:
         return local if self.mode in ("forward", "forward-paper") else self._ask("gradients", local, count).tensor
 
     def _ask(self, kind: Kind, tensor: Tensor, count: int) -> Answer:
-        rows = tensor.unflatten(-1, (self.clients, -1)).movedim(-2, 0)
+        rows = where_exact(tensor.unflatten(-1, (self.clients, -1)).movedim(-2, 0))
         answer = self.exchange(Requests(kind, self.layer, rows, (count,) * self.clients))
         if answer.tensor.shape == rows.shape:
             # an answer for each client

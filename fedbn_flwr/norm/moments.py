@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fedbn_flwr.device import where_exact
 from fedbn_flwr.norm.detect import bn_layers, channel_axes
 from fedbn_flwr.norm.layers import HybridBatchNorm
 
@@ -63,9 +64,9 @@ def _recording(model: nn.Module, seen: dict[str, Moments]) -> Iterator[None]:
     names: dict[nn.Module, str] = {layer: name for name, layer in bn_layers(model).items()}
 
     def record(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        values = inputs[0].to(torch.float64)
+        values = where_exact(inputs[0]).double()
         if isinstance(layer, HybridBatchNorm):
-            mean, variance = (mixed.double() for mixed in layer.mixed_statistics(values))
+            mean, variance = (where_exact(mixed).double() for mixed in layer.mixed_statistics(inputs[0]))
         else:
             variance, mean = torch.var_mean(values, dim=channel_axes(values), correction=0)
         moments = Moments(values.numel() // values.shape[1], mean, variance)

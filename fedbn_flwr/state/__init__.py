@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedbn_flwr import norm
-from fedbn_flwr.state.flat import FlatArrays, FlatState
+from fedbn_flwr.state.flat import FlatArrays, FlatState, to_device
 from fedbn_flwr.state.records import flat_of, record_of, view_array
 
 #: tensors by name; do not write to them, because others may hold the same memory
@@ -64,7 +64,7 @@ def view_arrays(packed: ArrayRecord) -> FlatArrays:
 def load(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Overwrite the whole state. ValueError names an entry that is missing, unknown or of another shape."""
     if target := check(model, state):
-        values = dict(state.items())
+        values = dict(to_device(state, target).items())
         torch._foreach_copy_(list(target.values()), [values[name] for name in target])
 
 

@@ -21,6 +21,7 @@ Buffers = dict[np.dtype[Any], NDArray[Any]]
 
 #: how many numbers are looked at at a time: as many as stay in a processor's cache
 _PORTION = 2**17
+CPU = torch.device("cpu")
 
 V = TypeVar("V")
 
@@ -133,18 +134,26 @@ class FlatState(Flat[Tensor]):
     @staticmethod
     def stacked(states: Sequence["FlatState"]) -> dict[str, Tensor]:
         """Return states of one layout as one, whose tensors have a row for each: what `copies_of` splits."""
-        values = dict.fromkeys(states[0], torch.empty(0))
-        for dtype, entries in states[0].layout.by_dtype.items():
-            rows = torch.from_numpy(np.stack([state.buffers[dtype] for state in states]))
-            parts = rows.split([prod(shape) for _, _, shape in entries], 1)
-            for (name, _, shape), part in zip(entries, parts, strict=True):
-                values[name] = part.view(len(states), *shape)
-        return values
+        rows = {dtype: np.stack([state.buffers[dtype] for state in states]) for dtype in states[0].buffers}
+        return FlatState(states[0].layout, rows)._views
+
+    def on(self, device: torch.device) -> Mapping[str, Tensor]:
+        """Return the state on another device, with one copy for each dtype."""
+        moved: Any = {dtype: torch.from_numpy(buffer).to(device) for dtype, buffer in self.buffers.items()}
+        return type(self)(self.layout, moved)._views
 
     @staticmethod
     def _split(buffer: NDArray[Any], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        parts = torch.from_numpy(buffer).split([prod(shape) for shape in shapes])
-        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        parts = torch.as_tensor(buffer).split([prod(shape) for shape in shapes], -1)
+        return [part.view((*part.shape[:-1], *shape)) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def to_device(state: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return a state on the device of another one: itself if it is there, or with one copy for each dtype."""
+    device = next((value.device for value in like.values()), CPU)
+    if device == CPU or all(value.device == device for value in state.values()):
+        return state
+    return (state if isinstance(state, FlatState) else FlatState.copy_of(state)).on(device)
 
 
 def portions(buffer: NDArray[Any]) -> list[slice]:
@@ -154,8 +163,10 @@ def portions(buffer: NDArray[Any]) -> list[slice]:
 
 def _join(parts: Sequence[Tensor]) -> NDArray[Any]:
     """Concatenate tensors of one dtype along their last dimension."""
-    if len({part.device for part in parts}) > 1:
-        parts = [part.cpu() for part in parts]
+    away = [part for part in parts if part.device.type != "cpu"]
+    if 0 < len(away) < len(parts):
+        here = iter(torch.cat(away, -1).cpu().split([part.shape[-1] for part in away], -1))
+        parts = [part if part.device.type == "cpu" else next(here) for part in parts]
     joined: NDArray[Any] = torch.cat(list(parts), -1).numpy(force=True)
     return joined
 

@@ -68,14 +68,14 @@ def test_it_trains_as_a_plain_loop_over_batches_from_the_clients_own_samples() -
     assert reply.num_examples == 6
 
 
-@pytest.mark.parametrize(("precision", "wanted"), [("float32", False), ("tf32", True)])
-def test_it_trains_with_tf32_where_that_is_asked_for(precision: str, wanted: bool) -> None:
+@pytest.mark.parametrize(("precision", "wanted"), [("float32", "none"), ("tf32", "tf32")])
+def test_it_trains_with_tf32_where_that_is_asked_for(precision: str, wanted: str) -> None:
     client, seen = toy_client(), set()
-    client.model.register_forward_hook(lambda *_: seen.add(torch.backends.cuda.matmul.allow_tf32))
-    client.model[0].weight.register_hook(lambda _: seen.add(torch.backends.cuda.matmul.allow_tf32))  # type: ignore[index]
+    client.model.register_forward_hook(lambda *_: seen.add(torch.backends.cuda.matmul.fp32_precision))
+    client.model[0].weight.register_hook(lambda _: seen.add(torch.backends.cuda.matmul.fp32_precision))  # type: ignore[index]
     trained(client, start(), precision=precision)
     assert seen == {wanted}
-    assert not torch.backends.cuda.matmul.allow_tf32
+    assert torch.backends.cuda.matmul.fp32_precision == "none"
 
 
 @pytest.mark.parametrize(

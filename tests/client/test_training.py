@@ -92,18 +92,20 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_the_weights_in_float32() -> Non
     assert losses[0] != losses[1]
 
 
-def test_tf32_is_allowed_for_as_long_as_somebody_asks_for_it() -> None:
+# torch refuses its older setting, `allow_tf32`, where somebody has set the newer one to tf32
+@pytest.mark.parametrize("before", ["none", "tf32"])
+def test_tf32_is_allowed_for_as_long_as_somebody_asks_for_it(before: str, monkeypatch: pytest.MonkeyPatch) -> None:
     settings, asked = torch.backends.cuda.matmul, Instruction(precision="tf32")
-    assert not settings.allow_tf32
+    monkeypatch.setattr(settings, "fp32_precision", before)
     with products(Instruction()):
-        assert not settings.allow_tf32
+        assert settings.fp32_precision == before
     first, second = products(asked), products(asked)
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
-    assert settings.allow_tf32
+    assert settings.fp32_precision == "tf32"
     second.__exit__(None, None, None)
-    assert not settings.allow_tf32
+    assert settings.fp32_precision == before
 
 
 # ---- one sample ------------------------------------------------------------------------------------------------------

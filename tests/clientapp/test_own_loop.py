@@ -1,7 +1,9 @@
 """A training loop of a user's own obeys every strategy: the same models as `BNClient` on the same batches."""
 
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from functools import cache, partial
+from itertools import chain
 from typing import Any, cast
 
 import numpy as np
@@ -178,6 +180,24 @@ def test_a_plain_loop_obeys_every_strategy(method: str) -> None:
 @pytest.mark.parametrize("method", ["fedtan", "fedtan, carried", "scaffold"])
 def test_so_does_a_loop_that_calls_parts_of_the_model(method: str) -> None:
     assert run_both(method, loop_over_parts) < EXACT
+
+
+@pytest.mark.parametrize("method", ["fedwon", "scaffold", "fedprox", "scaffold, bounded gradients"])
+def test_rules_change_the_parameters_that_the_optimizer_has(method: str) -> None:
+    """As where a device's `to` makes others, after the model has run once."""
+
+    def loop(model: nn.Module, batches: Iterator[Batch], lr: float, momentum: float) -> float:
+        inputs, _ = first = next(batches)
+        before = deepcopy(model.state_dict())
+        with torch.no_grad():
+            model.train()(inputs)
+        model.load_state_dict(before)
+        for layer in [layer for layer in model.modules() if layer._parameters]:
+            for name, value in layer.named_parameters(recurse=False):
+                setattr(layer, name, nn.Parameter(value.detach().clone()))
+        return plain_loop(model, chain([first], batches), lr, momentum)
+
+    assert run_both(method, loop) < EXACT
 
 
 class UsersClient(NumPyClient):

@@ -117,10 +117,11 @@ class Federation:
         wrap: ClientWrapper = lambda client, _: client,
         grid: type[InProcessGrid] = InProcessGrid,
         mods: list[Mod] | None = None,
+        device: str = "cpu",
     ) -> None:
         self.model, self.split, self.parts = model, make_split(sizes), parts(sizes)
         self.initial = state.to_record(model.state_dict())
-        self._wrap = wrap
+        self._wrap, self._device = wrap, device
         self.grid = grid(client_app(self.client, mods), len(sizes))
 
     def client(self, context: Context) -> BNClient:
@@ -133,7 +134,7 @@ class Federation:
             indices=self.parts[index],
             partition_id=index,
             memory=context.state,
-            device="cpu",
+            device=self._device,
         )
         return self._wrap(client, index)
 

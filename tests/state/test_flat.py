@@ -57,7 +57,7 @@ def test_stacked_states_come_apart_and_together() -> None:
 
 
 def test_tensors_may_be_on_several_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is one device to test on: what is on another is brought here first."""
+    """What is on another device is brought here first, in one piece."""
     brought: list[Tensor] = []
 
     def bring(part: Tensor) -> Tensor:
@@ -65,9 +65,14 @@ def test_tensors_may_be_on_several_devices(monkeypatch: pytest.MonkeyPatch) -> N
         return torch.ones(part.shape)
 
     monkeypatch.setattr(Tensor, "cpu", bring)
-    flat = FlatState.copy_of({"here": torch.zeros(2), "there": torch.zeros(3, device="meta")})
-    assert [part.device.type for part in brought] == ["cpu", "meta"]
-    assert flat["there"].tolist() == [1, 1, 1]
+    there = {"there": torch.zeros(3, device="meta"), "there too": torch.zeros(2, device="meta")}
+    flat = FlatState.copy_of({"here": torch.zeros(2), **there})
+    assert [(part.device.type, len(part)) for part in brought] == [("meta", 5)]
+    assert {name: value.tolist() for name, value in flat.items()} == {
+        "here": [0, 0],
+        "there": [1, 1, 1],
+        "there too": [1, 1],
+    }
 
 
 def test_states_that_are_alike_have_one_layout() -> None:

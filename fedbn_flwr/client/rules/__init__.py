@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.plugins import same_definition
 from fedbn_flwr.state import State
+from fedbn_flwr.state.flat import to_device
 from fedbn_flwr.wire import Instruction, Scalar, wire_key
 
 #: the name of the proximal term's weight under Flower's own FedProx
@@ -66,7 +67,8 @@ class Rule:
 
     #: whether the rule works on the stacked models of several clients
     stacks: ClassVar[bool] = True
-    #: whether `begin` uses the optimizer, which a loop of a user's own makes later than its model
+    #: whether `begin` uses the optimizer, or the very parameters that it changes: a loop of a user's own may make both
+    #: after its model has run
     needs_optimizer: ClassVar[bool] = False
     #: rules change gradients in this order; equal ones in the alphabetical order of their keys
     order: ClassVar[int] = 0
@@ -83,7 +85,8 @@ class Rule:
 
 def on_device(state: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> State:
     """The entries of `state` that `like` has, on its devices and in its dtypes."""
-    return {name: state[name].to(like[name]) for name in like if name in state}
+    moved = to_device({name: state[name] for name in like if name in state}, like)
+    return {name: value.to(like[name]) for name, value in moved.items()}
 
 
 #: the rule behind each key; a rule's default of it switches the rule off

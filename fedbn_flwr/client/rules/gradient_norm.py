@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from fedbn_flwr.client.rules import Rule, Session, register_rule
@@ -24,6 +24,7 @@ class GradientNorm(Rule):
     clip_norm: float = 0.0
     #: after the terms, corrections and clippings of methods
     order: ClassVar[int] = 2
+    needs_optimizer: ClassVar[bool] = True
 
     def begin(self, session: Session) -> None:
         """Note the parameters that learn."""
@@ -36,8 +37,8 @@ class GradientNorm(Rule):
             return
         norms = [torch.linalg.vector_norm(g.reshape(*g.shape[: self._stacked], -1), dim=-1) for g in gradients]
         scale = (self.clip_norm / (torch.linalg.vector_norm(torch.stack(norms), dim=0) + 1e-6)).clamp(max=1)
-        for gradient in gradients:
-            gradient.mul_(scale.reshape(scale.shape + (1,) * (gradient.dim() - scale.dim())))
+        scales = [scale.reshape(scale.shape + (1,) * (gradient.dim() - scale.dim())) for gradient in gradients]
+        torch._foreach_mul_(gradients, scales)
 
 
 @register_rule
@@ -48,6 +49,7 @@ class Clipping(Rule):
     clip_factor: float = 0.0
     #: last, because it clips what the optimizer will take
     order: ClassVar[int] = 1
+    needs_optimizer: ClassVar[bool] = True
 
     def begin(self, session: Session) -> None:
         """Remember what to clip."""
@@ -70,17 +72,20 @@ def clip_gradients(parameters: Mapping[str, nn.Parameter], clip_factor: float, s
     weights i into one output, eps = 1e-3. A bias or a gain is one unit as a whole. FedWon's factor is 0.1.
     `stacked` parameters have a row for each of several models.
     """
+    gradients, ratios, sizes = [], [], []
     for name, parameter in parameters.items():
         if parameter.grad is not None:
             whole = parameter.dim() - stacked < 2 or name.rpartition(".")[2] == "gain"
-            _clip(parameter.detach(), parameter.grad, clip_factor, tuple(range(stacked + (not whole), parameter.dim())))
-
-
-def _clip(weight: Tensor, gradient: Tensor, factor: float, unit: tuple[int, ...]) -> None:
-    """Clip where the gradient's norm over the dimensions of a unit is too large for the weight's."""
-    largest = torch.linalg.vector_norm(weight, dim=unit, keepdim=True).clamp(min=EPS) * factor
-    size = torch.linalg.vector_norm(gradient, dim=unit, keepdim=True)
-    gradient.mul_(torch.where(size > largest, largest / size, 1))
+            unit = tuple(range(stacked + (not whole), parameter.dim()))
+            gradients.append(parameter.grad)
+            ratios.append(torch.linalg.vector_norm(parameter.detach(), dim=unit, keepdim=True))
+            sizes.append(torch.linalg.vector_norm(parameter.grad, dim=unit, keepdim=True))
+    if gradients:
+        torch._foreach_clamp_min_(ratios, EPS)
+        torch._foreach_mul_(ratios, clip_factor)
+        torch._foreach_div_(ratios, sizes)
+        torch._foreach_clamp_max_(ratios, 1.0)
+        torch._foreach_mul_(gradients, ratios)
 
 
 def classifier_parameters(model: nn.Module) -> list[nn.Parameter]:

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from fedbn_flwr import wire
 from fedbn_flwr.client.rules import Rule, Session, register_rule
+from fedbn_flwr.state.flat import to_device
 
 
 @register_rule
@@ -26,12 +27,15 @@ class MaintainedMomentum(Rule):
         known = session.memory.recall(wire.MOMENTUM)
         if self.momentum_state == "global":
             known = {**known, **session.received.get(wire.MOMENTUM, {})}
-        learned = session.learned()
-        for entry, value in known.items():
+        learned, given = session.learned(), session.optimizer.defaults
+        # optimizers count their steps on the CPU, or in every step they would wait for a GPU to tell the number
+        here = () if given.get("fused") or given.get("capturable") else ("step",)
+        moved = to_device({entry: value for entry, value in known.items() if entry.split("/")[-1] not in here}, learned)
+        for entry, value in {**known, **moved}.items():
             name, _, kind = entry.rpartition("/")
             if name in learned:
                 # the optimizer changes it in place, and it may be somebody else's too
-                session.optimizer.state[learned[name]][kind] = value.to(learned[name].device, copy=True)
+                session.optimizer.state[learned[name]][kind] = value.clone()
 
     def finish(self, session: Session) -> None:
         """Send or store the state."""

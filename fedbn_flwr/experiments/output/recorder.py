@@ -1,13 +1,16 @@
 """The record of a run: a row after every round, a summary at the end."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from logging import INFO
 from math import inf, nan
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 from flwr.app import ArrayRecord, MetricRecord
+from flwr.common import log
 
 from fedbn_flwr import wire
 from fedbn_flwr.experiments.config import Config
@@ -144,6 +147,9 @@ class Journal:
         if self._config.record_dynamics:
             rows = self._dynamics.rows(server_round, arrays, self._strategy.training.replies, row["train-loss"])
             self._files.dynamics(rows)
+        shown = {"train-loss": row["train-loss"], **score}
+        numbers = ", ".join(f"{name} {value:.4g}" for name, value in shown.items() if isinstance(value, float))
+        log(INFO, "Round %d of %d: %s, %.3g s", server_round, self._config.rounds, numbers, row["seconds"])
         if self._progress:
             self._progress(server_round, self._config.rounds, self._score.get(self._scorer.metric))
         self._last = time.perf_counter()
@@ -152,7 +158,9 @@ class Journal:
     def summary(self, experiment: Experiment, nodes: int) -> Summary:
         """Return the whole run in one record."""
         config, sent = experiment.config, self._grid.training
-        skipped = sum(not row["nodes"] for row in read_rounds(self._files.path))
+        rows = read_rounds(self._files.path)
+        skipped = sum(not row["nodes"] for row in rows)
+        left_out = Counter(node for row in rows for node in row.get("left-out", ()))
         return {
             "method": config.method,
             "strategy": experiment.strategy,
@@ -176,6 +184,7 @@ class Journal:
             "seconds": time.perf_counter() - self._started,
             **(experiment.choice.summary() if experiment.choice else {}),
             **({"rounds-skipped": skipped} if skipped else {}),
+            **({"left-out": left_out} if left_out else {}),
             **({"model-for-each-node": True} if self._strategy.personal else {}),
             **({"absent-classes": absent} if (absent := absent_classes(config)) else {}),
             **({"stopped-after": self._round, "stopped-by": self.stopped_by} if self.stopped_by else {}),
@@ -209,15 +218,18 @@ class Journal:
 
     def _training(self) -> dict[str, Any]:
         replies = self._strategy.training.replies
+        used = [node for reply in replies for node in reply.nodes]
+        left_out = sorted({*self._strategy.training.nodes} - {*used})
         # a client of another package may report no loss
         losses = [(reply.metrics.get(wire.TRAIN_LOSS), reply.num_examples) for reply in replies]
         reported = [(loss, count) for loss, count in losses if isinstance(loss, float)]
         loss = sum(loss * count for loss, count in reported) / max(sum(count for _, count in reported), 1)
         self._train_loss = loss if reported else self._train_loss
         return {
-            "nodes": sum(len(reply.nodes) for reply in replies),
+            "nodes": len(used),
             "train-loss": loss if reported else None,
             "seconds": time.perf_counter() - self._last,
+            **({"left-out": left_out} if left_out else {}),
         }
 
     def _traffic(self) -> dict[str, int]:

@@ -14,11 +14,11 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-import torch
 from flwr.app import ArrayRecord
 from safetensors.torch import save
 
 from fedbn_flwr import __version__
+from fedbn_flwr.device import accelerator_name
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.state import from_record
 from fedbn_flwr.state.record_files import write_bytes
@@ -58,7 +58,7 @@ class RunFolder:
         `asked` is what makes the run; the options are what its data made of it.
         """
         versions = installed_versions(VERSIONED) | {"fedbn-flwr": __version__, "python": platform.python_version()}
-        device = torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()
+        device = accelerator_name(options["device"]) or _processor()
         machine = {"hardware": device, "cores": os.cpu_count(), "system": platform.platform()}
         content: dict[str, Any] = {"options": dict(options), "asked": dict(asked), "versions": versions, **machine}
         content |= {"command": command_line()} | ({"sites": list(sites)} if sites else {})

@@ -292,8 +292,9 @@ def _footer(runs: Sequence[Row], entries: Sequence[Entry], columns: Sequence[str
 def cautions(rows: Sequence[Row]) -> list[str]:
     """Return what is to be said of the data of finished runs."""
     first = typical(rows) if rows else {}
-    absent = first.get("absent-classes")
-    return [f"Caution: {about_absent(absent, first['partition'], first['clients'])}."] if absent else []
+    absent, left = first.get("absent-classes"), {node for row in rows for node in row.get("left-out", ())}
+    lines = [f"Caution: {about_absent(absent, first['partition'], first['clients'])}."] if absent else []
+    return lines + [f"Caution: {len(left)} nodes were left out of rounds, which rounds.jsonl names."] * bool(left)
 
 
 def curve_table(rows: Sequence[Row]) -> Table:

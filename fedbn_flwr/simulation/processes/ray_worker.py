@@ -16,11 +16,11 @@ from multiprocessing.connection import Client, Connection, Listener
 from typing import Any, NamedTuple
 
 import ray
-import torch
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from fedbn_flwr.device import accelerator_name
 from fedbn_flwr.simulation.processes.pipe import ObjectPipe
 from fedbn_flwr.simulation.processes.worker import WorkerDiedError, WorkerError, WorkerHandle, serve
 
@@ -178,7 +178,7 @@ class _Listening:
         sys.path += [folder for folder in path if folder not in sys.path]
         host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         self._listener = Listener((host, 0), authkey=key)
-        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+        device = accelerator_name() or "CPU"
         address: Any = self._listener.address
         return Place(address, f"{socket.gethostname()} ({host})", device)
 

@@ -17,7 +17,7 @@ from fedbn_flwr.randomness import OwnRandomness
 from fedbn_flwr.wire import Instruction
 
 #: larger stacks do not make a step faster: a CPU's caches are full, a GPU's processors busy
-_LARGEST = {"cpu": 20, "cuda": 512}
+_LARGEST, _LARGEST_ON_CPU = 512, 20
 #: parameters of the largest model that a CPU trains faster in a stack than alone: between resnet20 (270,000) and
 #: mobilenetv2 (2.2 million), see docs/benchmarks.md, "Choices in the code"
 _LARGEST_MODEL = 1_000_000
@@ -95,12 +95,12 @@ def largest_useful_stack(
     `step` is called only where its answer counts: it takes a forward pass, which a large model need not spend.
     """
     if device.type != "cpu":
-        return _LARGEST.get(device.type, _LARGEST["cpu"])
+        return _LARGEST
     if sum(parameter.numel() for parameter in model.parameters()) > _LARGEST_MODEL:
         return 1
     if step().large:
         return _LARGEST_LAYERWISE if layerwise else 1
-    return _LARGEST["cpu"]
+    return _LARGEST_ON_CPU
 
 
 def clients_that_fit(step: StepMemory, device: torch.device) -> int:
@@ -111,8 +111,9 @@ def clients_that_fit(step: StepMemory, device: torch.device) -> int:
 @cache
 def total_memory(device: torch.device) -> int:
     """Return the whole memory of the device, free or not, in bytes."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
+    properties = getattr(torch.get_device_module(device), "get_device_properties", None)
+    if device.type != "cpu" and properties:  # others, such as MPS, share the CPU's memory
+        return int(properties(device).total_memory)
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with suppress(OSError, ValueError):  # no such file, or "max"
         return min(physical, int(_CONTAINER_LIMIT.read_text()))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.randomness import OwnRandomness
 from fedbn_flwr.simulation.stacked.layers import CannotStackError, StackedLayers
 from fedbn_flwr.state import State
-from fedbn_flwr.state.flat import FlatState
+from fedbn_flwr.state.flat import FlatState, to_device
 
 #: rows of a stack that follow each other, or chosen ones
 Rows = slice | Tensor
@@ -45,12 +46,12 @@ class Stack(nn.Module):
         self._names = {name: first[id(value)] for name, value in entries.items()}
         self._slots = _Slots(structure, self._names)
         self._layers = StackedLayers(structure)
-        tables = _tables(states)
+        rows = stacked(states, entries)
         self._parameters_of_all = {
-            name: nn.Parameter(_rows(value, name, tables), requires_grad=value.requires_grad)
+            name: nn.Parameter(self._rows(value, rows.get(name)), requires_grad=value.requires_grad)
             for name, value in structure.named_parameters()
         }
-        self._buffers_of_all = {name: _rows(value, name, tables) for name, value in structure.named_buffers()}
+        self._buffers_of_all = {name: self._rows(value, rows.get(name)) for name, value in structure.named_buffers()}
 
     def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Iterate over the parameters, stacked."""
@@ -64,6 +65,14 @@ class Stack(nn.Module):
         """Return all entries, stacked, by the names of a client's model."""
         values = {**self._parameters_of_all, **self._buffers_of_all}
         return {name: values[self._names[name]].detach() for name in self.structure.state_dict()}
+
+    def _rows(self, value: Tensor, rows: Tensor | None) -> Tensor:
+        """Return every client's value in the model's dtype; the model's own where states have none."""
+        if rows is None:
+            return value.detach().expand(self.clients, *value.shape).clone()
+        rows = rows.to(value)
+        # views of one buffer count their changes together, and autograd would refuse all of them
+        return rows.clone(memory_format=torch.contiguous_format) if rows._is_view() else rows
 
     def losses(
         self,
@@ -144,15 +153,16 @@ def _cross_entropies(outputs: Tensor, targets: Tensor) -> Tensor:
     return losses.view(targets.shape).flatten(1).sum(1) / counted
 
 
-def stacked(states: Sequence[State]) -> State:
-    """Return states of the same names as one, in which every tensor has a row for each."""
+def stacked(states: Sequence[State], like: State = MappingProxyType({})) -> State:
+    """Return states of the same names as one, where tensors have a row for each, on the CPU or the device of `like`."""
     first = states[0]
     if all(state is first for state in states):
-        return {name: value.expand(len(states), *value.shape).clone() for name, value in first.items()}
+        moved = to_device(first, like)
+        return {name: value.expand(len(states), *value.shape).clone() for name, value in moved.items()}
     flat = [state for state in states if isinstance(state, FlatState)]
     if len(flat) == len(states) and len({id(state.layout) for state in flat}) == 1:
-        return FlatState.stacked(flat)
-    return {name: torch.stack([state[name] for state in states]) for name in first}
+        return to_device(FlatState.stacked(flat), like)
+    return to_device({name: torch.stack([state[name] for state in states]) for name in first}, like)
 
 
 class StackedMemory(Memory):
@@ -178,20 +188,3 @@ class StackedMemory(Memory):
         for group, values in self._stored.items():
             for memory, rows in zip(self._memories, FlatState.copies_of(values, len(self._memories)), strict=True):
                 memory.store(group, rows)
-
-
-def _tables(states: Sequence[State]) -> list[dict[str, Tensor]]:
-    """Return states as dictionaries, which are faster to look into; clients that share a state share one."""
-    by_id = {id(state): state for state in states}
-    tables = {key: dict(state.items()) for key, state in by_id.items()}
-    return [tables[id(state)] for state in states]
-
-
-def _rows(value: Tensor, name: str, tables: Sequence[dict[str, Tensor]]) -> Tensor:
-    """Return every client's value in the model's dtype, on its device; the model's own where states have none."""
-    if name not in tables[0]:
-        return value.detach().expand(len(tables), *value.shape).clone()
-    first = tables[0][name]
-    if all(table[name] is first for table in tables):
-        return first.to(value).expand(len(tables), *value.shape).clone()
-    return torch.stack([table[name] for table in tables]).to(value)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fedbn_flwr import state, wire
 from fedbn_flwr.client import BNClient, Reply, training
-from fedbn_flwr.client.batch_plan import BatchLoader, load_groups
+from fedbn_flwr.client.batch_plan import BatchLoader, augment_together, load_groups
 from fedbn_flwr.client.reply import Metrics
 from fedbn_flwr.client.rules import Session, rules_for
 from fedbn_flwr.layerwise import Exchange, shared_statistics
@@ -195,10 +195,7 @@ class StackedBatches:
     def _part(self, rows: Rows, inputs: Tensor, targets: Tensor) -> Part:
         plans = [self.plans[row] for row in _numbers(rows)]
         shape = len(plans), len(targets) // len(plans)
-        inputs, targets = inputs.unflatten(0, shape), targets.unflatten(0, shape)
-        if self.session.instruction.augmentation != "none":
-            inputs = torch.stack([plan.augmented(images) for images, plan in zip(inputs, plans, strict=True)])
-        return Part(rows, inputs, targets)
+        return Part(rows, augment_together(plans, inputs.unflatten(0, shape)), targets.unflatten(0, shape))
 
     def _retire(self, rows: slice) -> None:
         """Keep what these clients have at their end, to be put back."""

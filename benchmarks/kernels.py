@@ -1,0 +1,76 @@
+"""Count what a local step and a round ask of an accelerator: kernels, copies and waits. `make bench-kernels`.
+
+The device is the simulated one of `tests/fake_accelerator/`, so this needs no GPU, and says nothing of seconds. A
+step's counts are the difference of rounds with twice as many steps; a round's are those of further rounds, without
+their steps. Waits are for single numbers; a copy to the host is one more.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from fedbn_flwr import run
+from tests.fake_accelerator.tally import KINDS, Tally, counting, environment
+
+STEPS, CLIENTS = 4, 4
+ENGINES = ("stacked", "inprocess")
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "FedAvg": ("fedavg", {}),
+    "FedTAN": ("fedtan", {}),
+    "SCAFFOLD": ("scaffold", {}),
+    "FedWon, clipping": ("fedwon:agc=on", {}),
+    "kept Adam": ("fedavg", {"optimizer": "adam", "momentum_state": "local"}),
+    "crop-flip": ("fedavg", {"augmentation": "crop-flip"}),
+}
+
+
+def count(method: str, engine: str, rounds: int, steps: int, **options: Any) -> Tally:
+    """Return what a whole run asks of the device."""
+    with tempfile.TemporaryDirectory() as folder, counting() as tally:
+        shared = {"data": "digits", "partition": "classes:2", "clients": CLIENTS, "evaluate_every": 100, **options}
+        given = {"rounds": rounds, "local_steps": steps, "lr": 0.01, **shared}
+        run(method, folder=folder, engine=engine, device="fake", progress=False, **given)
+    return tally
+
+
+def step_and_round(method: str, engine: str, **options: Any) -> tuple[dict[str, float], dict[str, float]]:
+    """Return, by kind, what a step (one after another: of one client) and a round beside its steps ask."""
+    count(method, engine, 1, 1, **options)  # the first sends what stays on the device
+    once, longer, rounds = (
+        count(method, engine, number, steps, **options) for number, steps in ((2, STEPS), (2, 2 * STEPS), (4, STEPS))
+    )
+    steps = 2 * STEPS * (CLIENTS if engine == "inprocess" else 1)
+    step = {kind: (longer.of(kind) - once.of(kind)) / steps for kind in KINDS}
+    return step, {kind: (rounds.of(kind) - once.of(kind) - steps * step[kind]) / 2 for kind in KINDS}
+
+
+def rows(models: list[str]) -> Iterator[list[str]]:
+    """Yield the rows of the table."""
+    yield ["case", "model", "engine", *(f"{kind} / step" for kind in KINDS), *(f"{kind} / round" for kind in KINDS)]
+    for model in models:
+        for case, (method, options) in CASES.items():
+            for engine in ENGINES:
+                step, of_round = step_and_round(method, engine, model=model, **options)
+                yield [case, model, engine, *(f"{each[kind]:g}" for each in (step, of_round) for kind in KINDS)]
+
+
+def main() -> None:
+    """Print the table, in Markdown."""
+    parser = argparse.ArgumentParser(prog="benchmarks.kernels", description=__doc__)
+    parser.add_argument("--models", default="small-cnn,resnet20", help="models [%(default)s]")
+    asked = parser.parse_args()
+    for number, row in enumerate(rows(asked.models.split(","))):
+        print("| " + " | ".join(row) + " |", flush=True)
+        if not number:
+            print("|" + "---|" * len(row))
+
+
+if __name__ == "__main__":
+    if not hasattr(torch, "fake"):
+        os.execve(sys.executable, [sys.executable, "-m", "benchmarks.kernels", *sys.argv[1:]], environment())
+    main()

@@ -1,0 +1,66 @@
+"""The accelerator of this machine by torch's generic interface: CUDA, ROCm, MPS, XPU, or what else torch registers.
+
+What only CUDA has is where it is used: `CUDA_VISIBLE_DEVICES` in `fedbn_flwr/experiments/engines.py`, TF32 in
+`fedbn_flwr/client/training.py`.
+"""
+
+import logging
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def accelerator() -> torch.device | None:
+    """Return the kind of the accelerator; None if there is none."""
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+
+
+def started() -> Any:
+    """Return the module of the accelerator, such as `torch.cuda`, once it has been used; None before."""
+    found = accelerator()
+    module = torch.get_device_module(found) if found else None
+    # MPS does not tell, and starts at once
+    return module if module and getattr(module, "is_initialized", lambda: True)() else None
+
+
+def pick_device(name: str) -> torch.device:
+    """Return the device of this name; `auto` is the accelerator where there is one."""
+    found = accelerator()
+    known = ", ".join(["auto", "cpu", *([found.type] if found else [])])
+    if name == "auto":
+        return found or torch.device("cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"unknown device {name!r}; known: {known}") from None
+    count = torch.accelerator.device_count() if found and device.type == found.type else 0
+    if device.type != "cpu" and (device.index or 0) >= count:
+        raise ValueError(f"device {name!r} is not available here: {count} of the kind; known: {known}")
+    return device
+
+
+def accelerator_name(device: str = "auto") -> str:
+    """Return the product name of the accelerator that an option `device` chooses; empty if it chooses none."""
+    found = accelerator()
+    if found is None or (device != "auto" and torch.device(device).type != found.type):
+        return ""
+    name: str = getattr(torch.get_device_module(found), "get_device_name", lambda: found.type)()
+    return name
+
+
+@cache
+def exact(device: torch.device) -> torch.device:
+    """Return where sums in float64 are made: on the device, or on the CPU if the device has none, as the log says."""
+    try:
+        return torch.zeros(1, dtype=torch.float64, device=device).device
+    except (TypeError, RuntimeError):
+        said = "%s has no float64: sums of moments and of exchanges are made on the CPU"
+        logging.getLogger("flwr").info(said, device)
+        return torch.device("cpu")
+
+
+def where_exact(values: Tensor) -> Tensor:
+    """Return values on a device that has float64."""
+    return values.to(exact(values.device))

@@ -1,0 +1,80 @@
+"""Every method on the simulated device, against the CPU."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from fedbn_flwr.simulation.in_process import InProcessGrid
+from fedbn_flwr.strategies import REGISTRY, BaseStrategy, FedAvg, FedTAN
+from tests.clientapp import test_own_loop as own
+from tests.helpers.engine_comparison import EXACT, Stacked, watching
+from tests.helpers.harness import SIZES, Federation, distance, make_model
+from tests.strategies.test_contract import TABLE
+
+Case = tuple[Callable[[], BaseStrategy], str]
+
+
+def _row(name: str) -> Case:
+    return lambda: REGISTRY[name](**TABLE[name][0]), TABLE[name][1]
+
+
+CASES: dict[str, Case] = {
+    **{name: _row(name) for name in TABLE},
+    "fedtan, carried": (lambda: FedTAN(carry=True), "bn"),
+    "fedtan, paper": (lambda: FedTAN(exchange="paper"), "bn"),
+    "batch renormalization": (FedAvg, "brn"),
+    "group normalization": (FedAvg, "gn"),
+    "weight standardization": (FedAvg, "bn-ws"),
+}
+KEPT: dict[str, dict[str, Any]] = {
+    "sgd": {"momentum": 0.9},
+    "adam": {"optimizer": "adam", "lr": 0.01},
+}
+
+
+def end_of(name: str, device: str, grid: type[InProcessGrid] = InProcessGrid) -> dict[str, torch.Tensor]:
+    make, norm = CASES[name]
+    return dict(Federation(make_model(norm), device=device, grid=grid).run(make(), 2))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_after_another_has_the_bits_of_the_cpu(name: str) -> None:
+    wanted, ended = end_of(name, "cpu"), end_of(name, "fake")
+    # torch composes group normalization of other operations on devices that it does not know
+    within = EXACT if name == "group normalization" else 0.0
+    assert distance(wanted, ended) <= within
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_stacks_agree_with_the_cpu(name: str) -> None:
+    with watching() as watch:
+        assert distance(end_of(name, "cpu"), end_of(name, "fake", Stacked)) < EXACT
+    assert not [reason for reason in watch.reasons if "does not work on stacked models" not in reason]
+
+
+@pytest.mark.parametrize("where", ["local", "global"])
+@pytest.mark.parametrize("optimizer", KEPT)
+def test_kept_states_of_optimizers_have_the_bits_of_the_cpu(optimizer: str, where: str) -> None:
+    options = KEPT[optimizer]
+    ends = [
+        Federation(make_model(), device=device).run(FedAvg(momentum_state=where), 3, **options)
+        for device in ("cpu", "fake")
+    ]
+    assert distance(*ends) == 0
+
+
+@pytest.mark.parametrize("method", own.METHODS)
+def test_own_loops_end_and_obey(method: str) -> None:
+    made = own.make_without_bn if method == "fedwon" else own.make
+    options: dict[str, Any] = {"num_examples": lambda context: SIZES[int(context.node_config["partition-id"])]}
+    asked: dict[str, Any] = {"lr": 0.05, "momentum": own.momentum_of(method)}
+
+    def loop(model: torch.nn.Module, batches: Any, lr: float, momentum: float) -> float:
+        moved = ((inputs.to("fake"), targets.to("fake")) for inputs, targets in batches)
+        return own.plain_loop(model.to("fake"), moved, lr, momentum)
+
+    grid = InProcessGrid(own.own_app(loop, made, **options), len(SIZES))
+    ended = Federation(made()).run(own.METHODS[method](), own.ROUNDS, grid=grid, **asked)
+    assert distance(ended, own.wanted_of(method)) < own.EXACT

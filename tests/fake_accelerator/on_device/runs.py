@@ -1,0 +1,94 @@
+"""Whole runs on the device: cold processes, workers, resumed runs."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fedbn_flwr.experiments import main
+from tests.fake_accelerator.tally import environment
+from tests.helpers.deaths import Death, dying
+from tests.helpers.runs import command, results, rounds, run_in
+
+COLD = """
+import sys, torch, torch.nn.functional as F
+from fedbn_flwr.randomness import OwnRandomness
+if sys.argv[1] == "warm":
+    torch.ones(1, device="fake")
+stream = OwnRandomness(5)
+with stream.drawing():
+    torch.rand(3)
+with stream.drawing():
+    print(F.dropout(torch.ones(12, device="fake")).tolist(), torch.rand(1).item())
+"""
+
+
+def output_of(program: str, *words: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout
+
+
+def test_dropout_in_a_cold_process_is_the_seeded_one() -> None:
+    assert output_of(COLD, "cold") == output_of(COLD, "warm")
+
+
+RUN = """
+import sys, torch
+from fedbn_flwr.experiments import main
+assert main(sys.argv[1:]) == 0
+print(torch.fake.is_initialized())
+"""
+
+
+@pytest.mark.parametrize(("device", "used"), [("cpu", False), ("auto", True)])
+def test_a_run_starts_and_notes_the_device_only_if_it_uses_it(device: str, used: bool, tmp_path: Path) -> None:
+    words = command("run", device=device, model="mlp", results_dir=str(tmp_path))
+    assert output_of(RUN, *words).splitlines()[-1] == str(used)
+    noted = json.loads((run_in(tmp_path) / "config.json").read_text())["hardware"]
+    assert (noted == "simulated accelerator") == used
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedtan"])
+def test_two_workers_have_the_results_of_one(method: str, tmp_path: Path) -> None:
+    options = {"method": method, "model": "mlp", "device": "fake", "clients": "4"}
+    for workers in "12":
+        folder = str(tmp_path / workers)
+        assert main(command("run", results_dir=folder, workers=workers, **options)) == 0
+    one, two = (rounds(tmp_path / workers) for workers in "12")
+    assert [row["train-loss"] for row in one] == pytest.approx([row["train-loss"] for row in two], rel=1e-5)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedtan"])
+def test_nodes_of_a_worker_whose_device_fails_are_named(
+    method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {"method": method, "model": "mlp", "device": "fake", "clients": "4", "workers": "2"}
+    failing = Path(os.environ["FAKE_ACCELERATOR_FAILS"])
+    failing.touch()
+    try:
+        assert main(command("run", results_dir=str(tmp_path), **options)) == 0
+    finally:
+        failing.unlink()
+    assert [row["left-out"] for row in rounds(tmp_path)] == [[1001, 1003]] * 3
+    assert results(tmp_path)["summary"]["left-out"] == {"1001": 3, "1003": 3}
+    assert "2 nodes were left out of rounds" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_run_that_died_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    options = {"method": "scaffold", "model": "mlp", "device": "fake", "rounds": "5", "checkpoint_every": "2"}
+    options |= {"momentum": "0.9", "momentum_state": "local"}
+    with dying(0) as whole:
+        assert main(command("run", results_dir=str(tmp_path / "whole"), **options)) == 0
+    with dying(int(0.9 * whole.count)), pytest.raises(Death):
+        main(command("run", results_dir=str(tmp_path / "run"), **options))
+    assert main(["run", "--resume", str(tmp_path / "run")]) == 0
+    assert results(tmp_path / "run") == results(tmp_path / "whole")

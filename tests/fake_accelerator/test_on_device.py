@@ -1,0 +1,37 @@
+"""Runs the tests of `on_device/` in processes that have the simulated accelerator: torch knows one for each process."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch.utils import backend_registration
+
+from tests.fake_accelerator.tally import environment
+from tests.helpers.checkout import ROOT
+
+FILES = sorted((Path(__file__).parent / "on_device").glob("*.py"))
+#: by file, what differs in the device
+VARIABLES = {"without_float64": {"FAKE_ACCELERATOR_FLOAT64": "0"}}
+#: seconds after which a step is taken to wait forever
+DEADLINE = 300
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
+    reason="the simulated accelerator needs torch 2.14: nothing was run on a device other than the CPU",
+)
+
+
+@pytest.mark.parametrize("file", FILES, ids=[file.stem for file in FILES])
+def test_on_the_device(file: Path, tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short", str(file)]
+    done = subprocess.run(
+        words,
+        cwd=ROOT,
+        env=environment(FAKE_ACCELERATOR_FAILS=str(tmp_path / "fails"), **VARIABLES.get(file.stem, {})),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
