@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from fedbn_flwr.experiments.config import Config
-from fedbn_flwr.experiments.method import all_options, forms_of, own_options, owners
+from fedbn_flwr.experiments.flower_run import AUTO
+from fedbn_flwr.experiments.method import ENGINE, all_options, forms_of, own_options, owners
 from fedbn_flwr.plugins.options import Option, as_value, options_of
 from fedbn_flwr.strategies import REGISTRY, FedAvg
 
@@ -33,6 +34,7 @@ comparison, an option of single strategies is for those methods that have it, an
   `flwr run`. Use an absolute path, or look for the path in the last line of the log.
 - An option of a strategy that is `""` counts as not given.
 - Options of plugins have no keys. Give them inside `method`.
+- `engine` is `auto` by default ([With `flwr run`](simulation.md#with-flwr-run)).
 """
 
 DOCSTRINGS = """\
@@ -98,7 +100,8 @@ def single_strategies() -> Iterator[tuple[str, ...]]:
 
 def with_run_config(project: str) -> str:
     """Return the text of pyproject.toml with a key for every option: Flower refuses to override any other."""
-    lines = ["# options that all methods share"]
+    lines = ["# by whom the nodes are trained: see docs/simulation.md", f'{ENGINE} = "{AUTO}"']
+    lines += ["# options that all methods share"]
     lines += [f"{key} = {json.dumps(value)}" for key, value in Config().to_mapping().items()]
     lines += ["# options of strategies; an empty text is the strategy's own default"]
     lines += [f'{key} = ""  # {whose(key)}' for key in all_options()]

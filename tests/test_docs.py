@@ -129,7 +129,7 @@ def test_flower_runs_are_understood(page: Path) -> None:
             if option == "--run-config":
                 given = parse_config_args([value])
                 assert set(given) <= set(known)
-                resolve({**known, **given})
+                resolve({**known, **given}, federation=True)
 
 
 @by_page

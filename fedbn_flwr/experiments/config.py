@@ -98,7 +98,7 @@ class Config:
         "metrics per class on the test data, of sites on each site's: f1, auc, precision, recall",
     ] = ()
     seed: Annotated[int, "seed of everything: model, partition, batches, sampling"] = 0
-    device: Annotated[str, "cpu, cuda or auto"] = "auto"
+    device: Annotated[str, "cpu, auto, or an accelerator such as cuda, cuda:1 or mps"] = "auto"
     init_from: Annotated[str, "file with the initial model: safetensors or a torch state dict"] = ""
     validation: Annotated[
         float, "hold out this share of the training data and evaluate on it instead of the test data", Range(0, 1)

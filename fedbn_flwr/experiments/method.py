@@ -32,6 +32,8 @@ from fedbn_flwr.wire import wire_key
 BOUND_NORMS = {"hbn": "hbn", "static-bn": "heterofl"}
 #: constructor arguments of strategies that follow from the shared options
 SHARED = ("lr_schedule", "seed", "patience", "exchange_timeout", "evaluate_every")
+#: the key of the engine in a run configuration; it is no option of a run's own
+ENGINE = "engine"
 #: the clients of a run that brings its own, where neither options nor domains say how many
 CLIENTS = 5
 
@@ -131,7 +133,7 @@ def resolve(values: Mapping[str, Any], federation: bool = False) -> Experiment:
     # in a run configuration every key must exist, and an empty text stands for "not given"
     options = {own[key].name: own[key].read(value) for key, value in values.items() if key in own and value != ""}
     options |= {name: value for name, value in overrides.items() if wire_key(name) in own}
-    common = {key: value for key, value in values.items() if key not in owned}
+    common = {key: value for key, value in values.items() if key not in owned and not (federation and key == ENGINE)}
     common |= {wire_key(name): value for name, value in overrides.items() if wire_key(name) in shared}
     config = _with_clients(Config.from_mapping(common), federation)
     config = _with_norm(config, REGISTRY[method.strategy], options, method.norm)

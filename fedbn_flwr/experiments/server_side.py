@@ -1,9 +1,7 @@
-"""The server's side of an experiment: one run, from a grid to a folder of results, and what `flwr run` starts."""
+"""The server's side of an experiment: one run, from a grid to a folder of results."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
 from logging import ERROR, INFO, WARNING
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from fedbn_flwr import state
 from fedbn_flwr.client import pick_device
 from fedbn_flwr.data import SITES
 from fedbn_flwr.experiments.checkpoint import Recovery, StopRun, clear, read_checkpoint, refuse_other_model
-from fedbn_flwr.experiments.checks import check, check_partition, refuse_own_nodes
+from fedbn_flwr.experiments.checks import check, check_partition
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.data_and_model import (
     Form,
@@ -29,27 +27,18 @@ from fedbn_flwr.experiments.data_and_model import (
     set_threads,
     shared_model,
 )
-from fedbn_flwr.experiments.method import Experiment, resolve
+from fedbn_flwr.experiments.method import Experiment
 from fedbn_flwr.experiments.output.recorder import Journal, Progress, Summary
-from fedbn_flwr.experiments.output.run_folder import CONFIG, RunFolder, read_json, read_rounds
+from fedbn_flwr.experiments.output.run_folder import CONFIG, RunFolder, read_json
 from fedbn_flwr.experiments.output.scoring import Scorer, SiteScorer
 from fedbn_flwr.experiments.output.sinks import open_sinks
-from fedbn_flwr.experiments.results.pictures import draw_or_warn, plot_curves
-from fedbn_flwr.experiments.results.rows import metric_of, title_of
-from fedbn_flwr.experiments.runs import Run, alone_in, asked_of
+from fedbn_flwr.experiments.runs import Run, asked_of
 from fedbn_flwr.experiments.sites.agreement import SitesGrid, agree, ask_sites
 from fedbn_flwr.plugins.options import UsageError
-from fedbn_flwr.server.packing_grid import PackingGrid
 from fedbn_flwr.state import arrays_of
-from fedbn_flwr.strategies import Layerwise, wait_for_nodes
+from fedbn_flwr.strategies import wait_for_nodes
 from fedbn_flwr.traffic.counting_grid import CountingGrid
-from fedbn_flwr.transports.side_channel_grid import SideChannelGrid, SideChannelOptions
 from fedbn_flwr.wire import Instruction
-
-#: where a deployment's server keeps the results of its runs, each in a folder of the run's number
-RESULTS_VARIABLE = "FEDBN_FLWR_RESULTS"
-#: samples that stand behind the statistics of a layer-wise step, at least: remark 4 of FedTAN's paper
-LEAST_BATCH = 32
 
 
 def run(
@@ -198,61 +187,3 @@ def count_nodes(grid: Grid, config: Config) -> int:
             config.clients,
         )
     return config.clients or nodes
-
-
-def serve(grid: Grid, run_config: Mapping[str, Any], run_id: int = 0) -> Summary:
-    """Run what a Flower run configuration says, and log where the results are.
-
-    The folder is kept: a finished run of these options is not repeated, an unfinished one goes on after its last
-    checkpoint, and a folder with another run is refused: give another results-dir.
-
-    A relative `results-dir` is relative to where the SuperLink was started: Flower does not tell where `flwr run` was.
-    Where `FEDBN_FLWR_RESULTS` names a folder, results go to `run_id` in it, and `results-dir` counts for nothing;
-    `resume` is then the number of a run.
-    """
-    experiment = resolve(run_config, federation=True)
-    refuse_own_nodes(experiment.config)
-    size = experiment.config.batch_size
-    if issubclass(experiment.strategy_class, Layerwise) and size < LEAST_BATCH:
-        # the statistics of few samples leave the sites, from which an attacker may reconstruct these samples
-        text = (
-            "%s sends the BN statistics of mini-batches of %d samples; FedTAN's authors advise at least %d (remark 4)"
-        )
-        log(WARNING, text, experiment.strategy, size, LEAST_BATCH)
-    folder = results_folder(experiment.config, run_id)
-
-    def train(experiment: Experiment, folder: Path, _: Progress | None) -> Summary:
-        return run(with_side_channel(PackingGrid(grid), experiment), experiment, folder)
-
-    with alone_in(folder):
-        summary = Run(experiment, "flower", folder).train(train)
-        if not (folder / "curves.png").exists():
-            curves = {str(summary["method"]): [read_rounds(folder)]}
-            draw_or_warn(partial(plot_curves, curves, title_of(summary), metric_of(summary)), folder / "curves.png")
-    log(INFO, "Results: %s", folder)
-    return summary
-
-
-def results_folder(config: Config, run_id: int) -> Path:
-    """Return where the results of a run go; the folder of a run that goes on with another one is that one's."""
-    kept = os.environ.get(RESULTS_VARIABLE)
-    if not kept:
-        return Path(config.resume or config.results_dir).expanduser().resolve()
-    folder = Path(kept, str(run_id))
-    if config.resume:
-        if not config.resume.isdecimal() or not Path(kept, config.resume).is_dir():
-            raise UsageError(f"resume must be the number of a run with results on the server, got {config.resume!r}")
-        folder.symlink_to(config.resume)
-    return folder
-
-
-def with_side_channel(grid: Grid, experiment: Experiment) -> Grid:
-    """Return the grid with a side channel for the exchanges of layer-wise steps, if the run is to have one."""
-    config = experiment.config
-    if not issubclass(experiment.strategy_class, Layerwise):
-        return grid
-    try:
-        options = SideChannelOptions.of(config.exchange_port, config.exchange_address, config.connect_timeout)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    return grid if options is None else SideChannelGrid(grid, options)

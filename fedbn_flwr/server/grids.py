@@ -1,10 +1,13 @@
 """Grids in front of others, the wait for their nodes, and messages through a grid to some nodes, inside a round."""
 
 import os
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from itertools import count
 from logging import INFO, WARNING
+from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
@@ -41,6 +44,35 @@ def wait_for_nodes(grid: Grid, wanted: int, patience: float, fewest: int | None 
             said = now
         time.sleep(0.5)
     return nodes
+
+
+def wait_for_all(grid: Grid, pause: float = 0.5) -> list[int]:
+    """Return the nodes of a simulation, which connect one after another, once two looks at them agree."""
+    before = list[int]()
+    while not (nodes := sorted(grid.get_node_ids())) or nodes != before:
+        before = nodes
+        time.sleep(pause)
+    return nodes
+
+
+def is_simulated(grid: Grid) -> bool:
+    """Return whether a grid has the nodes of Flower's simulation."""
+    # Flower does not say; the class has moved from module to module under this name
+    return any(each.__name__ == "InMemoryGrid" for each in type(grid).__mro__)
+
+
+def end_with_superlink(pause: float = 1.0) -> None:
+    """Let a simulation that a SuperLink has started end once the SuperLink has gone: it would go on unseen."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(pause)
+        log(WARNING, "The SuperLink has ended, and so does this run")
+        os._exit(1)  # Flower's own way out waits for an answer of the SuperLink
+
+    if Path(sys.argv[0]).name == "flwr-simulation":  # a script's parent is a shell, which may end before the script
+        Thread(target=watch, daemon=True).start()
 
 
 def ask_nodes(grid: Grid, messages: Sequence[Message], timeout: float, poll: float = 0.02) -> dict[int, Message]:

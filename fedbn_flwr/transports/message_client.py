@@ -1,7 +1,7 @@
 """The nodes' end of a layer-wise step by messages.
 
-Between two messages a step waits in this process (`SuspendedStep`), or is replayed from what the node has kept
-(`StepLog`).
+Between two messages a step waits in this process (`SuspendedStep`), and catches up if other processes had messages in
+between. Where none waits, it is replayed from what the node has kept (`StepLog`).
 The server's end is in `message_server.py`, the records of the messages in `message_records.py`.
 """
 
@@ -69,21 +69,25 @@ def handle_layerwise_message(
         STEPS.pop(key, None)
     step_log.add(content)
     latest = position.index - 1  # the number of the answer that the message brings; the first is 0
-    if held is not None and held.place == (step_log.attempt, latest):
-        held.client.memory.attach(context.state)
-        outcome = held.step.advance(read_answers(content)[str(latest)])
-    else:
+    if held is not None and (held.place[0] != step_log.attempt or held.place[1] > latest):
         held = None  # a step that nobody holds ends
-        received, answers = step_log.received(content), step_log.answers(position.index)
-        if received is None or answers is None:
-            return Reply(0, {}, report={LACKS_ARRAYS: True})
+    # another process may have had the messages before this one
+    first = held.place[1] if held else 0
+    known = read_answers(content) if held and first == latest else step_log.answers()
+    numbers = [str(number) for number in range(first, position.index)]
+    received = {} if held else step_log.received(content)
+    if received is None or not known.keys() >= set(numbers):
+        return Reply(0, {}, report={LACKS_ARRAYS: True})
+    if held is not None:
+        held.client.memory.attach(context.state)
+    else:
         client = make_client(context)
         instruction = read_instruction(config)
         step = partial(_train, client, received, instruction)
         held = HeldStep(client, SuspendedStep(step, client.step_seed(instruction)))
         outcome = held.step.advance()
-        for answer in answers:
-            outcome = held.step.advance(answer)
+    for number in numbers:
+        outcome = held.step.advance(known[number])
     if not isinstance(outcome, Requests):
         step_log.clear()
         return outcome.result
@@ -147,11 +151,9 @@ class StepLog:
         records = _received(content) or dict(self._memory.kept(self._received))
         return {name: state.from_record(record) for name, record in records.items()} or None
 
-    def answers(self, count: int) -> list[Answer] | None:
-        """Return the first `count` answers, None if some are missing."""
-        answers = read_answers(dict(self._memory.kept(self._answers)))
-        numbers = [str(number) for number in range(count)]
-        return [answers[number] for number in numbers] if answers.keys() >= set(numbers) else None
+    def answers(self) -> dict[str, Answer]:
+        """Return the answers by their numbers, of which some may be missing."""
+        return read_answers(dict(self._memory.kept(self._answers)))
 
     def clear(self) -> None:
         """Forget the step."""

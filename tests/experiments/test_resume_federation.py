@@ -11,7 +11,7 @@ from flwr.supercore.run import Run
 from fedbn_flwr.clientapp import client_app, keep_states_in
 from fedbn_flwr.experiments import UsageError, resolve, serve
 from fedbn_flwr.experiments.client_side import bound_client_fn
-from fedbn_flwr.experiments.server_side import RESULTS_VARIABLE
+from fedbn_flwr.experiments.flower_run import RESULTS_VARIABLE
 from fedbn_flwr.server.grids import PassingGrid
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from tests.helpers.deaths import Death

@@ -9,7 +9,7 @@ import pytest
 from flwr.app import Context, RecordDict
 
 from fedbn_flwr.clientapp import client_app
-from fedbn_flwr.experiments import Config, UsageError, resolve, serve, server_side
+from fedbn_flwr.experiments import Config, UsageError, flower_run, resolve, serve
 from fedbn_flwr.experiments.checkpoint import checkpoint_round
 from fedbn_flwr.experiments.client_side import bound_client_fn, client_fn
 from fedbn_flwr.experiments.method import all_options
@@ -23,7 +23,7 @@ def test_the_run_config_has_every_option_with_the_commands_default_and_type() ->
     app = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]
     shared = Config().to_mapping()
     # a strategy's own option is not given by default
-    wanted = {**shared, **dict.fromkeys(all_options(), "")}
+    wanted = {"engine": "auto", **shared, **dict.fromkeys(all_options(), "")}
     # Flower hands values over as they stand there
     there, here = ({key: (type(value), value) for key, value in each.items()} for each in (app["config"], wanted))
     assert there == here
@@ -42,7 +42,7 @@ def test_statistics_of_small_batches_are_warned_about(
     options: dict[str, str], warned: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     lines: list[str] = []
-    monkeypatch.setattr(server_side, "log", lambda _, text, *values: lines.append(text % values))
+    monkeypatch.setattr(flower_run, "log", lambda _, text, *values: lines.append(text % values))
     run_config = {**OPTIONS, **options, "rounds": "1", "results-dir": str(tmp_path)}
     serve(InProcessGrid(client_app(bound_client_fn(resolve(run_config).config)), 2), run_config)
     warnings = [line for line in lines if "FedTAN's authors advise at least 32" in line]

@@ -23,10 +23,16 @@ class FlowerCommand:
 
     def run(self, app: Path, *options: str, **run_config: object) -> tuple[str, str]:
         """`flwr run`; what was shown, and the status of the run, which the exit code does not tell."""
+        shown = self._run(app, "--stream", *options, **run_config)
+        return shown, self.status(_number(shown))
+
+    def start(self, app: Path, **run_config: object) -> str:
+        """Start a run, do not wait, and return its number."""
+        return _number(self._run(app, **run_config))
+
+    def _run(self, app: Path, *options: str, **run_config: object) -> str:
         config = " ".join(f"{key.replace('_', '-')}={json.dumps(value)}" for key, value in run_config.items())
-        shown = self("run", str(app), "--stream", "--run-config", config, *options)
-        (run_id,) = re.findall(r"Successfully started run (\d+)", shown)
-        return shown, self.status(run_id)
+        return self("run", str(app), "--run-config", config, *options)
 
     def status(self, run_id: str) -> str:
         """How a run ended; its log ends before its status says so."""
@@ -42,6 +48,11 @@ class FlowerCommand:
 
     def __call__(self, *arguments: str) -> str:
         return run(self.program, *arguments, cwd=self.home, env=self.env)
+
+
+def _number(shown: str) -> str:
+    (run_id,) = re.findall(r"Successfully started run (\d+)", shown)
+    return str(run_id)
 
 
 @contextmanager

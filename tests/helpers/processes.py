@@ -23,6 +23,13 @@ def is_alive(process: int) -> bool:
         return False
 
 
+def command_of(process: int) -> str:
+    """Return the command line of a process; empty if it has ended."""
+    with suppress(OSError):
+        return Path(f"/proc/{process}/cmdline").read_text().replace("\0", " ")
+    return ""
+
+
 def wait_for_end(variable: str, value: str) -> bool:
     """Return whether such processes end by themselves."""
     return wait_until(lambda: not processes_with(variable, value), pause=0.2)

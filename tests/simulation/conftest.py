@@ -5,8 +5,16 @@ from collections.abc import Iterator
 
 import pytest
 
+from fedbn_flwr.simulation import in_process
 from tests.helpers.processes import processes_with
 from tests.helpers.ray_cluster import FOLDER, Cluster, ray_cluster
+
+
+@pytest.fixture(autouse=True)
+def _no_run_of_flowers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flower's own simulation, which other tests of this process may have used, leaves the id of its run behind."""
+    if identity := vars(in_process)["TaskIdentity"]:  # before Flower 1.38 there is none
+        monkeypatch.setattr(identity, "_run_id", None)
 
 
 @pytest.fixture(scope="package")

@@ -79,6 +79,20 @@ class SomeWorker(InProcessGrid):
         return super()._answer(message)
 
 
+class InTurns(InProcessGrid):
+    """A node's messages go to two workers in turns."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.workers: dict[int, list[dict[Any, Any]]] = {}
+
+    def _answer(self, message: Message) -> Message:
+        workers = self.workers.setdefault(message.metadata.dst_node_id, [{}, {}])
+        suspended.STEPS = workers[0]
+        workers.reverse()
+        return super()._answer(message)
+
+
 @pytest.fixture(autouse=True)
 def _own_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suspended, "STEPS", {})
@@ -117,6 +131,20 @@ def test_replay_has_the_bits_of_the_step_in_memory(case: str, grid: type[InProce
     replayed, other = Nodes(grid).train(CASES[case](), rounds)
     assert same(held, replayed)
     assert one.training == other.training
+
+
+def test_a_process_takes_each_part_of_a_step_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It catches up with what another process has done in between, instead of a replay."""
+    advanced, advance = list[int](), SuspendedStep.advance
+
+    def noting(step: SuspendedStep[Any], answer: Answer | None = None) -> Any:
+        advanced.append(1)
+        return advance(step, answer)
+
+    monkeypatch.setattr(SuspendedStep, "advance", noting)
+    _, counted = Nodes(InTurns).train(FedTAN(exchange="paper"), 1)
+    assert counted.training.exchanges > 3  # or a replay takes no longer
+    assert len(advanced) <= 2 * len(SIZES) * counted.training.exchanges
 
 
 def test_of_nodes_that_take_turns_as_many_hold_their_step_as_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:

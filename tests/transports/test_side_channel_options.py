@@ -6,7 +6,7 @@ import pytest
 
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.experiments import UsageError, resolve
-from fedbn_flwr.experiments.server_side import with_side_channel
+from fedbn_flwr.experiments.flower_run import with_side_channel
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.transports.side_channel_grid import (
     ADDRESS_VARIABLE,

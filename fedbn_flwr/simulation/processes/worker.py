@@ -6,9 +6,10 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from multiprocessing import forkserver, get_context
+from multiprocessing import current_process, forkserver, get_context, set_start_method
 from multiprocessing.connection import Connection
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -120,7 +121,7 @@ class Worker(WorkerHandle):
     """A process of this machine, with the environment's variables and some of its own."""
 
     def __init__(self, index: int, threads: int, variables: Mapping[str, str] | None = None) -> None:
-        self._variables = dict(variables or {})
+        self._variables = {**os.environ, **(variables or {})}
         super().__init__(index, threads)
 
     def end(self) -> None:
@@ -168,7 +169,9 @@ def _without_script() -> Iterator[None]:
 def preload(modules: Sequence[str]) -> None:
     """Start importing what workers need in the process that all of them are forked from."""
     _processes().set_forkserver_preload(["fedbn_flwr.simulation.processes.worker", *modules])
-    forkserver.ensure_running()
+    # it would look for modules where a new Python does, and could find another version of ours
+    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path)), PYTHONSAFEPATH="1"):
+        forkserver.ensure_running()
 
 
 def _processes() -> Any:
@@ -181,7 +184,11 @@ def work(connection: Connection, threads: int, level: int, variables: Mapping[st
 
     Its variables are in time to choose a GPU: whatever it was forked from has not used any.
     """
+    os.environ.clear()
     os.environ.update(variables)
+    # a user's loop may start processes that load data, as from any process
+    current_process().daemon = False
+    set_start_method(None, force=True)
     prefetch.serve_parent()
     serve(connection, threads, level)
     # without the exit functions of libraries

@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
 
 from fedbn_flwr import wire
 from fedbn_flwr.experiments.engines import open_grid
 from fedbn_flwr.experiments.method import resolve
 from fedbn_flwr.server.grids import ask_nodes
+from fedbn_flwr.simulation import InProcessGrid
 from fedbn_flwr.simulation.processes.averaged_replies import average_replies
 from fedbn_flwr.simulation.processes.grid import WorkersGrid
 from fedbn_flwr.state import arrays_to_record
@@ -58,6 +60,12 @@ def test_strategies_get_the_model_of_single_replies(name: str) -> None:
     assert sum(metrics[1]) == pytest.approx(sum(metrics[0]), rel=1e-12)
 
 
+@pytest.fixture
+def run_of_ours() -> None:
+    """Messages need a run, which a worker's grid gives them."""
+    InProcessGrid(ClientApp(), 0)
+
+
 def reply(node: int, values: Sequence[float] = (1.0,), examples: float = 2, **metrics: float) -> Message:
     arrays: Any = {"weight": np.array(values, np.float32), "count": np.array(node)}
     known: Any = {wire.NUM_EXAMPLES: examples, wire.PARTITION_ID: node - 1000, **metrics}
@@ -67,6 +75,7 @@ def reply(node: int, values: Sequence[float] = (1.0,), examples: float = 2, **me
     return Message(content, reply_to=asked)
 
 
+@pytest.mark.usefixtures("run_of_ours")
 @pytest.mark.parametrize(
     "odd",
     [{"values": [float("nan")]}, {"values": [1.0, 2.0]}, {"examples": 0}, {"loss": float("inf")}, {"other": 1.0}],

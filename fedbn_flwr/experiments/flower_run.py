@@ -1,0 +1,138 @@
+"""What `flwr run` starts: a run with the options of Flower's run configuration, on Flower's nodes or on our workers."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from logging import INFO, WARNING
+from pathlib import Path
+from typing import Any
+
+from flwr.common import log
+from flwr.serverapp import Grid
+
+from fedbn_flwr.experiments.checks import refuse_own_nodes
+from fedbn_flwr.experiments.config import Config
+from fedbn_flwr.experiments.engines import ENGINES, run_with_grid
+from fedbn_flwr.experiments.method import ENGINE, Experiment, resolve
+from fedbn_flwr.experiments.output.recorder import Progress, Summary
+from fedbn_flwr.experiments.output.run_folder import CONFIG, read_json, read_rounds
+from fedbn_flwr.experiments.results.pictures import draw_or_warn, plot_curves
+from fedbn_flwr.experiments.results.rows import metric_of, title_of
+from fedbn_flwr.experiments.runs import Run, alone_in, asked_of, has_results
+from fedbn_flwr.experiments.server_side import count_nodes, run
+from fedbn_flwr.plugins import did_you_mean
+from fedbn_flwr.plugins.options import UsageError
+from fedbn_flwr.server.grids import end_with_superlink, is_simulated, wait_for_all
+from fedbn_flwr.server.packing_grid import PackingGrid
+from fedbn_flwr.strategies import Layerwise
+from fedbn_flwr.transports.side_channel_grid import SideChannelGrid, SideChannelOptions
+
+#: where a deployment's server keeps the results of its runs, each in a folder of the run's number
+RESULTS_VARIABLE = "FEDBN_FLWR_RESULTS"
+#: samples that stand behind the statistics of a layer-wise step, at least: remark 4 of FedTAN's paper
+LEAST_BATCH = 32
+#: the engine by the method, and the name of a deployment's nodes, which is no choice
+AUTO, DEPLOYED = "auto", "flower"
+
+
+def serve(grid: Grid, run_config: Mapping[str, Any], run_id: int = 0) -> Summary:
+    """Run what a Flower run configuration says, and log where the results are.
+
+    The folder is kept: a finished run of these options is not repeated, an unfinished one goes on after its last
+    checkpoint, and a folder with another run is refused: give another results-dir.
+
+    A relative `results-dir` is relative to where the SuperLink was started: Flower does not tell where `flwr run` was.
+    Where `FEDBN_FLWR_RESULTS` names a folder, results go to `run_id` in it, and `results-dir` counts for nothing;
+    `resume` is then the number of a run.
+    """
+    experiment = resolve(run_config, federation=True)
+    size = experiment.config.batch_size
+    if issubclass(experiment.strategy_class, Layerwise) and size < LEAST_BATCH:
+        # the statistics of few samples leave the sites, from which an attacker may reconstruct these samples
+        text = (
+            "%s sends the BN statistics of mini-batches of %d samples; FedTAN's authors advise at least %d (remark 4)"
+        )
+        log(WARNING, text, experiment.strategy, size, LEAST_BATCH)
+    folder = results_folder(experiment.config, run_id)
+    engine = choose_engine(grid, str(run_config.get(ENGINE) or AUTO), experiment, folder)
+    experiment = replace(experiment, asked=asked_of(experiment, engine))
+    if is_simulated(grid):
+        end_with_superlink()
+        wait_for_all(grid)
+        config = experiment.config
+        experiment = replace(experiment, config=replace(config, clients=count_nodes(grid, config)))
+
+    def train(experiment: Experiment, folder: Path, _: Progress | None) -> Summary:
+        if engine in ("stacked", "inprocess"):
+            return run_with_grid(engine, experiment, folder)
+        return run(with_side_channel(PackingGrid(grid), experiment), experiment, folder, engine=engine)
+
+    with alone_in(folder):
+        summary = Run(experiment, engine, folder).train(train)
+        if not (folder / "curves.png").exists():
+            curves = {str(summary["method"]): [read_rounds(folder)]}
+            draw_or_warn(partial(plot_curves, curves, title_of(summary), metric_of(summary)), folder / "curves.png")
+    log(INFO, "Results: %s", folder)
+    return summary
+
+
+def choose_engine(grid: Grid, given: str, experiment: Experiment, folder: Path) -> str:
+    """Return the engine of a run, and log why: the given one, that of the run in the folder, or the method's."""
+    if given not in (AUTO, *ENGINES):
+        raise UsageError(f"unknown engine {given!r}; {did_you_mean(given, (AUTO, *ENGINES))}")
+    if not is_simulated(grid):
+        if given != AUTO:
+            raise UsageError(
+                f"engine={given!r} is for simulations: the nodes of a deployment are reached by Flower's messages, or "
+                "by the side channel; leave engine out"
+            )
+        refuse_own_nodes(experiment.config)
+        return DEPLOYED
+    cluster = os.environ.get("RAY_ADDRESS")
+    if given == "stacked" and cluster:
+        raise UsageError(
+            f"engine='stacked' with RAY_ADDRESS={cluster}: Flower's own Ray takes that cluster's processors; use "
+            "`fedbn-flwr run`, or engine='ray'"
+        )
+    layerwise = issubclass(experiment.strategy_class, Layerwise)
+    engine, why = given, "as asked for"
+    if given == AUTO and has_results(folder):
+        engine, why = str((read_json(folder / CONFIG) or {}).get("asked", {}).get("engine")), "as the run began"
+    elif given == AUTO:
+        engine = "stacked" if layerwise and not cluster else "ray"
+        needs = "takes" if layerwise else "needs no"
+        why = f"the default, as {experiment.strategy} {needs} exchanges at every BN layer"
+    if engine in ("stacked", "inprocess"):
+        text = "the nodes train in worker processes of this package, and client-resources do not apply; engine='ray'"
+        log(INFO, "Engine %s, %s: %s takes Flower's simulation", engine, why, text)
+    else:
+        refuse_own_nodes(experiment.config)
+        text = "Flower's simulation trains the nodes; engine='stacked' trains them in worker processes of this package"
+        log(INFO, "Engine %s, %s: %s, which is faster", engine, why, text)
+    return engine
+
+
+def results_folder(config: Config, run_id: int) -> Path:
+    """Return where the results of a run go; the folder of a run that goes on with another one is that one's."""
+    kept = os.environ.get(RESULTS_VARIABLE)
+    if not kept:
+        return Path(config.resume or config.results_dir).expanduser().resolve()
+    folder = Path(kept, str(run_id))
+    if config.resume:
+        if not config.resume.isdecimal() or not Path(kept, config.resume).is_dir():
+            raise UsageError(f"resume must be the number of a run with results on the server, got {config.resume!r}")
+        folder.symlink_to(config.resume)
+    return folder
+
+
+def with_side_channel(grid: Grid, experiment: Experiment) -> Grid:
+    """Return the grid with a side channel for the exchanges of layer-wise steps, if the run is to have one."""
+    config = experiment.config
+    if not issubclass(experiment.strategy_class, Layerwise):
+        return grid
+    try:
+        options = SideChannelOptions.of(config.exchange_port, config.exchange_address, config.connect_timeout)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return grid if options is None else SideChannelGrid(grid, options)
