@@ -21,6 +21,9 @@ The examples use `FixBN`; any other strategy works in the same way. [This table]
 methods.
 
 In every project, `pyproject.toml` gets one more line: the dependency `"fedbn-flwr>=0.1"`.
+
+In `quickstart` and `advanced`, two more lines are only for speed: with `in_workers`, a simulation trains the nodes in
+worker processes of this package. [A faster simulation](plugin.md#a-faster-simulation) says what to expect.
 """
 
 PROJECTS = {

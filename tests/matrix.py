@@ -19,6 +19,7 @@ TESTS = (
     "tests/layerwise/test_exchange.py",
     "tests/layerwise/test_shared_statistics.py",
     "tests/layerwise/test_suspended_step.py",
+    "tests/simulation/processes/test_in_workers.py",
 )
 #: Flower 1.42 requires a certifi that some package mirrors do not have yet; older Flowers have no such requirement
 OVERRIDE = "certifi>=2024"

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,9 @@ from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.engines import ENGINES, run_with_grid
 from fedbn_flwr.experiments.method import ENGINE, Experiment, resolve
 from fedbn_flwr.experiments.output.recorder import Progress, Summary
-from fedbn_flwr.experiments.output.run_folder import CONFIG, read_json, read_rounds
-from fedbn_flwr.experiments.results.pictures import draw_or_warn, plot_curves
-from fedbn_flwr.experiments.results.rows import metric_of, title_of
+from fedbn_flwr.experiments.output.run_folder import CONFIG, read_json
+from fedbn_flwr.experiments.results.pictures import draw_or_warn
+from fedbn_flwr.experiments.results.results import Results
 from fedbn_flwr.experiments.runs import Run, alone_in, asked_of, has_results
 from fedbn_flwr.experiments.server_side import count_nodes, run
 from fedbn_flwr.plugins import did_you_mean
@@ -32,8 +31,8 @@ from fedbn_flwr.transports.side_channel_grid import SideChannelGrid, SideChannel
 RESULTS_VARIABLE = "FEDBN_FLWR_RESULTS"
 #: samples that stand behind the statistics of a layer-wise step, at least: remark 4 of FedTAN's paper
 LEAST_BATCH = 32
-#: the engine by the method, and the name of a deployment's nodes, which is no choice
-AUTO, DEPLOYED = "auto", "flower"
+#: the engine by the method, the name of a deployment's nodes, which is no choice, and the engines with our workers
+AUTO, DEPLOYED, OWN = "auto", "flower", ("stacked", "inprocess")
 
 
 def serve(grid: Grid, run_config: Mapping[str, Any], run_id: int = 0) -> Summary:
@@ -47,69 +46,75 @@ def serve(grid: Grid, run_config: Mapping[str, Any], run_id: int = 0) -> Summary
     `resume` is then the number of a run.
     """
     experiment = resolve(run_config, federation=True)
-    size = experiment.config.batch_size
-    if issubclass(experiment.strategy_class, Layerwise) and size < LEAST_BATCH:
+    config = experiment.config
+    if issubclass(experiment.strategy_class, Layerwise) and config.batch_size < LEAST_BATCH:
         # the statistics of few samples leave the sites, from which an attacker may reconstruct these samples
-        text = (
-            "%s sends the BN statistics of mini-batches of %d samples; FedTAN's authors advise at least %d (remark 4)"
-        )
-        log(WARNING, text, experiment.strategy, size, LEAST_BATCH)
-    folder = results_folder(experiment.config, run_id)
-    engine = choose_engine(grid, str(run_config.get(ENGINE) or AUTO), experiment, folder)
+        text = "%s sends the BN statistics of mini-batches of %d samples; FedTAN's authors advise %d or more (remark 4)"
+        log(WARNING, text, experiment.strategy, config.batch_size, LEAST_BATCH)
+    given = str(run_config.get(ENGINE) or AUTO)
+    refuse_engine(grid, given)
+    folder = results_folder(config, run_id)
+    engine = choose_engine(grid, given, experiment, folder)
     experiment = replace(experiment, asked=asked_of(experiment, engine))
     if is_simulated(grid):
         end_with_superlink()
         wait_for_all(grid)
-        config = experiment.config
         experiment = replace(experiment, config=replace(config, clients=count_nodes(grid, config)))
 
     def train(experiment: Experiment, folder: Path, _: Progress | None) -> Summary:
-        if engine in ("stacked", "inprocess"):
+        if engine in OWN:
             return run_with_grid(engine, experiment, folder)
         return run(with_side_channel(PackingGrid(grid), experiment), experiment, folder, engine=engine)
 
     with alone_in(folder):
-        summary = Run(experiment, engine, folder).train(train)
+        one = Run(experiment, engine, folder)
+        summary = one.train(train)
         if not (folder / "curves.png").exists():
-            curves = {str(summary["method"]): [read_rounds(folder)]}
-            draw_or_warn(partial(plot_curves, curves, title_of(summary), metric_of(summary)), folder / "curves.png")
+            draw_or_warn(Results(folder, [(one, summary)]).plot, folder / "curves.png")
     log(INFO, "Results: %s", folder)
     return summary
 
 
-def choose_engine(grid: Grid, given: str, experiment: Experiment, folder: Path) -> str:
-    """Return the engine of a run, and log why: the given one, that of the run in the folder, or the method's."""
+def refuse_engine(grid: Grid, given: str) -> None:
+    """Refuse an engine that does not exist, and any choice in a deployment."""
     if given not in (AUTO, *ENGINES):
         raise UsageError(f"unknown engine {given!r}; {did_you_mean(given, (AUTO, *ENGINES))}")
+    if given != AUTO and not is_simulated(grid):
+        raise UsageError(
+            f"engine={given!r} is for simulations: the nodes of a deployment are reached by Flower's messages, or by "
+            "the side channel; leave engine out"
+        )
+
+
+def choose_engine(grid: Grid, given: str, experiment: Experiment, folder: Path) -> str:
+    """Return the engine of a run, and log why: the given one, that of the run in the folder, or the method's."""
     if not is_simulated(grid):
-        if given != AUTO:
-            raise UsageError(
-                f"engine={given!r} is for simulations: the nodes of a deployment are reached by Flower's messages, or "
-                "by the side channel; leave engine out"
-            )
         refuse_own_nodes(experiment.config)
         return DEPLOYED
+    before = (read_json(folder / CONFIG) or {}).get("asked", {}).get("engine") if has_results(folder) else None
     cluster = os.environ.get("RAY_ADDRESS")
-    if given == "stacked" and cluster:
+    if given != AUTO:
+        engine, why = given, "as asked for"
+    elif before:
+        engine, why = before, "as the run began"
+    elif cluster:
+        engine, why = "ray", "the default with RAY_ADDRESS"
+    elif issubclass(experiment.strategy_class, Layerwise):
+        engine, why = "stacked", "the default with exchanges at every BN layer"
+    else:
+        engine, why = "ray", "the default without exchanges at every BN layer"
+    if engine == "stacked" and cluster:
         raise UsageError(
             f"engine='stacked' with RAY_ADDRESS={cluster}: Flower's own Ray takes that cluster's processors; use "
             "`fedbn-flwr run`, or engine='ray'"
         )
-    layerwise = issubclass(experiment.strategy_class, Layerwise)
-    engine, why = given, "as asked for"
-    if given == AUTO and has_results(folder):
-        engine, why = str((read_json(folder / CONFIG) or {}).get("asked", {}).get("engine")), "as the run began"
-    elif given == AUTO:
-        engine = "stacked" if layerwise and not cluster else "ray"
-        needs = "takes" if layerwise else "needs no"
-        why = f"the default, as {experiment.strategy} {needs} exchanges at every BN layer"
-    if engine in ("stacked", "inprocess"):
-        text = "the nodes train in worker processes of this package, and client-resources do not apply; engine='ray'"
-        log(INFO, "Engine %s, %s: %s takes Flower's simulation", engine, why, text)
+    if engine in OWN:
+        trained = "worker processes of this package train the nodes, and client-resources do not apply"
+        log(INFO, "Engine %s, %s: %s; engine='ray' is Flower's simulation", engine, why, trained)
     else:
         refuse_own_nodes(experiment.config)
-        text = "Flower's simulation trains the nodes; engine='stacked' trains them in worker processes of this package"
-        log(INFO, "Engine %s, %s: %s, which is faster", engine, why, text)
+        faster = "engine='stacked' is faster, in worker processes of this package"
+        log(INFO, "Engine %s, %s: Flower's simulation trains the nodes; %s", engine, why, faster)
     return engine
 
 

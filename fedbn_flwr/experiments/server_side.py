@@ -180,10 +180,6 @@ def count_nodes(grid: Grid, config: Config) -> int:
             "(clients=0: one per node)"
         )
     if nodes < config.clients:
-        log(
-            WARNING,
-            "%d of %d clients are not connected, the run starts without them",
-            config.clients - nodes,
-            config.clients,
-        )
+        absent = config.clients - nodes
+        log(WARNING, "%d of %d clients are not connected, the run starts without them", absent, config.clients)
     return config.clients or nodes

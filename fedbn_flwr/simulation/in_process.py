@@ -51,8 +51,11 @@ class LocalGrid(Grid):
     """A grid that keeps its nodes' contexts: whoever pushes messages finds the replies in `_replies`, by their ids."""
 
     def __init__(self) -> None:
-        self._run = Run.create_empty(_run_of_this_process())
+        self._run = Run.create_empty(run_id=1)
         self._replies: dict[str, Message] = {}
+        if getattr(TaskIdentity, "_run_id", 0) is None:  # where Flower has no run in this process
+            # Flower reads these when a message is created
+            TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = self._run.run_id, SUPERLINK_NODE_ID, 0
 
     def set_run(self, run: Run) -> None:
         """Take the run's description."""
@@ -255,17 +258,6 @@ class InProcessGrid(LocalGrid):
 
     def _keep(self, node: int, context: Context) -> None:
         self._contexts[node] = context
-
-
-def _run_of_this_process() -> int:
-    """Return the id of the run that messages of this process get: Flower's, or 1 where Flower has none here."""
-    if TaskIdentity is None:
-        return 1
-    try:
-        return int(TaskIdentity.run_id)
-    except RuntimeError:  # Flower reads these when a message is created
-        TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, SUPERLINK_NODE_ID, 0
-    return 1
 
 
 def one_by_one(jobs: Sequence[Job]) -> Iterator[Trained]:

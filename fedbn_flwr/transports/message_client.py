@@ -64,16 +64,15 @@ def handle_layerwise_message(
     # to make the client may import the module that registers a rule: until then, fields alone
     server_round = Instruction.from_config(config).server_round
     step_log = StepLog(Memory(context.state), f"{server_round}.{position.attempt}")
-    held = STEPS.pop(_key(context), None)
     for key in [key for key, other in STEPS.items() if key[0] == context.run_id and other.place[0] != step_log.attempt]:
-        STEPS.pop(key, None)
+        STEPS.pop(key, None)  # a step that nobody holds ends
+    held = STEPS.pop(_key(context), None)
+    if held is not None and held.place[1] >= position.index:
+        held = None
     step_log.add(content)
-    latest = position.index - 1  # the number of the answer that the message brings; the first is 0
-    if held is not None and (held.place[0] != step_log.attempt or held.place[1] > latest):
-        held = None  # a step that nobody holds ends
-    # another process may have had the messages before this one
+    # the message brings the answer before its index, and another process may have had the messages before this one
     first = held.place[1] if held else 0
-    known = read_answers(content) if held and first == latest else step_log.answers()
+    known = read_answers(content) if held and first == position.index - 1 else step_log.answers()
     numbers = [str(number) for number in range(first, position.index)]
     received = {} if held else step_log.received(content)
     if received is None or not known.keys() >= set(numbers):

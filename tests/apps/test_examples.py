@@ -3,7 +3,7 @@
 import re
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
 from shutil import copytree
@@ -17,6 +17,7 @@ from flwr.app import Context, RecordDict
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from tests.helpers.checkout import BIN, ROOT, copy_checkout, run
 from tests.helpers.flower_command import FlowerCommand, flower_command
+from tests.helpers.flower_simulation import InMemoryGrid
 
 EXAMPLES = ROOT / "apps" / "examples"
 ALL = sorted(path.parent.name for path in EXAMPLES.glob("*/pyproject.toml"))
@@ -73,6 +74,11 @@ def modules(
             text = re.sub(r"\bFixBN\b", strategy, text.replace("freeze_round=0.5, ", options))
         (tmp_path / path.name).write_text(text)
     yield {path.stem: import_module(path.stem) for path in paths}
+    forget(paths)
+
+
+def forget(paths: Iterable[Path]) -> None:
+    """Let modules be imported again."""
     for path in paths:
         sys.modules.pop(path.stem, None)
 
@@ -88,6 +94,48 @@ def test_nodes_obey_another_method(
     heads = [grid.context(node).state.array_records.get("head") for node in grid.get_node_ids()]
     assert [head is not None for head in heads] == [project == "advanced"] * NODES
     assert project != "advanced" or heads[0] != heads[1] != heads[2]
+
+
+# ---- on workers, in place of Flower's simulation ---------------------------------------------------------------------
+
+#: an argument of the strategy's `start`, before and after
+GRID, WORKERS = "grid=grid,", 'grid=in_workers(grid, context, "client_app:app"),'
+
+
+def seeded(project: str, target: Path, kind: str, grid: str) -> Path:
+    """Copy a project, with this grid; its model and its loops draw from a seed, a node and a round."""
+    copied(project, target, kind)
+    server, client = target / "server_app.py", target / "client_app.py"
+    text = server.read_text().replace(GRID, grid).replace(WORKERS, grid)
+    text = text.replace("    strategy = ", "    torch.manual_seed(0)\n    strategy = ", 1)
+    imported = "" if kind == "after" else "from fedbn_flwr.simulation import in_workers\n"
+    server.write_text(text.replace("import torch\n", f"import torch\n{imported}", 1))
+    seed = 'torch.manual_seed(100 * msg.content["config"]["server-round"] + context.node_config["partition-id"])'
+    text = client.read_text().replace("    model = Net()\n", f"    {seed}\n    model = Net()\n")
+    client.write_text(text.replace("from flwr.app", "import torch\nfrom flwr.app", 1))
+    return target
+
+
+@pytest.mark.parametrize(
+    ("project", "kind"), [("quickstart", "before"), ("quickstart", "after"), ("advanced", "after")]
+)
+def test_workers_bring_the_results_of_one_process(
+    project: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flower_log: pytest.LogCaptureFixture
+) -> None:
+    """Before, the project has a plain ClientApp and Flower's FedAvg."""
+    folder = seeded(project, tmp_path / project, kind, WORKERS)
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+    models = []
+    for grid in (InProcessGrid, InMemoryGrid):
+        client, server = import_module("client_app"), import_module("server_app")
+        server.app(grid(client.app, NODES, OPTIONS), Context(1, 0, {}, RecordDict(), OPTIONS))
+        forget(folder.glob("*.py"))
+        (saved,) = folder.glob("*_model.pt")
+        models.append(torch.load(saved))
+        saved.unlink()
+        assert ("3 nodes train in" in flower_log.text) == (grid is InMemoryGrid)
+    torch.testing.assert_close(models[1], models[0], rtol=1e-6, atol=1e-6)
 
 
 # ---- flwr run, on the wheel ------------------------------------------------------------------------------------------
@@ -132,3 +180,19 @@ def test_flwr_run_completes(project: str, kind: str, flower: FlowerCommand, tmp_
             if kind == "after":
                 assert {value.dtype for key, value in saved.items() if "num_batches" in key} == {torch.int64}
             model.unlink()
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("flower on the wheel")
+def test_workers_bring_the_results_of_flowers_simulation(flower: FlowerCommand, tmp_path: Path) -> None:
+    models = []
+    for name, grid in {"simulation": GRID, "workers": WORKERS}.items():
+        app = seeded("quickstart", tmp_path / name, "before", grid)
+        options = ("--federation-config", "num-supernodes=3 client-resources-num-cpus=1")
+        shown, status = flower.run(app, *options, num_server_rounds=2)
+        assert status == "finished:completed", shown
+        assert ("3 nodes train in" in shown) == (grid == WORKERS)
+        saved = flower.home / "final_model.pt"
+        models.append(torch.load(saved))
+        saved.unlink()
+    torch.testing.assert_close(models[1], models[0], rtol=1e-6, atol=1e-6)

@@ -10,6 +10,7 @@ import pytest
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.experiments import UsageError, serve
 from fedbn_flwr.experiments.client_side import client_fn
+from fedbn_flwr.experiments.flower_run import RESULTS_VARIABLE
 from fedbn_flwr.experiments.output.recorder import Journal
 from fedbn_flwr.experiments.output.run_folder import read_json
 from fedbn_flwr.simulation.in_process import InProcessGrid
@@ -54,8 +55,8 @@ def test_the_bits_are_those_of_the_command(method: str, engine: str, tmp_path: P
 @pytest.mark.parametrize(
     ("method", "wanted", "why"),
     [
-        ("fedtan", "stacked", "client-resources do not apply; engine='ray' takes Flower's simulation"),
-        ("fedavg", "ray", "engine='stacked' trains them in worker processes of this package, which is faster"),
+        ("fedtan", "stacked", "with exchanges at every BN layer: worker processes of this package"),
+        ("fedavg", "ray", "without exchanges at every BN layer: Flower's simulation"),
     ],
 )
 def test_layerwise_methods_train_on_workers_by_default_and_a_run_keeps_its_engine(
@@ -63,8 +64,10 @@ def test_layerwise_methods_train_on_workers_by_default_and_a_run_keeps_its_engin
 ) -> None:
     flower_run(tmp_path, method=method)
     assert engine_of(tmp_path) == wanted
-    assert f"Engine {wanted}, the default" in shown.text
-    assert why in shown.text
+    assert f"Engine {wanted}, the default {why}" in shown.text
+    # what another would bring
+    assert f"; engine='{'ray' if wanted == 'stacked' else 'stacked'}' is " in shown.text
+    assert ("client-resources do not apply" in shown.text) == (wanted == "stacked")
     # each round has a line with what there is to tell
     assert "Round 2 of 3: train-loss" in shown.text
     assert "accuracy" in next(line for line in shown.messages if line.startswith("Round 2 of 3"))
@@ -97,16 +100,23 @@ def test_an_unfinished_run_goes_on_with_its_engine(key: str, tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("engine", ["stacked", "inprocess", "ray"])
-def test_a_deployment_has_messages_only(engine: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=f"engine='{engine}' is for simulations: .* leave engine out"):
+def test_a_deployment_has_messages_only(engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = pytest.raises(UsageError, match=f"engine='{engine}' is for simulations: .* leave engine out")
+    with refused:
         flower_run(tmp_path / "none", InProcessGrid, engine=engine)
     assert not (tmp_path / "none").exists()
+    # nor a link to the run that would have gone on
+    (tmp_path / "kept" / "7").mkdir(parents=True)
+    with monkeypatch.context() as patched, refused:
+        patched.setenv(RESULTS_VARIABLE, str(tmp_path / "kept"))
+        flower_run(tmp_path / "none", InProcessGrid, engine=engine, resume="7")
+    assert [path.name for path in (tmp_path / "kept").iterdir()] == ["7"]
     flower_run(tmp_path / "some", InProcessGrid, engine="auto", method="fedtan")
     assert engine_of(tmp_path / "some") == "flower"
 
 
 def test_names_and_clusters_are_refused_before_a_folder_is_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shown: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(UsageError, match=r"unknown engine 'stakked'; did you mean 'stacked'\?"):
         flower_run(tmp_path / "none", engine="stakked")
@@ -118,6 +128,13 @@ def test_names_and_clusters_are_refused_before_a_folder_is_made(
     assert not (tmp_path / "none").exists()
     flower_run(tmp_path / "some", method="fedtan")
     assert engine_of(tmp_path / "some") == "ray"
+    assert "Engine ray, the default with RAY_ADDRESS: " in shown.text
+    # nor does a run go on there that began without the cluster
+    monkeypatch.delenv("RAY_ADDRESS")
+    flower_run(tmp_path / "begun", method="fedtan")
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    with pytest.raises(UsageError, match="engine='stacked' with RAY_ADDRESS"):
+        flower_run(tmp_path / "begun", method="fedtan")
 
 
 def test_the_nodes_are_counted_when_all_have_connected(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The server's side: a strategy of our own, and an evaluation of the global model."""
 
 import torch
+from fedbn_flwr.simulation import in_workers
 from fedbn_flwr.strategies import FixBN
 from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
@@ -37,7 +38,7 @@ def main(grid: Grid, context: Context) -> None:
 
     strategy = DecayingFedAvg(freeze_round=0.5, fraction_train=1.0, fraction_evaluate=0.5, min_available_nodes=2)
     strategy.start(
-        grid=grid,
+        grid=in_workers(grid, context, "client_app:app"),
         initial_arrays=ArrayRecord(Net().state_dict()),
         train_config=ConfigRecord({"lr": context.run_config["learning-rate"]}),
         num_rounds=context.run_config["num-server-rounds"],

@@ -1,6 +1,7 @@
 """The server's side."""
 
 import torch
+from fedbn_flwr.simulation import in_workers
 from fedbn_flwr.strategies import FixBN
 from flwr.app import ArrayRecord, ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
@@ -15,7 +16,7 @@ def main(grid: Grid, context: Context) -> None:
     """Train for some rounds, and save the model."""
     strategy = FixBN(freeze_round=0.5, fraction_evaluate=1.0)
     result = strategy.start(
-        grid=grid,
+        grid=in_workers(grid, context, "client_app:app"),
         initial_arrays=ArrayRecord(Net().state_dict()),
         train_config=ConfigRecord({"lr": context.run_config["learning-rate"]}),
         num_rounds=context.run_config["num-server-rounds"],

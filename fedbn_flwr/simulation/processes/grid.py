@@ -273,7 +273,7 @@ def count_cores() -> int:
 
 def _error_reply(message: Message, reason: str) -> Message:
     identify(message)
-    reply = Message(Error(ErrorCode.CLIENT_APP_CRASHED, reason), reply_to=message)
+    reply = Message(Error(ErrorCode.UNKNOWN, reason), reply_to=message)  # CLIENT_APP_CRASHED is not in older Flowers
     identify(reply)
     return reply
 

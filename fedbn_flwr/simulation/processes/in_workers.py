@@ -11,7 +11,7 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr.plugins import import_function
 from fedbn_flwr.server.grids import end_with_superlink, is_simulated, wait_for_all
-from fedbn_flwr.simulation.in_process import InProcessGrid, RunConfig
+from fedbn_flwr.simulation.in_process import RunConfig
 from fedbn_flwr.simulation.processes.grid import WorkersGrid, count_cores
 from fedbn_flwr.simulation.processes.worker import preload
 from fedbn_flwr.simulation.stacked.grid import StackedGrid
@@ -21,13 +21,11 @@ from fedbn_flwr.transports import message_client
 def in_workers(grid: Grid, context: Context, client_app: str, workers: int = 0) -> Grid:
     """Return a grid that trains the nodes of a simulation in worker processes; in a deployment, the grid itself.
 
-    `grid` and `context` are the ServerApp's. `client_app` names the ClientApp as pyproject.toml does,
-    "package.module:app". Each worker imports it, and runs its share of the nodes, which know their `partition-id` and
-    `num-partitions`. An app of `client_app` trains in stacks. Any other app's nodes train one after another, and take
-    layer-wise steps without a replay. Flower's own processes stay idle, so its `client-resources` do not apply.
+    `client_app` names the ClientApp as pyproject.toml does, "package.module:app"; ValueError if there is none. Its
+    nodes know their `partition-id` and `num-partitions`. An app of `client_app` trains in stacks, another's nodes one
+    after another. Flower's own processes stay idle, so its `client-resources` do not apply.
 
     There are as many `workers` as processors by default. They end with the grid, or with the ServerApp's process.
-    ValueError if there is no such app.
     """
     if not is_simulated(grid):
         return grid
@@ -36,17 +34,15 @@ def in_workers(grid: Grid, context: Context, client_app: str, workers: int = 0) 
     end_with_superlink()
     nodes = len(wait_for_all(grid))
     preload([__name__])
-    inner = WorkersGrid(
-        partial(_open, client_app, nodes, dict(context.run_config)), nodes, workers or min(count_cores(), nodes)
-    )
+    make_grid = partial(_open, client_app, nodes, dict(context.run_config))
+    inner = WorkersGrid(make_grid, nodes, workers or count_cores())
     inner.set_run(grid.run)
     text = "%d nodes train in %d worker processes; client-resources of Flower's simulation do not apply"
     log(INFO, text, nodes, len(inner.process_ids))
     return inner
 
 
-def _open(client_app: str, nodes: int, run_config: RunConfig, partitions: Sequence[int]) -> InProcessGrid:
-    """Make the grid of a worker, all of whose nodes may wait in the middle of a layer-wise step."""
+def _open(client_app: str, nodes: int, run_config: RunConfig, partitions: Sequence[int]) -> StackedGrid:
+    # all of its nodes may wait in the middle of a layer-wise step
     message_client.MAX_STEPS = max(message_client.MAX_STEPS, len(partitions))
-    app = import_function("ClientApp", client_app, ())
-    return StackedGrid(app, nodes, run_config, partitions)
+    return StackedGrid(import_function("ClientApp", client_app, ()), nodes, run_config, partitions)

@@ -14,6 +14,7 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, RecordDict
 from flwr.serverapp.strategy import FedAvg as FlowersFedAvg
 
+import fedbn_flwr
 from fedbn_flwr.server.grids import wait_for_all
 from fedbn_flwr.simulation import WorkersGrid, in_workers
 from fedbn_flwr.simulation.in_process import InProcessGrid
@@ -24,6 +25,7 @@ from tests.helpers.processes import is_alive
 from tests.helpers.waiting import wait_until
 
 NODES = 3
+HERE = Path(fedbn_flwr.__file__).parent
 #: a project as its user writes it, whose loop draws by node and round, and loads data in processes of its own
 TASK = """
 import torch
@@ -161,9 +163,9 @@ def test_workers_import_what_the_server_imports(project: Path) -> None:
     elsewhere = project / "elsewhere"
     for folder, version in ((elsewhere, "other"), (project / "bundle", "bundle")):
         (folder / "fedbn_flwr").mkdir(parents=True)
-        source = (ROOT / "fedbn_flwr" / "__init__.py").read_text()
+        source = (HERE / "__init__.py").read_text()
         (folder / "fedbn_flwr" / "__init__.py").write_text(
-            f"__path__.append({str(ROOT / 'fedbn_flwr')!r})\n{source}\nVERSION_HERE = {version!r}\n"
+            f"__path__.append({str(HERE)!r})\n{source}\nVERSION_HERE = {version!r}\n"
         )
     script = f"""
 import sys

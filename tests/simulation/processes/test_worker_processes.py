@@ -159,7 +159,7 @@ def test_a_worker_that_dies_is_an_error_of_its_nodes_and_starts_anew(
     before = grid.process_ids
     replies = send(grid, "hello", "hello", "hello", word, "hello")
     assert [reply.has_error() for reply in replies] == [False, True, False, True, False]
-    assert replies[1].error.code == ErrorCode.CLIENT_APP_CRASHED
+    assert replies[1].error.code == ErrorCode.UNKNOWN
     assert replies[1].error.reason == f"the process of worker 1 {how}"
     assert [reply.metadata.src_node_id for reply in replies] == list(grid.get_node_ids())
     said = {record.getMessage() for record in flower_log.records if "orker" in record.getMessage()}
