@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,14 @@ from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.engines import ENGINES, run_with_grid
 from fedbn_flwr.experiments.method import ENGINE, Experiment, resolve
 from fedbn_flwr.experiments.output.recorder import Progress, Summary
-from fedbn_flwr.experiments.output.run_folder import CONFIG, read_json
-from fedbn_flwr.experiments.results.pictures import draw_or_warn
-from fedbn_flwr.experiments.results.results import Results
+from fedbn_flwr.experiments.output.run_folder import CONFIG, read_json, read_rounds
+from fedbn_flwr.experiments.results.pictures import draw_or_warn, plot_curves
+from fedbn_flwr.experiments.results.rows import metric_of, title_of
 from fedbn_flwr.experiments.runs import Run, alone_in, asked_of, has_results
 from fedbn_flwr.experiments.server_side import count_nodes, run
 from fedbn_flwr.plugins import did_you_mean
 from fedbn_flwr.plugins.options import UsageError
-from fedbn_flwr.server.grids import end_with_superlink, is_simulated, wait_for_all
+from fedbn_flwr.server.grids import is_simulated, wait_for_all
 from fedbn_flwr.server.packing_grid import PackingGrid
 from fedbn_flwr.strategies import Layerwise
 from fedbn_flwr.transports.side_channel_grid import SideChannelGrid, SideChannelOptions
@@ -49,15 +50,14 @@ def serve(grid: Grid, run_config: Mapping[str, Any], run_id: int = 0) -> Summary
     config = experiment.config
     if issubclass(experiment.strategy_class, Layerwise) and config.batch_size < LEAST_BATCH:
         # the statistics of few samples leave the sites, from which an attacker may reconstruct these samples
-        text = "%s sends the BN statistics of mini-batches of %d samples; FedTAN's authors advise %d or more (remark 4)"
+        text = "%s sends BN statistics of mini-batches of %d samples; FedTAN's authors advise at least %d (remark 4)"
         log(WARNING, text, experiment.strategy, config.batch_size, LEAST_BATCH)
-    given = str(run_config.get(ENGINE) or AUTO)
-    refuse_engine(grid, given)
     folder = results_folder(config, run_id)
-    engine = choose_engine(grid, given, experiment, folder)
+    engine = choose_engine(grid, str(run_config.get(ENGINE) or AUTO), experiment, folder)
+    if config.resume and RESULTS_VARIABLE in os.environ:
+        folder.with_name(str(run_id)).symlink_to(folder.name)
     experiment = replace(experiment, asked=asked_of(experiment, engine))
     if is_simulated(grid):
-        end_with_superlink()
         wait_for_all(grid)
         experiment = replace(experiment, config=replace(config, clients=count_nodes(grid, config)))
 
@@ -67,28 +67,24 @@ def serve(grid: Grid, run_config: Mapping[str, Any], run_id: int = 0) -> Summary
         return run(with_side_channel(PackingGrid(grid), experiment), experiment, folder, engine=engine)
 
     with alone_in(folder):
-        one = Run(experiment, engine, folder)
-        summary = one.train(train)
+        summary = Run(experiment, engine, folder).train(train)
         if not (folder / "curves.png").exists():
-            draw_or_warn(Results(folder, [(one, summary)]).plot, folder / "curves.png")
+            curves = {str(summary["method"]): [read_rounds(folder)]}
+            draw_or_warn(partial(plot_curves, curves, title_of(summary), metric_of(summary)), folder / "curves.png")
     log(INFO, "Results: %s", folder)
     return summary
 
 
-def refuse_engine(grid: Grid, given: str) -> None:
-    """Refuse an engine that does not exist, and any choice in a deployment."""
-    if given not in (AUTO, *ENGINES):
-        raise UsageError(f"unknown engine {given!r}; {did_you_mean(given, (AUTO, *ENGINES))}")
-    if given != AUTO and not is_simulated(grid):
-        raise UsageError(
-            f"engine={given!r} is for simulations: the nodes of a deployment are reached by Flower's messages, or by "
-            "the side channel; leave engine out"
-        )
-
-
 def choose_engine(grid: Grid, given: str, experiment: Experiment, folder: Path) -> str:
     """Return the engine of a run, and log why: the given one, that of the run in the folder, or the method's."""
+    if given not in (AUTO, *ENGINES):
+        raise UsageError(f"unknown engine {given!r}; {did_you_mean(given, (AUTO, *ENGINES))}")
     if not is_simulated(grid):
+        if given != AUTO:
+            raise UsageError(
+                f"engine={given!r} is for simulations: the nodes of a deployment are reached by Flower's messages, or "
+                "by the side channel; leave engine out"
+            )
         refuse_own_nodes(experiment.config)
         return DEPLOYED
     before = (read_json(folder / CONFIG) or {}).get("asked", {}).get("engine") if has_results(folder) else None
@@ -113,8 +109,7 @@ def choose_engine(grid: Grid, given: str, experiment: Experiment, folder: Path) 
         log(INFO, "Engine %s, %s: %s; engine='ray' is Flower's simulation", engine, why, trained)
     else:
         refuse_own_nodes(experiment.config)
-        faster = "engine='stacked' is faster, in worker processes of this package"
-        log(INFO, "Engine %s, %s: Flower's simulation trains the nodes; %s", engine, why, faster)
+        log(INFO, "Engine %s, %s: Flower's simulation trains the nodes; engine='stacked' is faster", engine, why)
     return engine
 
 
@@ -123,12 +118,9 @@ def results_folder(config: Config, run_id: int) -> Path:
     kept = os.environ.get(RESULTS_VARIABLE)
     if not kept:
         return Path(config.resume or config.results_dir).expanduser().resolve()
-    folder = Path(kept, str(run_id))
-    if config.resume:
-        if not config.resume.isdecimal() or not Path(kept, config.resume).is_dir():
-            raise UsageError(f"resume must be the number of a run with results on the server, got {config.resume!r}")
-        folder.symlink_to(config.resume)
-    return folder
+    if config.resume and not (config.resume.isdecimal() and Path(kept, config.resume).is_dir()):
+        raise UsageError(f"resume must be the number of a run with results on the server, got {config.resume!r}")
+    return Path(kept, config.resume or str(run_id))
 
 
 def with_side_channel(grid: Grid, experiment: Experiment) -> Grid:

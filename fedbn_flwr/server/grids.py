@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterable, Sequence
 from itertools import count
 from logging import INFO, WARNING
-from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING
 from uuid import uuid4
@@ -47,7 +46,8 @@ def wait_for_nodes(grid: Grid, wanted: int, patience: float, fewest: int | None 
 
 
 def wait_for_all(grid: Grid, pause: float = 0.5) -> list[int]:
-    """Return the nodes of a simulation, which connect one after another, once two looks at them agree."""
+    """Return the nodes of a simulation once two looks at them agree; it ends with its SuperLink from now on."""
+    _end_with_superlink()
     before = list[int]()
     while not (nodes := sorted(grid.get_node_ids())) or nodes != before:
         before = nodes
@@ -61,17 +61,16 @@ def is_simulated(grid: Grid) -> bool:
     return any(each.__name__ == "InMemoryGrid" for each in type(grid).__mro__)
 
 
-def end_with_superlink(pause: float = 1.0) -> None:
-    """Let a simulation that a SuperLink has started end once the SuperLink has gone: it would go on unseen."""
+def _end_with_superlink() -> None:
     parent = os.getppid()
 
     def watch() -> None:
         while os.getppid() == parent:
-            time.sleep(pause)
-        log(WARNING, "The SuperLink has ended, and so does this run")
+            time.sleep(1.0)
+        log(WARNING, "The SuperLink has ended, and so does this run")  # it would go on unseen
         os._exit(1)  # Flower's own way out waits for an answer of the SuperLink
 
-    if Path(sys.argv[0]).name == "flwr-simulation":  # a script's parent is a shell, which may end before the script
+    if sys.argv[0].endswith("flwr-simulation"):  # a script's parent is a shell, which may end before the script
         Thread(target=watch, daemon=True).start()
 
 

@@ -53,8 +53,7 @@ class LocalGrid(Grid):
     def __init__(self) -> None:
         self._run = Run.create_empty(run_id=1)
         self._replies: dict[str, Message] = {}
-        if getattr(TaskIdentity, "_run_id", 0) is None:  # where Flower has no run in this process
-            # Flower reads these when a message is created
+        if getattr(TaskIdentity, "_run_id", 0) is None:  # Flower reads these when a message is created
             TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = self._run.run_id, SUPERLINK_NODE_ID, 0
 
     def set_run(self, run: Run) -> None:

@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import ray
-
 from fedbn_flwr.data import Data, load
 from tests.helpers.checkout import BIN, run
 from tests.helpers.ports import free_ports
@@ -89,6 +87,8 @@ def ray_cluster(nodes: int = 2, processors: int = 1) -> Iterator[Cluster]:
 
 def digits() -> Data:
     """Load the digits; a process of a cluster that loads them leaves a file with the name of its Ray node."""
+    import ray  # an extra, which tests of workers without it do not need
+
     if FOLDER in os.environ and ray.is_initialized():
         (Path(os.environ[FOLDER]) / f"{ray.get_runtime_context().get_node_id()}.node").touch()
     return load("digits")

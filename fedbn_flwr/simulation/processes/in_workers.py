@@ -10,7 +10,7 @@ from flwr.common import log
 from flwr.serverapp import Grid
 
 from fedbn_flwr.plugins import import_function
-from fedbn_flwr.server.grids import end_with_superlink, is_simulated, wait_for_all
+from fedbn_flwr.server.grids import is_simulated, wait_for_all
 from fedbn_flwr.simulation.in_process import RunConfig
 from fedbn_flwr.simulation.processes.grid import WorkersGrid, count_cores
 from fedbn_flwr.simulation.processes.worker import preload
@@ -31,14 +31,11 @@ def in_workers(grid: Grid, context: Context, client_app: str, workers: int = 0) 
         return grid
     if not isinstance(import_function("ClientApp", client_app, ()), ClientApp):
         raise ValueError(f"ClientApp {client_app!r} is not a ClientApp")
-    end_with_superlink()
     nodes = len(wait_for_all(grid))
     preload([__name__])
-    make_grid = partial(_open, client_app, nodes, dict(context.run_config))
-    inner = WorkersGrid(make_grid, nodes, workers or count_cores())
+    inner = WorkersGrid(partial(_open, client_app, nodes, dict(context.run_config)), nodes, workers or count_cores())
     inner.set_run(grid.run)
-    text = "%d nodes train in %d worker processes; client-resources of Flower's simulation do not apply"
-    log(INFO, text, nodes, len(inner.process_ids))
+    log(INFO, "%d nodes train in worker processes %s, and client-resources do not apply", nodes, inner.process_ids)
     return inner
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.serverapp.strategy import FedAvg as FlowersFedAvg
 
 import fedbn_flwr
@@ -124,6 +124,16 @@ def test_any_projects_nodes_train_as_in_flowers_simulation(app: str, strategy: A
     assert [row["loops"] for row in metrics.values()] == [1, 2]
     # what was given goes on
     torch.testing.assert_close(trained(strategy(), given)[0], model, rtol=rounding, atol=rounding)
+
+
+def test_messages_stay_those_of_flowers_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    identity = pytest.importorskip("flwr.supercore.task_identity").TaskIdentity  # before Flower 1.38 there is none
+    for name in ("_run_id", "_node_id", "_task_id"):
+        monkeypatch.setattr(identity, name, 7)
+    grid = simulated("plain_app")
+    assert (identity.run_id, identity.node_id, identity.task_id) == (7, 7, 7)
+    message = Message(RecordDict(), dst_node_id=next(iter(grid.get_node_ids())), message_type="train")
+    assert message.metadata.run_id == 7
 
 
 def test_a_deployments_grid_stays() -> None:
