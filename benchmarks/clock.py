@@ -69,7 +69,7 @@ class Clock:
 
 def _memory() -> Notes:
     notes: Notes = {"peak-memory-mb": round(peak_megabytes(), 1)}
-    if torch.cuda.is_initialized():
-        notes["peak-gpu-memory-mb"] = round(torch.cuda.max_memory_allocated() / 2**20, 1)
-        torch.cuda.reset_peak_memory_stats()
+    if hasattr(module := started(), "max_memory_allocated"):
+        notes["peak-gpu-memory-mb"] = round(module.max_memory_allocated() / 2**20, 1)
+        module.reset_peak_memory_stats()
     return notes

@@ -5,13 +5,15 @@ python docs/carried_errors.py docs/carried.png
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedbn_flwr import data, models
-from fedbn_flwr.layerwise import Answer, Kind, Requests, gradients, shared_statistics
+from fedbn_flwr.diagnosis import replica
+from fedbn_flwr.layerwise import Answer, Exchange, Kind, Requests, lockstep, shared_statistics
 from fedbn_flwr.layerwise.carried import Corrected, carried_corrections
 
 CLIENTS, BATCH, ROUNDS, RATE, TRUST = 5, 32, 100, 0.1, 3.0
@@ -35,9 +37,21 @@ def client_batches() -> list[list[Batch]]:
     return rounds
 
 
-def mean_of(found: Sequence[dict[str, Tensor]]) -> Tensor:
+def mean_of(found: Sequence[Sequence[Tensor]]) -> Tensor:
     """The mean of the clients' gradients, as one vector."""
-    return torch.stack([torch.cat([part.flatten() for part in each.values()]) for each in found]).mean(0)
+    return torch.stack([torch.cat([part.flatten() for part in each]) for each in found]).mean(0)
+
+
+def gradients(model: nn.Module, batch: Batch, exchange: Exchange) -> Sequence[Tensor]:
+    """A client's gradients, by its parameters."""
+    with shared_statistics(model, exchange, final=False):
+        return torch.autograd.grad(F.cross_entropy(model(batch[0]), batch[1]), list(model.parameters()))
+
+
+def together(model: nn.Module, batches: Sequence[Batch]) -> list[Sequence[Tensor]]:
+    """The gradients of clients that share everything."""
+    steps = [partial(gradients, replica(model), batch) for batch in batches]
+    return lockstep(steps, [1 / len(batches)] * len(batches), range(len(batches)))
 
 
 def corrections(said: Sequence[Said], kind: Kind) -> list[dict[str, Answer]]:
@@ -57,11 +71,9 @@ def carried_step(model: nn.Module, batches: Sequence[Batch], said: Sequence[Said
     kinds: tuple[Kind, Kind] = "statistics", "gradients"
     statistics, derivatives = (corrections(said, kind) for kind in kinds)
     found, now = [], []
-    for (inputs, labels), s, g in zip(batches, statistics, derivatives, strict=True):
+    for batch, s, g in zip(batches, statistics, derivatives, strict=True):
         exchange = Corrected({"statistics": s, "gradients": g})
-        with shared_statistics(model, exchange, final=False):
-            values = torch.autograd.grad(F.cross_entropy(model(inputs), labels), list(model.parameters()))
-        found.append({str(number): value for number, value in enumerate(values)})
+        found.append(gradients(model, batch, exchange))
         now.append(exchange.requests)
     return mean_of(found), now
 
@@ -75,9 +87,9 @@ def errors(name: str) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     means: dict[str, Tensor] = {}
     said: list[Said] = []
     for batches in client_batches():
-        exact = mean_of(gradients(model, batches, WEIGHTS, F.cross_entropy))
+        exact = mean_of(together(model, batches))
         carried, said = carried_step(model, batches, said)
-        local = mean_of([gradients(model, [batch], [1.0], F.cross_entropy)[0] for batch in batches])
+        local = mean_of([together(model, [batch])[0] for batch in batches])
         means["exact"] = KEPT * means.get("exact", 0 * exact) + exact
         for way, gradient in zip(found, [local, carried], strict=True):
             found[way].append(float((gradient - exact).norm() / exact.norm()))

@@ -20,9 +20,9 @@ def derive(seed: int, *stream: Stream) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def torch_generator(seed: int, *stream: Stream, device: str | torch.device = "cpu") -> torch.Generator:
+def torch_generator(seed: int, *stream: Stream) -> torch.Generator:
     """A PyTorch generator of the stream's own."""
-    return torch.Generator(device=device).manual_seed(derive(seed, *stream))
+    return torch.Generator().manual_seed(derive(seed, *stream))
 
 
 def numpy_generator(seed: int, *stream: Stream) -> np.random.Generator:
@@ -58,21 +58,15 @@ class OwnRandomness:
 
 def _read() -> States:
     module = started()
-    return torch.get_rng_state(), [module.get_rng_state(*place) for place in _places()] if module else []
+    count = torch.accelerator.device_count() if module else 0
+    return torch.get_rng_state(), [module.get_rng_state(index) for index in range(count)]
 
 
 def _write(states: States) -> None:
     torch.set_rng_state(states[0])
-    if states[1]:
-        for place, state in zip(_places(), states[1], strict=True):
-            started().set_rng_state(state, *place)
-    elif found := accelerator():
+    for index, state in enumerate(states[1]):
+        started().set_rng_state(state, index)
+    if not states[1] and (found := accelerator()):
         # one that has not been used yet starts with this seed
         module = torch.get_device_module(found)
         (getattr(module, "manual_seed_all", None) or module.manual_seed)(torch.initial_seed())
-
-
-def _places() -> list[tuple[int, ...]]:
-    """Return arguments that choose each accelerator; MPS has one, and takes none."""
-    count = torch.accelerator.device_count()
-    return [(index,) for index in range(count)] if count > 1 else [()]

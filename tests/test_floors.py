@@ -129,6 +129,11 @@ def test_the_mathematics_of_layerwise_steps_knows_no_flower() -> None:
         assert rooms <= {f"fedbn_flwr.{name}" for name in ("layerwise", "norm", "randomness", "device")}, name
 
 
+def test_what_only_cuda_has_is_asked_for_in_one_file_each() -> None:
+    names = {name for name, path in SOURCES.items() if re.search(r"torch\.(backends\.)?cuda\.", path.read_text())}
+    assert names == {"fedbn_flwr.experiments.engines", "fedbn_flwr.client.training"}
+
+
 def test_modules_import_each_other_in_no_circle() -> None:
     graph = {name: imported_modules(name) - {name} for name in SOURCES}
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle

@@ -2,14 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from fedbn_flwr.client import training
 from fedbn_flwr.data import Split, parse_augmentation
-from fedbn_flwr.data.augmentation import Crop, Edits, ImageAugmentation, draw_seeds, unchanged
+from fedbn_flwr.data.augmentation import Crop, Edits, ImageAugmentation
 from fedbn_flwr.wire import Instruction
 
 
@@ -64,12 +63,6 @@ class BatchLoader:
     sizes: list[int]
     generator: torch.Generator
 
-    @cached_property
-    def chosen(self) -> Sequence[Tensor]:
-        """Indices into `split`, one tensor a mini-batch."""
-        chosen: tuple[Tensor, ...] = self.samples.split(self.sizes)
-        return chosen
-
     def __len__(self) -> int:
         return len(self.sizes)
 
@@ -88,7 +81,8 @@ class BatchLoader:
         if not isinstance(augmentation, ImageAugmentation):
             return None
         # batch by batch: the first batch has the same seeds by itself as with the others
-        return Edits(augmentation, torch.cat([draw_seeds(size, self.generator) for size in self.sizes]))
+        seeds = [torch.randint(2**62, (size,), generator=self.generator) for size in self.sizes]
+        return Edits(augmentation, torch.cat(seeds))
 
     def augmented(self, inputs: Tensor) -> Tensor:
         """Augment one mini-batch, unless its images were changed one by one."""
@@ -96,17 +90,17 @@ class BatchLoader:
 
 
 def augment_together(loaders: Sequence[BatchLoader], inputs: Tensor) -> Tensor:
-    """Augment a mini-batch of each of several clients: clients x batch x C x H x W."""
+    """Augment a mini-batch of each of several clients (clients x batch x C x H x W), where it is done by the batch."""
     split, augmentation = loaders[0].split, parse_augmentation(loaders[0].augmentation)
-    if augmentation is unchanged or isinstance(augmentation, ImageAugmentation):
+    if not isinstance(augmentation, Crop):
         return inputs
-    if isinstance(augmentation, Crop) and all(loader.split is split for loader in loaders):
-        # what is drawn goes to a GPU in one copy
-        count, size = inputs.shape[1], inputs.shape[-2:]
-        drawn = torch.cat([augmentation.draw(count, size, loader.generator) for loader in loaders])
-        return augmentation.cut(inputs.flatten(0, 1), drawn, split.mean, split.std).view_as(inputs)
-    each = zip(loaders, inputs, strict=True)
-    return torch.stack([augmentation(images, own.generator, own.split.mean, own.split.std) for own, images in each])
+    if any(loader.split is not split for loader in loaders):
+        each = zip(loaders, inputs.split(1), strict=True)
+        return torch.cat([augment_together([loader], images) for loader, images in each])
+    count, size = inputs.shape[1], inputs.shape[-2:]
+    # what is drawn goes to a GPU in one copy
+    drawn = torch.cat([augmentation.draw(count, size, loader.generator) for loader in loaders])
+    return augmentation.cut(inputs.flatten(0, 1), drawn, split.mean, split.std).view_as(inputs)
 
 
 def load_groups(
@@ -124,7 +118,8 @@ def load_groups(
         return ((torch.cat(inputs), torch.cat(targets)) for inputs, targets in parts)
     members = [(row, step) for rows, step in groups for row in rows]
     sizes = [sum(loaders[row].sizes[step] for row in rows) for rows, step in groups]
-    samples = torch.cat([loaders[row].chosen[step] for row, step in members])
+    chosen = [loader.samples.split(loader.sizes) for loader in loaders]
+    samples = torch.cat([chosen[row][step] for row, step in members])
     edits = [loader.edits() for loader in loaders]
     if edits[0] is None:
         return first.split.batches(samples, sizes, first.device)

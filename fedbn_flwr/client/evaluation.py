@@ -78,7 +78,9 @@ class Evaluation:
         return float(torch.tensor(scores, dtype=tested.dtype) @ tested / (tested.sum() / domain_share.sum()))
 
     def _measure(self, matrix: Tensor) -> float:
-        return _accuracy(matrix) if self.has_classes else float(matrix[0, 0] / matrix[0, 1].clamp(min=1))
+        if self.has_classes:
+            return int(matrix.diagonal().sum()) / max(int(matrix.sum()), 1)
+        return float(matrix[0, 0] / matrix[0, 1].clamp(min=1))
 
 
 @torch.no_grad()
@@ -194,7 +196,3 @@ def _mean(losses: Sequence[Tensor], sizes: Sequence[int]) -> float:
     values: list[float] = torch.stack(list(losses)).flatten().tolist()
     total: float = sum(map(mul, values, sizes))
     return total / sum(sizes)
-
-
-def _accuracy(confusion: Tensor) -> float:
-    return int(confusion.diagonal().sum()) / max(int(confusion.sum()), 1)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedbn_flwr.client.training import LossFunction, logits_of
-from fedbn_flwr.data.augmentation import AUGMENTATIONS, IGNORED, ImageAugmentation, parse_augmentation, unchanged
+from fedbn_flwr.data.augmentation import AUGMENTATIONS, IGNORED, Crop, parse_augmentation
 from fedbn_flwr.plugins import add, extra, import_function
 
 #: of a confusion matrix, true class x predicted class; a last column counts predictions of none, if there are any
@@ -45,9 +45,9 @@ class LearningTask:
 
     def check_augmentation(self, spec: str) -> None:
         """Refuse an augmentation that would change the images and leave their targets where they were."""
-        if not self.placed or _changes_together(spec):
+        if not self.placed or not isinstance(parse_augmentation(spec), Crop):
             return
-        able = ", ".join(name for name in AUGMENTATIONS if _changes_together(name))
+        able = ", ".join(name for name in AUGMENTATIONS if not isinstance(parse_augmentation(name), Crop))
         raise ValueError(f"augmentation {spec!r} would move the images and not their label maps; there are: {able}")
 
 
@@ -127,8 +127,3 @@ REGRESSION = register_task("regression", LearningTask(Objective(F.mse_loss), met
 SEGMENTATION = register_task(
     "segmentation", LearningTask(pixel_cross_entropy, {"mean-iou": mean_iou}, metric="mean-iou", placed=True)
 )
-
-
-def _changes_together(spec: str) -> bool:
-    augmentation = parse_augmentation(spec)
-    return augmentation is unchanged or isinstance(augmentation, ImageAugmentation)

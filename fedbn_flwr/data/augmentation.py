@@ -20,11 +20,8 @@ from fedbn_flwr.plugins.options import Range, UsageError, options_of, read_optio
 
 #: height and width in pixels
 Size = tuple[int, int]
-BLACK = (0.0,)
 #: the label of pixels without a class, which torch's cross entropy leaves out
 IGNORED = -100
-#: batch N x C x H x W, generator, and the channels' mean and standard deviation that the batch was normalized with
-Augmentation = Callable[[Tensor, torch.Generator, Channels, Channels], Tensor]
 
 
 @dataclass(frozen=True)
@@ -34,33 +31,22 @@ class ImageAugmentation:
     #: whether it makes the final size itself, out of the image as it is on disk
     sizes: ClassVar[bool] = False
 
-    def transform(self, size: Size, fill: Sequence[float]) -> Any:
-        """Return the transform of torchvision; `fill` is the value of added pixels."""
+    def transform(self, size: Size) -> Any:
+        """Return the transform of torchvision."""
         raise NotImplementedError
 
-    def edit(
-        self, images: Sequence[Tensor], seeds: Sequence[int], size: Size, fill: Sequence[float] = BLACK
-    ) -> list[Tensor]:
-        """Change every image (C x H x W) under its own seed. PyTorch's global stream stays as it was."""
-        return [image for (image,) in self.edit_together([(image,) for image in images], seeds, size, fill)]
+    def edit(self, samples: Sequence[tuple[Tensor, ...]], seeds: Sequence[int], size: Size) -> list[tuple[Tensor, ...]]:
+        """Change every sample under its own seed: an image (C x H x W) alone, or in the same way with its label map.
 
-    def edit_together(
-        self, samples: Sequence[tuple[Tensor, ...]], seeds: Sequence[int], size: Size, fill: Sequence[float] = BLACK
-    ) -> list[tuple[Tensor, ...]]:
-        """Change every sample, an image alone or with its label map, in the same way for both."""
-        transform, edited = self.transform(size, list(fill)), []
+        PyTorch's global stream stays as it was.
+        """
+        transform, edited = self.transform(size), []
         with torch.random.fork_rng(devices=[]):  # transforms of torchvision draw from the global stream
             for sample, seed in zip(samples, seeds, strict=True):
                 torch.default_generator.manual_seed(seed)
                 result = transform(*sample)
                 edited.append(result if len(sample) > 1 else (result,))
         return edited
-
-    def __call__(self, inputs: Tensor, generator: torch.Generator, mean: Channels, std: Channels) -> Tensor:
-        """Change a normalized batch N x C x H x W that is in memory."""
-        black = normalize(torch.zeros(1, inputs.shape[1], 1, 1), mean, std).flatten().tolist()
-        seeds = draw_seeds(len(inputs), generator).tolist()
-        return torch.stack(self.edit(inputs.unbind(), seeds, (inputs.shape[-2], inputs.shape[-1]), black))
 
 
 @dataclass(frozen=True)
@@ -74,12 +60,6 @@ class Edits:
         return replace(self, seeds=self.seeds[samples])
 
 
-def draw_seeds(count: int, generator: torch.Generator) -> Tensor:
-    """Draw a seed for each of `count` samples."""
-    seeds = torch.randint(2**62, (count,), generator=generator, device=generator.device)
-    return seeds.cpu()
-
-
 @dataclass(frozen=True)
 class ResizedCropFlip(ImageAugmentation):
     """A random part of the image, scaled to the image size; half of them are mirrored.
@@ -91,7 +71,7 @@ class ResizedCropFlip(ImageAugmentation):
     scale: Annotated[float, Range(1e-6, 1)] = 0.08
     sizes: ClassVar[bool] = True
 
-    def transform(self, size: Size, fill: Sequence[float]) -> Any:
+    def transform(self, size: Size) -> Any:
         """Return RandomResizedCrop and RandomHorizontalFlip."""
         v2 = _transforms()
         return v2.Compose([v2.RandomResizedCrop(size, (self.scale, 1.0), antialias=True), v2.RandomHorizontalFlip()])
@@ -107,10 +87,10 @@ class FlipRotate(ImageAugmentation):
 
     degrees: Annotated[float, Range(0, 180)] = 30.0
 
-    def transform(self, size: Size, fill: Sequence[float]) -> Any:
+    def transform(self, size: Size) -> Any:
         """Return RandomHorizontalFlip and RandomRotation."""
         v2 = _transforms()
-        return v2.Compose([v2.RandomHorizontalFlip(), v2.RandomRotation(self.degrees, fill=_by_kind(fill))])
+        return v2.Compose([v2.RandomHorizontalFlip(), v2.RandomRotation(self.degrees, fill=_fill())])
 
 
 @dataclass(frozen=True)
@@ -122,16 +102,16 @@ class RandomCrop(ImageAugmentation):
 
     sizes: ClassVar[bool] = True
 
-    def transform(self, size: Size, fill: Sequence[float]) -> Any:
+    def transform(self, size: Size) -> Any:
         """Return RandomCrop; an image smaller than the window is padded with black, its label map with `IGNORED`."""
-        return _transforms().RandomCrop(size, pad_if_needed=True, fill=_by_kind(fill))
+        return _transforms().RandomCrop(size, pad_if_needed=True, fill=_fill())
 
 
-def _by_kind(fill: Sequence[float]) -> dict[type, Any]:
+def _fill() -> dict[type, Any]:
     """Return the value of added pixels in an image and in a label map."""
     from torchvision import tv_tensors
 
-    return {Tensor: fill, tv_tensors.Mask: IGNORED}
+    return {Tensor: [0.0], tv_tensors.Mask: IGNORED}
 
 
 def _transforms() -> Any:
@@ -139,11 +119,6 @@ def _transforms() -> Any:
         from torchvision.transforms import v2
 
     return v2
-
-
-def unchanged(inputs: Tensor, generator: torch.Generator, mean: Channels, std: Channels) -> Tensor:
-    """Return the batch itself, and draw nothing."""
-    return inputs
 
 
 @dataclass(frozen=True)
@@ -160,16 +135,12 @@ class Crop:
     padding: Annotated[int | None, Range(0)] = None
     fill: Annotated[float | Literal["mean"], Range(0, 1)] = "mean"
 
-    def __call__(self, inputs: Tensor, generator: torch.Generator, mean: Channels, std: Channels) -> Tensor:
-        """Crop a batch."""
-        return self.cut(inputs, self.draw(len(inputs), inputs.shape[-2:], generator), mean, std)
-
     def draw(self, count: int, size: Sequence[int], generator: torch.Generator) -> Tensor:
         """Draw for every image the first row and column of its crop, and whether it is mirrored: count x 3."""
         offsets = [2 * self._border(side) + 1 for side in size]
-        drawn = [torch.randint(most, (count, 1), generator=generator, device=generator.device) for most in offsets]
+        drawn = [torch.randint(most, (count, 1), generator=generator) for most in offsets]
         if self.flip:
-            drawn.append((torch.rand(count, 1, generator=generator, device=generator.device) < 0.5).long())
+            drawn.append((torch.rand(count, 1, generator=generator) < 0.5).long())
         return torch.cat(drawn, 1)
 
     def cut(self, inputs: Tensor, drawn: Tensor, mean: Channels, std: Channels) -> Tensor:
@@ -200,9 +171,13 @@ class Crop:
         return padded
 
 
+#: None leaves images as they are
+Augmentation = ImageAugmentation | Crop | None
+
+
 def _no_augmentation() -> Augmentation:
     """Images as they are."""
-    return unchanged
+    return None
 
 
 #: makes an augmentation from its options

@@ -52,7 +52,7 @@ class DecodeRequest:
         if self.maps:
             samples = [(*image, self._map(source, raw)) for image, source in zip(samples, self.maps, strict=True)]
         if self.augmentation is not None:
-            samples = self.augmentation.edit_together(samples, self.seeds, self.size)
+            samples = self.augmentation.edit(samples, self.seeds, self.size)
         images, *maps = (torch.stack(_alike(parts)) for parts in zip(*samples, strict=True))
         return images.contiguous(), maps[0].as_subclass(Tensor) if maps else None
 

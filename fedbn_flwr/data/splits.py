@@ -95,10 +95,10 @@ class Split:
             start = end
 
     def _edited(self, indices: Tensor, device: torch.device | str, edits: Edits) -> Batch:
-        images = gather(self.inputs, indices, torch.device("cpu")).unbind()
+        images = [(image,) for image in gather(self.inputs, indices, torch.device("cpu"))]
         size = self.inputs.shape[-2], self.inputs.shape[-1]
-        edited = torch.stack(edits.augmentation.edit(images, edits.seeds.tolist(), size)).to(device)
-        return normalize(edited, self.mean, self.std), gather(self.labels, indices, torch.device(device))
+        edited = torch.stack([image for (image,) in edits.augmentation.edit(images, edits.seeds.tolist(), size)])
+        return normalize(edited.to(device), self.mean, self.std), gather(self.labels, indices, torch.device(device))
 
     def select(self, indices: NDArray[np.int64]) -> Self:
         """Return a new split with copies of the chosen samples."""

@@ -4,7 +4,8 @@ Wang et al., "Why Batch Normalization Damage Federated Learning on Non-IID Data?
 mean gradient (Property 3), the gradient deviation B_i (Assumption 1) and the heterogeneity V_i (Assumption 4).
 """
 
-from collections.abc import Collection, Sequence
+import copy
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import sqrt
@@ -15,13 +16,14 @@ from torch import Tensor, nn
 
 from fedbn_flwr.layerwise import Answer, Exchange, Kind, Mode, Observer, Requests, combine, lockstep
 from fedbn_flwr.layerwise.exchange import normalized
-from fedbn_flwr.layerwise.gradients import Batch, LossFunction, client_gradients, replica
-from fedbn_flwr.layerwise.shared_statistics import UnlikeBatchNormError, check_layers
+from fedbn_flwr.layerwise.shared_statistics import UnlikeBatchNormError, check_layers, shared_statistics
 from fedbn_flwr.norm import bn_layers
 from fedbn_flwr.randomness import derive, torch_generator
 
 __all__ = ["Diagnosis", "Measurement", "check", "diagnose", "overall"]
 
+Batch = tuple[Tensor, Tensor]
+LossFunction = Callable[[Tensor, Tensor], Tensor]
 _STATISTICS: tuple[Kind, ...] = ("mean", "variance", "statistics")
 _GRADIENTS: tuple[Kind, ...] = ("gradients",)
 #: the kinds of values that all clients share in a step; each client uses its own values of the other kinds
@@ -154,13 +156,21 @@ def _gradients(
     """Return the clients' gradients by all parameters (clients x parameters), with some kinds of values shared."""
 
     def step(batch: Batch, exchange: Exchange) -> Tensor:
-        shared = partial(_shared_only, kinds, exchange)
+        shared, other = partial(_shared_only, kinds, exchange), replica(model)
         # not final: running statistics stay as they are, and a client may have one value a channel
-        gradients = client_gradients(replica(model), batch, loss_function, mode, shared, final=False)
-        return torch.cat([gradient.flatten() for gradient in gradients.values()])
+        with shared_statistics(other, shared, mode, final=False):
+            loss = loss_function(other(batch[0]), batch[1])
+            learning = [parameter for parameter in other.parameters() if parameter.requires_grad]
+            gradients = torch.autograd.grad(loss, learning, materialize_grads=True)
+        return torch.cat([gradient.flatten() for gradient in gradients])
 
     seeds = [derive(seed, "client", client) for client in range(len(draw))]
     return torch.stack(lockstep([partial(step, batch) for batch in draw], shares, seeds, observe))
+
+
+def replica(model: nn.Module) -> nn.Module:
+    """Return a copy that shares the parameters, and has buffers of its own."""
+    return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
 
 
 def _shared_only(kinds: Collection[Kind], exchange: Exchange, requests: Requests) -> Answer:

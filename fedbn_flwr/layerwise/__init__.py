@@ -6,12 +6,10 @@ exchange until its answer comes. `Corrected` in `carried.py` answers at once, by
 earlier rounds.
 
 The server: `take_step` answers the exchanges of all clients, which a `Transport` brings as batches of `Requests`.
-`lockstep` takes clients of this process through a step, and `gradients` puts everything together there. Transports of
-Flower's nodes are in `fedbn_flwr.transports`.
+`lockstep` takes clients of this process through a step. Transports of Flower's nodes are in `fedbn_flwr.transports`.
 """
 
 from fedbn_flwr.layerwise.exchange import Answer, Exchange, Kind, Observer, Requests, combine, respond
-from fedbn_flwr.layerwise.gradients import gradients
 from fedbn_flwr.layerwise.shared_batch_norm import Mode, SharedBatchNorm
 from fedbn_flwr.layerwise.shared_statistics import shared_statistics
 from fedbn_flwr.layerwise.steps import SuspendedStep, Transport, lockstep, take_step
@@ -27,7 +25,6 @@ __all__ = [
     "SuspendedStep",
     "Transport",
     "combine",
-    "gradients",
     "lockstep",
     "respond",
     "shared_statistics",

@@ -132,15 +132,10 @@ class FlatState(Flat[Tensor]):
         return [cls(layout, {dtype: buffer[client] for dtype, buffer in buffers.items()}) for client in range(clients)]
 
     @staticmethod
-    def stacked(states: Sequence["FlatState"]) -> dict[str, Tensor]:
+    def stacked(states: Sequence["FlatState"]) -> "FlatState":
         """Return states of one layout as one, whose tensors have a row for each: what `copies_of` splits."""
         rows = {dtype: np.stack([state.buffers[dtype] for state in states]) for dtype in states[0].buffers}
-        return FlatState(states[0].layout, rows)._views
-
-    def on(self, device: torch.device) -> Mapping[str, Tensor]:
-        """Return the state on another device, with one copy for each dtype."""
-        moved: Any = {dtype: torch.from_numpy(buffer).to(device) for dtype, buffer in self.buffers.items()}
-        return type(self)(self.layout, moved)._views
+        return FlatState(states[0].layout, rows)
 
     @staticmethod
     def _split(buffer: NDArray[Any], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
@@ -153,7 +148,9 @@ def to_device(state: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Mappin
     device = next((value.device for value in like.values()), CPU)
     if device == CPU or all(value.device == device for value in state.values()):
         return state
-    return (state if isinstance(state, FlatState) else FlatState.copy_of(state)).on(device)
+    flat = state if isinstance(state, FlatState) else FlatState.copy_of(state)
+    moved: Any = {dtype: torch.from_numpy(buffer).to(device) for dtype, buffer in flat.buffers.items()}
+    return FlatState(flat.layout, moved)._views
 
 
 def portions(buffer: NDArray[Any]) -> list[slice]:

@@ -6,10 +6,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedbn_flwr.data import AUGMENTATIONS, parse_augmentation
+from fedbn_flwr.data.augmentation import Crop
 
 
 def augment(spec: str, inputs: torch.Tensor, chances: torch.Generator, *moments: tuple[float, ...]) -> torch.Tensor:
-    return parse_augmentation(spec)(inputs, chances, *(moments or ((), ())))
+    augmentation, size = parse_augmentation(spec), (inputs.shape[-2], inputs.shape[-1])
+    if augmentation is None:
+        return inputs
+    if isinstance(augmentation, Crop):
+        mean, std = moments or ((), ())
+        return augmentation.cut(inputs, augmentation.draw(len(inputs), size, chances), mean, std)
+    seeds = torch.randint(2**62, (len(inputs),), generator=chances).tolist()
+    edited = augmentation.edit([(image,) for image in inputs.cpu()], seeds, size)
+    return torch.stack([image for (image,) in edited]).to(inputs.device)
 
 
 def generator(seed: int = 0) -> torch.Generator:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fedbn_flwr.client.training import Batch
 from fedbn_flwr.data import load, partition
 from fedbn_flwr.diagnosis import Diagnosis, diagnose, overall
-from fedbn_flwr.layerwise import gradients
+from tests.helpers.layerwise_gradients import gradients
 from tests.helpers.layerwise_references import (
     Gradients,
     heterogeneous_batches,

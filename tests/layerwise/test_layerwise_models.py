@@ -8,8 +8,9 @@ import torch.nn.functional as F
 import torchvision
 from torch import nn
 
-from fedbn_flwr.layerwise import Mode, gradients
+from fedbn_flwr.layerwise import Mode
 from fedbn_flwr.models import build
+from tests.helpers.layerwise_gradients import gradients
 from tests.helpers.layerwise_references import (
     centralized_gradients,
     heterogeneous_batches,

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.func import vmap
 
-from fedbn_flwr.layerwise import Answer, Mode, Requests, SharedBatchNorm, gradients, shared_statistics
+from fedbn_flwr.layerwise import Answer, Mode, Requests, SharedBatchNorm, shared_statistics
 from fedbn_flwr.layerwise.exchange import OrderError
 from fedbn_flwr.layerwise.shared_batch_norm import Use
 from fedbn_flwr.norm import bn_layers
+from tests.helpers.layerwise_gradients import gradients
 from tests.helpers.layerwise_references import (
     Batch,
     centralized_gradients,

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fedbn_flwr import layerwise, state
+from fedbn_flwr import state
 from fedbn_flwr.strategies import FedAvg, FedDNA, FedTAN, FedTANII, Scaffold
 from fedbn_flwr.traffic.counting_grid import CountingGrid
 from tests.helpers.harness import (
@@ -23,6 +23,7 @@ from tests.helpers.harness import (
     make_model,
     make_split,
 )
+from tests.helpers.layerwise_gradients import gradients
 from tests.helpers.references import make_nodes, mini_batches
 
 #: uses of BN layers in the harness's model
@@ -46,7 +47,7 @@ def by_hand(weights: tuple[float, ...], **options: Any) -> state.State:
     model, split = make_model(), make_split()
     asked = replace(INSTRUCTION, server_round=1, local_steps=1)
     batches = [mini_batches(split, node, asked, True)[0] for node in make_nodes()]
-    found = layerwise.gradients(model, batches, weights, F.cross_entropy, **options)
+    found = gradients(model, batches, weights, F.cross_entropy, **options)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             for weight, each in zip(weights, found, strict=True):

@@ -37,9 +37,6 @@ class Stacks:
         self._chunk, self._share = chunk, share
         #: by the id of a model, what a step keeps in memory
         self._memory: dict[int, StepMemory] = {}
-        #: by the id of a model: how many clients fit, and by the kind of step, the size of its stacks
-        self._fitting: dict[int, int] = {}
-        self._sizes: dict[tuple[int, bool], int] = {}
         self._logged: set[str] = set()
 
     def train(self, jobs: Sequence[Job]) -> Iterator[Trained]:
@@ -80,10 +77,8 @@ class Stacks:
 
     def count_fitting(self, job: Job) -> int:
         """Return how many clients like this one fit into memory, next to those in other processes of this machine."""
-        if (model := id(job.client.model)) not in self._fitting:
-            fitting = clients_that_fit(self._step_memory(job), job.client.device)
-            self._fitting[model] = max(int(fitting * self._share), 1)
-        return self._fitting[model]
+        fitting = clients_that_fit(self._step_memory(job), job.client.device)
+        return max(int(fitting * self._share), 1)
 
     def log_once(self, reason: str, level: int = INFO, kind: str = "") -> None:
         """Say why clients train one after another; of reasons of a kind, the first."""
@@ -112,10 +107,8 @@ class Stacks:
         if self._chunk:
             return self._chunk
         client = job.client
-        if (key := (id(client.model), layerwise)) not in self._sizes:
-            most = largest_useful_stack(client.model, client.device, lambda: self._step_memory(job), layerwise)
-            self._sizes[key] = min(most, self.count_fitting(job)) if most > 1 else 1
-        return self._sizes[key]
+        most = largest_useful_stack(client.model, client.device, lambda: self._step_memory(job), layerwise)
+        return min(most, self.count_fitting(job)) if most > 1 else 1
 
     def _step_memory(self, job: Job) -> StepMemory:
         model = id(job.client.model)

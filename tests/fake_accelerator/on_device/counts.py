@@ -1,5 +1,8 @@
 """What a step, a round and an evaluation ask of the device."""
 
+from functools import cache
+from typing import Any
+
 import pytest
 import torch
 
@@ -11,6 +14,8 @@ from tests.helpers.harness import make_float32_model, make_split
 
 #: layers of small-cnn that exchange
 LAYERS = 3
+#: several tests ask for the same counts
+ask = cache(step_and_round)
 
 
 # kept Adam is not stacked
@@ -20,7 +25,7 @@ LAYERS = 3
 )
 def test_a_step_waits_for_nothing(case: str, engine: str) -> None:
     method, options = CASES[case]
-    step, a_round = step_and_round(method, engine, model="small-cnn", **options)
+    step, a_round = ask(method, engine, model="small-cnn", **options)
     # what is drawn for crops is sent in one copy, whose memory nobody waits for
     wanted = {"to device": float(case == "crop-flip"), "to host": 0, "wait": 0}
     assert {kind: step[kind] for kind in wanted} == wanted
@@ -32,14 +37,25 @@ def test_a_step_waits_for_nothing(case: str, engine: str) -> None:
         assert (a_round["to device"], a_round["to host"]) == (4 * clients, 3 * clients)
 
 
-def test_a_stacked_round_of_a_large_model_has_as_few_copies() -> None:
-    _, a_round = step_and_round("fedavg", "stacked", model="resnet20")
-    assert (a_round["to device"], a_round["to host"], a_round["wait"]) == (4, 3, 0)
+@pytest.mark.parametrize(
+    ("method", "options", "copies"),
+    [
+        ("fedavg", {}, (4, 3)),
+        # the variates of the server and of the clients; the clients' new ones and their changes
+        ("scaffold", {}, (4 + 2, 3 + 2)),
+        ("fedavg", {"momentum": 0.9, "momentum_state": "local"}, (4 + 1, 3 + 1)),
+    ],
+)
+def test_a_stacked_round_of_a_large_model_has_as_few_copies(
+    method: str, options: dict[str, Any], copies: tuple[int, int]
+) -> None:
+    _, a_round = ask(method, "stacked", model="resnet20", **options)
+    assert (a_round["to device"], a_round["to host"], a_round["wait"]) == (*copies, 0)
 
 
 def test_rules_launch_few_kernels() -> None:
     def kernels(method: str) -> float:
-        return step_and_round(method, "stacked", model="small-cnn")[0]["kernel"]
+        return ask(method, "stacked", model="small-cnn")[0]["kernel"]
 
     plain = kernels("fedavg")
     assert kernels("scaffold") == plain + 2

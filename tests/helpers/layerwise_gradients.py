@@ -1,17 +1,14 @@
 """The gradients of all clients in a layer-wise step, in one process and without Flower."""
 
-import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from fedbn_flwr.device import where_exact
-from fedbn_flwr.layerwise.exchange import Exchange, Observer, combine, normalized
-from fedbn_flwr.layerwise.shared_batch_norm import Mode
-from fedbn_flwr.layerwise.shared_statistics import shared_statistics
-from fedbn_flwr.layerwise.steps import lockstep
+from fedbn_flwr.diagnosis import replica
+from fedbn_flwr.layerwise import Exchange, Mode, Observer, combine, lockstep, shared_statistics
+from fedbn_flwr.layerwise.exchange import normalized
 from fedbn_flwr.norm import counter_keys, statistics_keys
 from fedbn_flwr.randomness import derive
 
@@ -47,23 +44,18 @@ def gradients(
     results = lockstep(steps, shares, [derive(seed, "client", client) for client in range(len(steps))], observe)
     state, moved = model.state_dict(), [other.state_dict() for other in replicas]
     for key in statistics_keys(model):
-        state[key].copy_(combine("mean", where_exact(torch.stack([each[key] for each in moved])), shares))
+        state[key].copy_(combine("mean", torch.stack([each[key] for each in moved]), shares))
     for key in counter_keys(model):
         state[key].copy_(moved[0][key])
     return results
 
 
-def replica(model: nn.Module) -> nn.Module:
-    """Return a copy that shares the parameters, and has buffers of its own."""
-    return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
-
-
 def client_gradients(
-    model: nn.Module, batch: Batch, loss_fn: LossFunction, mode: Mode, exchange: Exchange, *, final: bool = True
+    model: nn.Module, batch: Batch, loss_fn: LossFunction, mode: Mode, exchange: Exchange
 ) -> Gradients:
-    """Return one client's gradients by parameter name; running statistics move if the pass is `final`."""
+    """Return one client's gradients by parameter name."""
     learning = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    with shared_statistics(model, exchange, mode, final):
+    with shared_statistics(model, exchange, mode):
         loss = loss_fn(model(batch[0]), batch[1])
         values = torch.autograd.grad(loss, list(learning.values()), materialize_grads=True)
     return dict(zip(learning, values, strict=True))
