@@ -333,25 +333,38 @@ def running() -> str:
 
 def first_screen() -> str:
     """Return the README's table: accuracies with two classes, what methods need, and what their rounds cost."""
-    spent = {row["method"]: row for row in rows() if (row["recipe"], row["setting"]) == UNSEEN}
+    sent = {row["method"]: row for row in rows() if (row["recipe"], row["setting"]) == UNSEEN}
     seconds = {row["method"]: float(row["seconds a round"]) for row in rows("seconds")}
-    lines = []
-    for layers, names in (("stay", AS_THEY_ARE), ("change", CHANGED)):
-        for name in names:
-            costs = [
-                f"{int(spent[name]['exchanges']) / int(spent['FedAvg']['exchanges']):g}",
-                *(f"{each[name] / each['FedAvg']:.2f}" for each in (megabytes(spent), seconds) if name in each),
-            ]
-            state = "yes" if name in CARRIED else "no"
-            lines.append([f"`{NAMES[name]}`", bold(UNSEEN, name), layers, state, ", ".join(costs)])
-    ends = [[f"`{NAMES[name]}`", cell(UNSEEN, name), "", "", "all data in one place"] for name in CENTRALIZED]
-    heads = ["method", "accuracy, %", "layers", "nodes keep state", "exchanges, bytes, time of a round"]
+
+    def share(column: str, name: str) -> float:
+        return float(sent[name][column]) / float(sent["FedAvg"][column])
+
+    def costs(name: str) -> str:
+        time = f"{seconds[name] / seconds['FedAvg']:.1f}" if name in seconds else "-"
+        return f"{share('exchanges', name):g}, {share('MB sent', name):.2f}, {time}"
+
+    lines = [
+        [
+            f"`{NAMES[name]}`",
+            bold(UNSEEN, name),
+            gain(UNSEEN, name),
+            layers,
+            "yes" if name in CARRIED else "no",
+            costs(name),
+        ]
+        for layers, names in (("stay", AS_THEY_ARE), ("change", CHANGED))
+        for name in names
+    ]
+    ends = [[f"`{NAMES[name]}`", cell(UNSEEN, name), gain(UNSEEN, name), "", "", ""] for name in CENTRALIZED]
+    heads = [
+        "method",
+        "accuracy",
+        "gain on `fedavg`",
+        "layers",
+        "state",
+        "exchanges, bytes, time: `fedavg` is 1",
+    ]
     return table(heads, lines + ends)
-
-
-def megabytes(spent: Mapping[str, Mapping[str, str]]) -> dict[str, float]:
-    """Return what rows of runs have sent, by method."""
-    return {name: float(row["MB sent"]) for name, row in spent.items()}
 
 
 def bold(place: Place, name: str) -> str:
