@@ -14,8 +14,10 @@ from statistics import fmean, stdev
 from typing import Any
 
 from fedbn_flwr.experiments.results.pictures import draw_runs, figure
+from fedbn_flwr.experiments.results.values import spread
 
-FOLDER = Path(__file__).parent / "measured"
+HERE = Path(__file__).parent
+FOLDER = HERE / "measured"
 SCORE = "accuracy, %"
 #: methods of the pictures, in the order of their colours
 DRAWN = (
@@ -31,6 +33,8 @@ DRAWN = (
     "FedTAN carried+BN-WS",
 )
 LABELS = ("one class", "two classes", "Dirichlet 0.1", "Dirichlet 0.3", "i.i.d.")
+#: methods of README's picture
+FACTORIAL = ("FedAvg", "FedAvg+GN-WS", "FixBN", "FedWon", "FedTAN", "FedTAN+BN-WS", "FedTAN carried+BN-WS")
 #: panels of the picture of other settings: what differs, and by the name of a place its recipe and setting
 USUAL = ("labels", "two classes")
 SETTINGS = {
@@ -89,6 +93,26 @@ def draw_curves(setting: str, axes: Sequence[str], path: Path) -> None:
                 panel.set_xscale("log")
         shown = panels[0].get_legend_handles_labels()
         picture.legend(*shown, loc="outside lower center", ncols=2 * len(axes), frameon=False)
+
+
+def draw_factorial(path: Path) -> None:
+    """Draw the mean accuracy of ten seeds over rounds, exchanges and bytes, with its 95 % interval."""
+    with figure(path, 3, (12, 4.5)) as (picture, panels):
+        for method in FACTORIAL:
+            seeds: dict[str, list[dict[str, str]]] = defaultdict(list)
+            for row in read("curves"):
+                if (row["setting"], row["method"]) == ("factorial, two classes", method):
+                    seeds[row["seed"]].append(row)
+            at = list(zip(*seeds.values(), strict=True))
+            means, _, margins = zip(*(spread([float(row[SCORE]) for row in rows]) for rows in at), strict=True)
+            ends = [[mean + sign * margin for mean, margin in zip(means, margins, strict=True)] for sign in (-1, 1)]
+            for panel, axis in zip(panels, AXES, strict=False):
+                x = [float(rows[0][axis]) for rows in at]
+                (line,) = panel.plot(x, means, label=method)
+                panel.fill_between(x, *ends, color=line.get_color(), alpha=0.15, linewidth=0)
+                panel.set(xlabel=AXES[axis], ylabel=SCORE if axis == "round" else "")
+                panel.grid(alpha=0.3)
+        picture.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=7, frameon=False)
 
 
 def accuracies() -> Found:
@@ -156,8 +180,9 @@ def draw_others(found: Found, path: Path) -> None:
 
 
 if __name__ == "__main__":
-    draw_curves("two classes", [*AXES], FOLDER.parent / "results-curves.png")
-    draw_curves("two classes, 1,000 rounds", ["round", "exchanges"], FOLDER.parent / "results-long.png")
+    draw_curves("two classes", [*AXES], HERE / "results-curves.png")
+    draw_curves("two classes, 1,000 rounds", ["round", "exchanges"], HERE / "results-long.png")
+    draw_factorial(HERE / "results-factorial.png")
     measured = accuracies()
-    draw_labels(measured, FOLDER.parent / "results-labels.png")
-    draw_others(measured, FOLDER.parent / "results-settings.png")
+    draw_labels(measured, HERE / "results-labels.png")
+    draw_others(measured, HERE / "results-settings.png")

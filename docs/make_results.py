@@ -33,7 +33,17 @@ OTHER = {
     "ten of 100 clients": ("clients", ""),
     "ResNet-20": ("resnet", ""),
 }
-FIRST = ("FedAvg", "FedAvg+GN-WS", "FixBN", "FedTAN carried", "FedTAN carried+BN-WS", "FedTAN", "FedWon", "Centralized")
+#: the same, with seeds that no choice has seen
+FACTORIAL: dict[str, Place] = {heading: ("factorial", label) for heading, label in LABELS.items()}
+UNSEEN = FACTORIAL["two classes"]
+#: by the layers, the methods of the first screen and of the factorial
+AS_THEY_ARE = ("FedAvg", "FixBN", "FedTAN carried", "FedTAN")
+CHANGED = ("FedAvg+GN-WS", "FedAvg+BN-WS", "FedWon", "FixBN+BN-WS", "FedTAN carried+BN-WS", "FedTAN+BN-WS")
+CENTRALIZED = ("Centralized", "Centralized+BN-WS")
+#: methods that need most nodes in most rounds, because they carry values from round to round
+CARRIED = ("FedTAN carried", "FedTAN carried+BN-WS")
+#: points that a method in bold is below the best one at most, by the far end of the interval
+CLOSE = 2.0
 TWO, IID, ONE_STEP, TWENTY = KINDS["two classes"], KINDS["IID"], OTHER["E = 1"], OTHER["E = 20"]
 MOMENTUM, HEAVY = ("momentum", "two classes"), "momentum 0.9, weight decay 1e-4"
 SPEAKERS, FREEZE = ("speakers", ""), ("freeze", "")
@@ -42,12 +52,12 @@ DOMAINS, MANY, SMALL = ("domains", ""), ("clients", ""), ("batches", "B = 2")
 #: the mean over the first half of the rounds
 EARLY = ("curves", "two classes, rounds 10 to 50")
 #: what is left as it is by a method, and what is not, in choosing.md
-MAY_CHANGE = ("FedTAN carried+BN-WS", "FedWon", "FedWon, normalized features", "FixBN+BN-WS", "FedAvg+GN-WS")
+MAY_CHANGE = ("FedTAN carried+BN-WS", "FedWon", "FedAvg+GN-WS")
 MAY_NOT = ("FedTAN carried", "FixBN", "FedTAN", "FedAvg")
 #: situations in choosing.md
 SITUATIONS = {
     "one local step": ONE_STEP,
-    "five": TWO,
+    "five": UNSEEN,
     "twenty": TWENTY,
     "ten of 100 nodes take part": MANY,
     "batches of two": SMALL,
@@ -322,22 +332,78 @@ def running() -> str:
 
 
 def first_screen() -> str:
-    """Return the README's table: bold for all whose difference to the best lies within its interval."""
-    lines = []
-    for heading, place in KINDS.items():
-        best, line = by_mean(place, FIRST[:-1])[0], [heading]
-        for name in FIRST[:-1]:
-            found = difference(place, name, best)
-            is_level = found and (found.pairs < 2 or abs(found.difference) <= found.half_width)
-            line.append(f"**{cell(place, name)}**" if name == best or is_level else cell(place, name))
-        lines.append([*line, cell(TWO, "Centralized")])
-    lines.append(["exchanges per round", *("7" if name == "FedTAN" else "1" for name in FIRST)])
-    return table(["labels", *(f"`{NAMES[name]}`" for name in FIRST)], lines)
+    """Return the README's table: accuracies with two classes, what methods need, and what their rounds cost."""
+    sent = {row["method"]: row for row in rows() if (row["recipe"], row["setting"]) == UNSEEN}
+    seconds = {row["method"]: float(row["seconds a round"]) for row in rows("seconds")}
+
+    def share(column: str, name: str) -> float:
+        return float(sent[name][column]) / float(sent["FedAvg"][column])
+
+    def costs(name: str) -> str:
+        time = f"{seconds[name] / seconds['FedAvg']:.1f}" if name in seconds else "-"
+        return f"{share('exchanges', name):g}, {share('MB sent', name):.2f}, {time}"
+
+    lines = [
+        [
+            f"`{NAMES[name]}`",
+            bold(UNSEEN, name),
+            gain(UNSEEN, name),
+            layers,
+            "yes" if name in CARRIED else "no",
+            costs(name),
+        ]
+        for layers, names in (("stay", AS_THEY_ARE), ("change", CHANGED))
+        for name in names
+    ]
+    ends = [[f"`{NAMES[name]}`", cell(UNSEEN, name), gain(UNSEEN, name), "", "", ""] for name in CENTRALIZED]
+    heads = [
+        "method",
+        "accuracy",
+        "gain on `fedavg`",
+        "layers",
+        "state",
+        "exchanges, bytes, time: `fedavg` is 1",
+    ]
+    return table(heads, lines + ends)
+
+
+def bold(place: Place, name: str) -> str:
+    """Return a cell, bold if the method is the best one, or surely close to it: a wide interval is no merit."""
+    best = by_mean(place, AS_THEY_ARE + CHANGED)[0]
+    value = difference(place, name, best)
+    is_close = value and value.pairs > 1 and value.difference - value.half_width >= -CLOSE
+    is_bold = name == best or (is_close and name not in CENTRALIZED)
+    return f"**{cell(place, name)}**" if is_bold else cell(place, name)
+
+
+def factorial() -> str:
+    """Return the factorial's accuracies, in the settings that were measured."""
+    names = [*by_mean(UNSEEN, AS_THEY_ARE + CHANGED), *CENTRALIZED]
+    places = {heading: place for heading, place in FACTORIAL.items() if (*place, "FedAvg") in runs()}
+    return by_method(names, over(places, bold))
+
+
+def against() -> str:
+    """Return the differences of the factorial's methods to some of them."""
+    others = ("FedAvg", "FedTAN", "FedTAN carried+BN-WS", "FedTAN+BN-WS")
+    columns = {f"less `{NAMES[other]}`": partial(gain, UNSEEN, other=other) for other in others}
+    return by_method(by_mean(UNSEEN, AS_THEY_ARE + CHANGED), columns)
+
+
+def ingredients() -> str:
+    """Return what standardized weights gain under each method, and each method on FedAvg with BN and with BN-WS."""
+    standardized = [f"{name}+BN-WS" for name in AS_THEY_ARE]
+    lines = [
+        [f"`{NAMES[name]}`", gain(UNSEEN, new, name), gain(UNSEEN, name), gain(UNSEEN, new, standardized[0])]
+        for name, new in zip(AS_THEY_ARE, standardized, strict=True)
+    ]
+    heads = ["method", "`bn-ws` less BN", "gain on `fedavg`, both with BN", "both with `bn-ws`"]
+    return table(heads, lines)
 
 
 def choices() -> str:
     """Return what methods have that may change the model's layers, and what those have that may not."""
-    kinds = ["one class", "two classes", "Dirichlet 0.1", "IID"]
+    kinds = ["one class", "Dirichlet 0.1", "Dirichlet 0.3", "IID"]
     places = [*(KINDS[kind] for kind in kinds), ("rounds", LONGEST)]
     lines = [
         [may, f"`{NAMES[name]}`", *(plain(place, name) for place in places)]
@@ -348,15 +414,17 @@ def choices() -> str:
 
 
 def situations() -> str:
-    """Return which methods are above FedAvg with BN in which situation, and which are not."""
+    """Return which methods are above FedAvg with BN in which situation, level with it, and below, with intervals."""
     lines = []
     for situation, place in SITUATIONS.items():
-        names = by_mean(place, ["FedAvg", "FedAvg+GN", "SCAFFOLD", "FedProx", *FIRST[1:-1]])
-        texts = {name: f"`{NAMES[name]}` {plain(place, name)}" for name in names}
-        above = {name for name in names if (found := difference(place, name, "FedAvg")) and found.difference > 0}
-        shown = [", ".join(text for name, text in texts.items() if (name in above) is well) for well in (True, False)]
-        lines.append([situation, *shown])
-    return table(["", "above `fedavg`, best first", "`fedavg`, and below"], lines)
+        parts: dict[str, list[str]] = {"above": [], "level": [], "below": []}
+        for name in by_mean(place, ["FedAvg+GN", "SCAFFOLD", "FedProx", *AS_THEY_ARE[1:], *CHANGED]):
+            if found := difference(place, name, "FedAvg"):
+                is_level = found.pairs < 2 or abs(found.difference) <= found.half_width
+                part = "level" if is_level else "above" if found.difference > 0 else "below"
+                parts[part].append(f"`{NAMES[name]}` {told(found)}")
+        lines.append([situation, plain(place, "FedAvg"), *map(", ".join, parts.values())])
+    return table(["", "`fedavg`", "above it", "level: within the interval, or one seed", "below it"], lines)
 
 
 def own_models() -> str:
@@ -448,6 +516,9 @@ TABLES: dict[str, Callable[[], str]] = {
     ),
     "BN's momentum": running,
     "first screen": first_screen,
+    "factorial": factorial,
+    "against": against,
+    "ingredients": ingredients,
     "choices": choices,
     "situations": situations,
     "own models": own_models,

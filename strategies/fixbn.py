@@ -174,7 +174,7 @@ class Centralized(FixBN):
 
     paper: ClassVar[str] = ""
     leaves: ClassVar[str] = "all data"
-    use: ClassVar[str] = "the upper bound: one node with all data"
+    use: ClassVar[str] = "for comparison: one node with all data"
     one_node: ClassVar[bool] = True
 
     def __init__(
