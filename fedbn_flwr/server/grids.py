@@ -3,7 +3,7 @@
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from logging import INFO, WARNING
 from pathlib import Path
@@ -38,7 +38,8 @@ def wait_for_nodes(grid: Grid, wanted: int, patience: float, fewest: int | None 
         if now > began + patience:
             if len(nodes) >= (wanted if fewest is None else fewest):
                 break
-            raise CannotTrainError(f"{len(nodes)} of {wanted} nodes connected within {patience:g} seconds")
+            there = f": {', '.join(f'node {node}' for node in nodes)}" * bool(nodes)
+            raise CannotTrainError(f"{len(nodes)} of {wanted} nodes connected within {patience:g} seconds{there}")
         if now > said + SAY_EVERY:
             log(INFO, "Waiting for nodes: %d of %d are connected", len(nodes), wanted)
             said = now
@@ -131,6 +132,11 @@ class PassingGrid(Grid):
     def incoming(self, replies: list[Message]) -> list[Message]:
         """Return what is handed over in the place of replies."""
         return replies
+
+    @property
+    def names(self) -> Mapping[int, str]:
+        """The names of sites by node, if a grid behind this one knows them."""
+        return self._grid.names if isinstance(self._grid, PassingGrid) else {}
 
     def end_attempt(self) -> None:
         """End an attempt at a layer-wise step."""
