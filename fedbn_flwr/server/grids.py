@@ -3,7 +3,7 @@
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import count
 from logging import INFO, WARNING
 from pathlib import Path
@@ -124,6 +124,8 @@ class PassingGrid(Grid):
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
+        #: the names of sites by node, if a grid behind this one learns them
+        self.names: dict[int, str] = grid.names if isinstance(grid, PassingGrid) else {}
 
     def outgoing(self, messages: list[Message]) -> list[Message]:
         """Return what is sent in the place of messages."""
@@ -132,11 +134,6 @@ class PassingGrid(Grid):
     def incoming(self, replies: list[Message]) -> list[Message]:
         """Return what is handed over in the place of replies."""
         return replies
-
-    @property
-    def names(self) -> Mapping[int, str]:
-        """The names of sites by node, if a grid behind this one knows them."""
-        return self._grid.names if isinstance(self._grid, PassingGrid) else {}
 
     def end_attempt(self) -> None:
         """End an attempt at a layer-wise step."""

@@ -4,7 +4,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from logging import INFO, LogRecord
-from typing import Any
 
 from flwr.common import log
 from flwr.common.logger import FLOWER_LOGGER
@@ -19,8 +18,6 @@ _NODE = re.compile(r"(site \d+ \()?(?:node )?\b(\d+)\b(?(1)\))", re.IGNORECASE)
 
 class SitesByName(PassingGrid):
     """A grid that knows the names of its nodes, and hides the nodes of all sites but the chosen ones, if any are."""
-
-    names: Mapping[int, str] = {}
 
     def __init__(self, grid: Grid, chosen: Sequence[str] = ()) -> None:
         super().__init__(grid)
@@ -37,8 +34,7 @@ class SitesByName(PassingGrid):
             self._idle |= idle
             log(INFO, "Idle, because `sites` does not name them: %s", ", ".join(sorted(idle)))
         there = {node: name for node, name in there.items() if not self._chosen or name in self._chosen}
-        # those that have gone keep their names
-        self.names = {**self.names, **{node: name for node, name in there.items() if name}}
+        self.names.update({node: name for node, name in there.items() if name})
         return list(there)
 
 
@@ -65,8 +61,7 @@ def sites_by_name(grid: Grid, chosen: Sequence[str]) -> Iterator[SitesByName]:
     try:
         yield sites
     except Exception as error:
-        named: list[Any] = [with_names(each, sites.names) if isinstance(each, str) else each for each in error.args]
-        error.args = tuple(named)
+        error.args = tuple(with_names(each, sites.names) if isinstance(each, str) else each for each in error.args)
         raise
     finally:
         FLOWER_LOGGER.removeFilter(rename)
