@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from flwr.app import Error, Message, MessageType
 from flwr.proto.node_pb2 import NodeInfo
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from apps.client import app
 from fedbn_flwr.experiments import UsageError, serve
@@ -130,7 +131,8 @@ def test_results_have_names(
     sites: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv(MODELS_VARIABLE, str(tmp_path / "models"))
-    options = {**OPTIONS, "method": "fedbn", "results-dir": str(tmp_path / "results")}
+    options = {**OPTIONS, "method": "fedbn", "model": "small-cnn", "log-to": "tensorboard"}
+    options["results-dir"] = str(tmp_path / "results")
     grid = Registered(sites, options)
     grid.changed = {number: {"site": name} for number, name in enumerate(NAMES)}
     summary = serve(grid, options)
@@ -138,6 +140,11 @@ def test_results_have_names(
     assert [row["site"] for row in read_json(tmp_path / "results" / "config.json")["sites"]] == list(NAMES)
     assert sorted(path.stem for path in (tmp_path / "models").glob("*/*")) == sorted(NAMES)
     assert lines(caplog, "south (node 1001): ")
+    events = EventAccumulator(str(tmp_path / "results" / "tensorboard"))
+    events.Reload()
+    (curve,) = events.Scalars("sites/west/accuracy")
+    assert (curve.step, curve.value) == (1, pytest.approx(summary["sites"]["west"]["accuracy"], abs=1e-6))
+    assert "accuracy" in events.Tags()["scalars"]
 
 
 def test_errors_have_names(sites: list[str], tmp_path: Path) -> None:
