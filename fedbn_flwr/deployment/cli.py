@@ -111,7 +111,7 @@ def _provision(file: Path, out: Path) -> Iterator[str]:
     from fedbn_flwr.deployment.federation import Federation
     from fedbn_flwr.deployment.provision import provision
 
-    yield from (f"wrote {path}" for path in provision(Federation.read(file), out))
+    yield from provision(Federation.read(file), out)
     yield f"{out / 'ca'} belongs on no machine that is online, {out / 'server'} on the server, each kit to its site"
 
 

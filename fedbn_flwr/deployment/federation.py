@@ -19,7 +19,7 @@ _SITE = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 
 @dataclass(frozen=True)
 class Federation:
-    """A server and its sites; a site's number is its place in the list."""
+    """A server and its sites, whose numbers `provision` keeps."""
 
     #: name of the federation in the operator's configuration
     name: str

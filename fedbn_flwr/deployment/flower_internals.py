@@ -36,10 +36,11 @@ OFFLINE = 10.0
 #: seconds of attempts
 REFUSED = CONNECTED + 2 * OFFLINE
 
-_REFUSAL = (
-    "Failed to activate SuperNode: its key is not registered, or the SuperNode before it still counts as connected; "
-    f"trying again for {REFUSED:.0f} seconds"
-)
+#: why the server refuses a node, by whether it knows the node's key
+_REFUSALS = {
+    True: "the SuperNode before it still counts as connected",
+    False: "the server does not know its key: it is not registered, or it was and has been revoked",
+}
 _PULL, _PUSH, _INSERT = "_pull_and_store_message", "_push_messages", "_insert_message"
 #: in the configuration of a message
 _ROUND = "server-round"
@@ -70,7 +71,7 @@ def come_back_noticed(client: Any) -> None:
     activate = client.ActivateNode
 
     def activate_noticed(self: Any, request: Any) -> Any:
-        end, refused = time.monotonic() + REFUSED, False
+        end, refused = time.monotonic() + REFUSED, ""
         note_accepted(False)
         while True:
             try:
@@ -78,10 +79,12 @@ def come_back_noticed(client: Any) -> None:
             except Exception as error:
                 if _answer(error) != HTTPStatus.PRECONDITION_FAILED or time.monotonic() >= end:
                     raise
-                if not refused:
-                    print(_REFUSAL, file=sys.stderr, flush=True)
-                refused = True
-                time.sleep(CONNECTED + OFFLINE if is_known(self, request) else PAUSE)
+                known = is_known(self, request)
+                if refused != _REFUSALS[known]:
+                    refused = _REFUSALS[known]
+                    again = f"trying again for {REFUSED:.0f} seconds"
+                    print(f"Failed to activate SuperNode: {refused}; {again}", file=sys.stderr, flush=True)
+                time.sleep(CONNECTED + OFFLINE if known else PAUSE)
                 continue
             note_accepted(True)
             return accepted
@@ -177,9 +180,9 @@ def _pulling(
             return message.metadata.run_id
         finally:
             for message, tree in received:
-                metadata = message.metadata
+                metadata, run = message.metadata, str(message.metadata.run_id)
                 numbers = [rounds[part.object_id] for part in iterate_object_tree(tree) if part.object_id in rounds]
-                asked = Asked(metadata.message_type, max(numbers, default=0), apps.get(metadata.run_id, ""))
+                asked = Asked(metadata.message_type, max(numbers, default=0), apps.get(metadata.run_id, ""), run)
                 log.asked[metadata.message_id] = asked
 
     return guarded

@@ -18,6 +18,8 @@ from fedbn_flwr.deployment import DeploymentError
 
 #: readable by their owner only, and by everybody
 PRIVATE, PUBLIC = 0o600, 0o644
+#: for containers of folders that root has made: services never run as root
+_UNPRIVILEGED = 10001
 #: years for which a CA is valid
 CA_YEARS = 10
 #: how far in the past a certificate's validity starts, for machines whose clocks are slow
@@ -34,6 +36,20 @@ def write_new(path: Path, content: bytes | str, mode: int) -> None:
     with os.fdopen(descriptor, "wb") as file:
         os.fchmod(descriptor, mode)
         file.write(data)
+
+
+def user_of(folder: Path) -> str:
+    """Return USER:GROUP for containers that use a folder: its owner, or an unprivileged user if that is root."""
+    status = folder.stat()
+    return f"{status.st_uid or _UNPRIVILEGED}:{status.st_gid or _UNPRIVILEGED}"
+
+
+def hand_over(folder: Path, user: str = "") -> None:
+    """Give a file, or a folder with all in it, to the user USER:GROUP of the containers; only root can and needs to."""
+    if os.geteuid() == 0:
+        number, group = map(int, (user or f"{_UNPRIVILEGED}:{_UNPRIVILEGED}").split(":"))
+        for path in (folder, *folder.rglob("*")):
+            os.chown(path, number, group, follow_symlinks=False)
 
 
 def make_ca(name: str, certificate: Path, key: Path) -> None:

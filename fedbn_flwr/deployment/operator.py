@@ -69,11 +69,12 @@ class Operator:
         if name not in sites:
             raise DeploymentError(f"no site {name!r} is registered; there are: {', '.join(sites) or 'none'}")
         self.flower("supernode", "unregister", sites[name], self.name)
-        self._note({site: node for site, node in sites.items() if site != name})
-        return sites[name]
+        node = sites.pop(name)
+        self._note({**sites, f"{name} (revoked, {node[-4:]})": node})
+        return node
 
     def sites(self) -> dict[str, str]:
-        """Return the registered sites' names with their nodes' numbers."""
+        """Return the sites' names with their nodes' numbers; revoked ones have names that no site can have."""
         path = self.home / "sites.json"
         return dict(json.loads(path.read_text())) if path.exists() else {}
 
@@ -170,16 +171,20 @@ class Operator:
 
 def describe(operator: Operator) -> Iterator[str]:
     """Yield the lines: a site each, then a run each, the newest first."""
+    changed = {"online": "online-at", "offline": "offline-at", "unregistered": "deleted-at"}
     nodes = {str(node["node-id"]): node for node in operator.nodes()}
     yield f"{'site':<20} {'node':<20} {'state':<14} since"
     for site, number in sorted(operator.sites().items()):
         node = nodes.get(number, {"status": "unknown to the server"})
-        since = node.get({"online": "online-at", "offline": "offline-at"}.get(node["status"], "created-at"), "")
+        since = node.get(changed.get(node["status"], "created-at"), "")
         yield f"{site:<20} {number:<20} {node['status']:<14} {since}"
     yield ""
     yield f"{'run':<20} {'state':<24} {'method':<16} {'rounds':<9} last round"
     for run in operator.runs()[:RUNS]:
         yield _run(run, operator.progress(str(run["run-id"])))
+        why = str(run.get("status-details", "N/A")).removeprefix("ServerApp failed with exception: ")
+        times = f"from {run.get('pending-at', 'N/A')} to {run.get('finished-at', 'N/A')}"
+        yield f"{'':<20} {times.removesuffix(' to N/A')}{f': {why}' * (why != 'N/A')}"
 
 
 def _run(run: dict[str, Any], progress: dict[str, Any]) -> str:
@@ -189,4 +194,5 @@ def _run(run: dict[str, Any], progress: dict[str, Any]) -> str:
     last = progress["last"]
     numbers = {key: last[key] for key in ("nodes", "train-loss", "accuracy") if last.get(key) is not None}
     shown = ", ".join(f"{key} {value:.4g}" for key, value in numbers.items())
+    shown += f", without {', '.join(map(str, last['left-out']))}" if "left-out" in last else ""
     return f"{state} {progress['method']:<16} {progress['done']}/{progress['rounds']:<7} {shown}".rstrip()

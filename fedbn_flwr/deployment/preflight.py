@@ -222,10 +222,14 @@ def _require_readable(folder: Path) -> None:
         with suppress(OSError):
             status = path.stat()
             owner = f"{status.st_uid}:{status.st_gid}"
-            raise DeploymentError(
-                f"{path} cannot be read by user {_user()}, it belongs to {owner}: FEDBN_USER={owner} in .env, then "
-                "`docker compose run --rm init`, lets the containers run as its owner"
-            ) from error
+            cure = (
+                f"FEDBN_USER={owner} in .env, then `docker compose run --rm init`, lets the containers run as its owner"
+            )
+            if status.st_uid == 0:  # no container runs as root
+                cure = (
+                    f"root can let this user read it, by `chown -R {_user()}`, or `setfacl -R -m u:{os.geteuid()}:rX`"
+                )
+            raise DeploymentError(f"{path} cannot be read by user {_user()}, it belongs to {owner}: {cure}") from error
         raise DeploymentError(f"{folder} is not a folder that can be read") from error
 
     for place, _, files in os.walk(folder, onerror=refuse):

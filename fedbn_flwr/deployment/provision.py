@@ -6,13 +6,14 @@ server/    .env docker-compose.yml ca.crt server.crt server.key superexec.secret
            nginx.conf operator.conf              the doors for sites and for the operator
 operator/  config.toml operator.key ca.crt       Flower's own configuration (FLWR_HOME), and who is registered
 .env       for all of it on one machine
-sites/S/   .env docker-compose.yml ca.crt *.service state/ models/ log/      the kit of site S
+sites/S/   .env docker-compose.yml ca.crt *.service state/ models/ log/ code/      the kit of site S
+numbers.json                                     the sites' numbers, also of sites that were removed
 ```
 
-A folder that exists is completed: new sites get their kits, and no file is overwritten.
+A folder that exists is completed: new sites get their kits, and no file is overwritten but `numbers.json`.
 """
 
-import os
+import json
 import secrets
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
@@ -25,27 +26,30 @@ from fedbn_flwr.deployment.keys import (
     PRIVATE,
     PUBLIC,
     certificate_hosts,
+    hand_over,
     make_ca,
     make_secret,
     make_server_certificate,
+    user_of,
     write_new,
 )
 from fedbn_flwr.deployment.operator import Operator
+from fedbn_flwr.deployment.site import WRITTEN, read_env
 
 _TEMPLATES = Path(__file__).parent / "templates"
 #: the names of the server's services in docker-compose.yml, and the machine itself
 _INNER_HOSTS = ("superlink", "proxy", "localhost", "127.0.0.1")
+#: lines of `.env` that are not the federation's
+_OWN = ("FEDBN_DATA", "FEDBN_USER", "COMPOSE_PROFILES")
 _SITES_DOOR = (
     "The proxy between the sites and the SuperLink: sites reach Flower's Fleet API and the health check, and by\n"
     "# another port the ServerApp's side channel, nothing else."
 )
 _OPERATORS_DOOR = "The operator's door: the Control API and the results, for those who hold the operator's key."
-#: for containers of folders that root has made: services never run as root
-_UNPRIVILEGED = 10001
 
 
-def provision(federation: Federation, out: Path) -> list[Path]:
-    """Make what is missing of a federation's folders in `out`; returns the new files."""
+def provision(federation: Federation, out: Path) -> list[str]:
+    """Make what is missing of a federation's folders in `out`; return lines about new files and old kits."""
     before = {path for path in out.rglob("*") if path.is_file()} if out.exists() else set()
     _make_folders(federation, out)
     certificate, in_use = out / "ca" / "ca.crt", out / "server" / "ca.crt"
@@ -56,23 +60,27 @@ def provision(federation: Federation, out: Path) -> list[Path]:
         make_ca(federation.name, certificate, out / "ca" / "ca.key")
     _provision_operator(federation, out)
     _provision_server(federation, out)
-    for number, site in enumerate(federation.sites):
-        _provision_site(federation, out, site, number)
-    return sorted(path for path in out.rglob("*") if path.is_file() and path not in before)
+    numbers = _numbers(federation, out)
+    old = [line for site in federation.sites for line in _provision_site(federation, out, site, numbers)]
+    return [f"wrote {path}" for path in sorted(out.rglob("*")) if path.is_file() and path not in before] + old
 
 
-def user_of(folder: Path) -> str:
-    """Return USER:GROUP for containers that use a folder: its owner, or an unprivileged user if that is root."""
-    status = folder.stat()
-    return f"{status.st_uid or _UNPRIVILEGED}:{status.st_gid or _UNPRIVILEGED}"
+def _numbers(federation: Federation, out: Path) -> dict[str, int]:
+    """Return the sites' numbers. A site keeps its number, which is nobody else's, even when the site is removed."""
+    path = out / "numbers.json"
+    numbers: dict[str, int] = json.loads(path.read_text()) if path.exists() else {}
+    for kit in sorted((out / "sites").glob("*/.env")):
+        numbers.setdefault(kit.parent.name, int(read_env(kit.parent)["FEDBN_PARTITION"]))
+    for site in federation.sites:
+        numbers.setdefault(site, max(numbers.values(), default=-1) + 1)
+    path.write_text(json.dumps(numbers, indent=2) + "\n")
+    return numbers
 
 
-def hand_over(folder: Path, user: str = "") -> None:
-    """Give a file, or a folder with all in it, to the user USER:GROUP of the containers; only root can and needs to."""
-    if os.geteuid() == 0:
-        number, group = map(int, (user or f"{_UNPRIVILEGED}:{_UNPRIVILEGED}").split(":"))
-        for path in (folder, *folder.rglob("*")):
-            os.chown(path, number, group, follow_symlinks=False)
+def _other_lines(env: Path, text: str) -> list[str]:
+    """Return the federation's lines of a text that `.env` does not have, if it is there."""
+    have = env.read_text().splitlines() if env.exists() else text.splitlines()
+    return [line for line in text.splitlines() if line not in have and not line.startswith(("#", *_OWN))]
 
 
 def fill(template: str, values: Mapping[str, object]) -> str:
@@ -84,7 +92,7 @@ def fill(template: str, values: Mapping[str, object]) -> str:
 
 
 def _make_folders(federation: Federation, out: Path) -> None:
-    inner = [f"sites/{site}{part}" for site in federation.sites for part in ("", "/state", "/models", "/log")]
+    inner = [f"sites/{site}/{part}" for site in federation.sites for part in ("", "code", *WRITTEN)]
     try:
         for name in ("", "ca", "operator", "server", "server/state", "server/results", "sites", *inner):
             (out / name).mkdir(mode=0o755 if name in ("", "sites") else 0o700, parents=True, exist_ok=True)
@@ -112,6 +120,11 @@ def _provision_server(federation: Federation, out: Path) -> None:
         "OUT": out.resolve(),
         "KEY": (out / "operator" / "operator.key").read_text().strip(),
     }
+    if other := _other_lines(server / ".env", settings := fill("server.env", values)):
+        made = ("server/.env", "server/nginx.conf", "server/operator.conf", ".env", "operator/config.toml")
+        raise DeploymentError(
+            f"the server lacks {' '.join(other)}: delete {', '.join(made)} in {out}, and run this again"
+        )
     _missing_text(out / ".env", fill("all.env", values))
     _missing(server / "superexec.secret", make_secret)
     _missing_text(server / "ca.crt", (out / "ca" / "ca.crt").read_text())
@@ -122,7 +135,7 @@ def _provision_server(federation: Federation, out: Path) -> None:
         text = fill("nginx.conf", {"PURPOSE": purpose, "SERVERS": fill(part, values), **values})
         # the operator's key stands in the second one
         _missing(server / name, lambda new, text=text: write_new(new, text, PRIVATE))  # type: ignore[misc]
-    _missing_text(server / ".env", fill("server.env", values))
+    _missing_text(server / ".env", settings)
     _missing_text(server / "docker-compose.yml", compose_file().read_text())
     hand_over(server)
 
@@ -145,7 +158,7 @@ def _provision_operator(federation: Federation, out: Path) -> None:
     Operator(operator)
 
 
-def _provision_site(federation: Federation, out: Path, site: str, number: int) -> None:
+def _provision_site(federation: Federation, out: Path, site: str, numbers: Mapping[str, int]) -> list[str]:
     kit = out / "sites" / site
     values = {
         "FEDERATION": federation.name,
@@ -153,16 +166,18 @@ def _provision_site(federation: Federation, out: Path, site: str, number: int) -
         "SERVER": federation.address,
         "PORT": federation.port,
         "EXCHANGE": federation.exchange_address,
-        "PARTITION": number,
-        "SITES": len(federation.sites),
+        "PARTITION": numbers[site],
+        "SITES": max(numbers.values()) + 1,
         "VERSIONS": f"fedbn-flwr={__version__},flwr={version('flwr')}",
     }
-    _missing_text(kit / ".env", fill("site.env", values))
+    other = _other_lines(kit / ".env", text := fill("site.env", values))
+    _missing_text(kit / ".env", text)
     _missing_text(kit / "ca.crt", (out / "ca" / "ca.crt").read_text())
     _missing_text(kit / "docker-compose.yml", compose_file().read_text())
     for unit in ("fedbn-node.service", "fedbn-exec.service"):
         _missing_text(kit / unit, fill(unit, values))
     hand_over(kit)
+    return [f"the kit of {site} is out of date; its .env, here and at the site, needs {' '.join(other)}"] * bool(other)
 
 
 def _make_certificate(federation: Federation, out: Path) -> None:

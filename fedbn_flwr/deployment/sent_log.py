@@ -5,7 +5,7 @@ The SuperNode keeps it, so no app can change it or leave something out; a messag
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ class Asked:
     server_round: int
     #: the hash of the run's app
     app: str
+    run: str = "unknown"
 
 
 class SentLog:
@@ -32,24 +33,28 @@ class SentLog:
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
-        #: what is not answered yet, by the message's id
+        #: what is not answered yet, by the message's id, and the latest step that takes the side channel
         self.asked: dict[str, Asked] = {}
+        self._step = Asked("", 0, "")
 
     def record(self, message: Message, sent: Message, size: int) -> None:
         """Write a line about a message that is about to be sent with the content of `sent`, in so many bytes."""
-        asked = self.asked.pop(message.metadata.reply_to_message_id, Asked(message.metadata.message_type, 0, ""))
-        self._write(str(message.metadata.run_id), asked, size, **_described(sent))
+        metadata = message.metadata
+        unasked = Asked(metadata.message_type, 0, "", str(metadata.run_id))
+        self._write(self.asked.pop(metadata.reply_to_message_id, unasked), size, **_described(sent))
 
     def record_stream(self, event: str, count: int) -> None:
-        """Write a line about a connection of the side channel, of which only the bytes are known."""
-        self._write("unknown", Asked(f"side channel {event}", 0, ""), count)
+        """Write a line about a connection of the side channel: its bytes, and the step that the site was asked for."""
+        steps = [each for each in list(self.asked.values()) if "layerwise" in each.kind]
+        self._step = [self._step, *steps][-1]
+        self._write(replace(self._step, kind=f"side channel {event}"), count)
 
-    def _write(self, run: str, asked: Asked, size: int, **more: Any) -> None:
+    def _write(self, asked: Asked, size: int, **more: Any) -> None:
         if self._path is None:
             return
         row = {
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
-            "run": run,
+            "run": asked.run,
             "round": asked.server_round,
             "message": asked.kind,
             "app": asked.app,
@@ -101,20 +106,22 @@ def _is_entry(name: object, dtype: object, shape: object) -> bool:
 
 
 def rows_of(lines: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return a line about each round of each run: messages, arrays, bytes, names of metrics, and the app's hash."""
-    rounds: dict[tuple[str, int, str], list[Mapping[str, Any]]] = {}
+    """Return a line about each kind of message in each round of each run, with its number, bytes, metrics and app."""
+    rounds: dict[tuple[str, int, str, str], list[Mapping[str, Any]]] = {}
     for line in lines:
-        rounds.setdefault((line["run"], line["round"], line["app"]), []).append(line)
-    return [_spoken(run, number, app, rows) for (run, number, app), rows in rounds.items()]
+        kind = "side channel" if line["message"].startswith("side channel") else line["message"]
+        rounds.setdefault((line["run"], line["round"], kind, line["app"]), []).append(line)
+    return [_spoken(*key, rows) for key, rows in rounds.items()]
 
 
-def _spoken(run: str, number: int, app: str, rows: Sequence[Mapping[str, Any]]) -> str:
+def _spoken(run: str, number: int, kind: str, app: str, rows: Sequence[Mapping[str, Any]]) -> str:
     arrays = sum(group["count"] for row in rows for group in row.get("arrays", {}).values())
     names = sorted({name for row in rows for name in row.get("metrics", {})})
     errors = [str(row["error"]) for row in rows if row.get("error")]
     parts = [
         f"run {run}",
         f"round {number}",
+        kind,
         f"messages {len(rows)}",
         f"arrays {arrays}",
         f"bytes {sum(row['bytes'] for row in rows)}",

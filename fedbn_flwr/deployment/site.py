@@ -4,8 +4,7 @@ import os
 from pathlib import Path
 
 from fedbn_flwr.deployment import DeploymentError
-from fedbn_flwr.deployment.keys import make_node_key, make_secret
-from fedbn_flwr.deployment.provision import hand_over, user_of
+from fedbn_flwr.deployment.keys import hand_over, make_node_key, make_secret, user_of
 from fedbn_flwr.plugins.gone import refuse_sums
 
 #: folders of a kit that the containers write to
@@ -45,8 +44,8 @@ def init_site(kit: Path) -> Path:
         make_node_key(kit / "node.key", public, site)
     if not (kit / "superexec.secret").exists():
         make_secret(kit / "superexec.secret")
-    for folder in WRITTEN:
+    for folder in (*WRITTEN, "code"):
         (kit / folder).mkdir(mode=0o700, exist_ok=True)
-    for name in ("node.key", "superexec.secret", *WRITTEN):
+    for name in ("node.key", "superexec.secret", "code", *WRITTEN):
         hand_over(kit / name, user)
     return public

@@ -141,7 +141,7 @@ def _warn_once(line: str) -> None:
 
 def check_simulation(experiment: Experiment) -> None:
     """Check a run that brings its own nodes, and so must know how many."""
-    if experiment.config.dataset == data.SITES:
+    if experiment.config.dataset == data.SITES or experiment.config.sites:
         raise UsageError("the data set 'sites' is at the sites of a deployment: submit the run with `flwr run`")
     check(experiment)
     names = load_data(experiment.config).class_names

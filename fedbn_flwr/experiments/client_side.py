@@ -47,7 +47,8 @@ def at_site(config: Config, own_data: str) -> Config:
     if kind == "folder" and not Path(path).is_absolute():
         raise UsageError(f"the site's data must be an absolute path, as in folder:/data, not {own_data!r}")
     # the server has read `init-from`, and sends what was in it
-    return replace(config, dataset=own_data, data_root="", init_from="", partition="union", clients=1)
+    alone: dict[str, Any] = {"partition": "union", "clients": 1, "min_nodes": 0, "sites": ()}
+    return replace(config, dataset=own_data, data_root="", init_from="", **alone)
 
 
 def describe_data(context: Context) -> SiteData:
@@ -136,11 +137,14 @@ def _maker(config: Config, nodes: int, root: str | None, own_data: str) -> Calla
     import_plugins(config.plugins)
     config = at_site(config, own_data)
     set_threads(config)
-    partition = make_partition(config, config.clients or nodes)
+    partition = make_partition(config, config.clients or len(config.sites) or nodes)
     data = without_domains(load_data(config)) if own_data else load_data(config)
     model, device, task = shared_model(config), str(pick_device(config.device)), task_of(data.task, config.objective)
 
     def make(partition_id: int, memory: RecordDict) -> BNClient:
+        if not own_data and partition_id >= len(partition):
+            split = f"{config.dataset!r} is split for the numbers 0 to {len(partition) - 1}"
+            raise UsageError(f"this site has number {partition_id}, but {split}: give more clients, or a site its data")
         return BNClient(
             model,
             data.train,

@@ -50,6 +50,9 @@ class Config:
     min_nodes: Annotated[
         int, "start a round when this many nodes are connected; 0: all nodes that the run began with", Range(0)
     ] = 0
+    sites: Annotated[
+        tuple[str, ...], "comma-separated names of the sites of a deployment that take part; empty: all"
+    ] = ()
     fraction_train: Annotated[float, "share of the clients that take part in a round", Range(0, 1)] = 1.0
     fraction_evaluate: Annotated[float, "share of the clients that evaluate the model themselves", Range(0, 1)] = 0.0
     rounds: Annotated[int, "number of rounds", Range(1)] = 60
@@ -161,6 +164,8 @@ class Config:
             )
         if 0 < self.clients < self.min_nodes:
             raise UsageError(f"min-nodes must be at most clients, got {self.min_nodes} of {self.clients}")
+        if self.sites and self.clients not in (0, len(self.sites)):
+            raise UsageError(f"sites names {len(self.sites)} sites, but clients is {self.clients}")
         if self.fraction_train == 0:
             raise UsageError("fraction-train must be above 0")
         if not (self.local_steps or self.local_epochs):

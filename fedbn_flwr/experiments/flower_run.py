@@ -25,6 +25,7 @@ from fedbn_flwr.plugins import did_you_mean
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.server.grids import is_simulated, wait_for_all
 from fedbn_flwr.server.packing_grid import PackingGrid
+from fedbn_flwr.server.site_names import sites_by_name
 from fedbn_flwr.strategies import Layerwise
 from fedbn_flwr.transports.side_channel_grid import SideChannelGrid, SideChannelOptions
 
@@ -64,9 +65,11 @@ def serve(grid: Grid, run_config: Mapping[str, Any], run_id: int = 0) -> Summary
     def train(experiment: Experiment, folder: Path, _: Progress | None) -> Summary:
         if engine in OWN:
             return run_with_grid(engine, experiment, folder)
-        return run(with_side_channel(PackingGrid(grid), experiment), experiment, folder, engine=engine)
+        return run(with_side_channel(PackingGrid(sites), experiment), experiment, folder, engine=engine)
 
-    with alone_in(folder):
+    if chosen := experiment.config.sites:
+        experiment = replace(experiment, config=replace(experiment.config, clients=len(chosen)))
+    with alone_in(folder), sites_by_name(grid, chosen) as sites:
         summary = Run(experiment, engine, folder).train(train)
         if not (folder / "curves.png").exists():
             curves = {str(summary["method"]): [read_rounds(folder)]}

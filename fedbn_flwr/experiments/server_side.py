@@ -48,7 +48,7 @@ def run(
 
     With `resume` the folder holds a run of this experiment, which goes on after its last checkpoint. Other
     grids may stand in front of the grid of nodes. From the strategy to the nodes: CountingGrid
-    (always), SitesGrid, and in a deployment SideChannelGrid and PackingGrid (always, by `serve`).
+    (always), SitesGrid, and in a deployment SideChannelGrid, PackingGrid and SitesByName (both always, by `serve`).
     """
     check(experiment)
     asked = asked_of(experiment, engine)
@@ -141,10 +141,10 @@ def _at_sites(grid: Grid, config: Config, nodes: int, before: Mapping[str, Any])
     agreement = agree(replace(config, partition=SITES), answers)
     config = rounds_within_budget(agreement.config, nodes, agreement.samples)
     set_threads(config)
-    scorer = SiteScorer(config.classes, config.class_metrics)
     sites_grid = SitesGrid(grid, agreement)
+    scorer, table = SiteScorer(config.classes, config.class_metrics, sites_grid), agreement.table(sites_grid.names)
     counts = {node: sum(site.train) for node, site in agreement.sites.items()}
-    return Task(config, sites_grid, agreement.form, scorer, agreement.to_config(), agreement.table(), counts)
+    return Task(config, sites_grid, agreement.form, scorer, agreement.to_config(), table, counts)
 
 
 def instruction_of(config: Config) -> Instruction:
@@ -177,7 +177,7 @@ def count_nodes(grid: Grid, config: Config) -> int:
     if nodes > config.clients > 0:
         raise UsageError(
             f"the federation has {nodes} nodes, the experiment {config.clients} clients: they must be equal "
-            "(clients=0: one per node)"
+            "(clients=0: one per node; sites=NAME,NAME chooses)"
         )
     if nodes < config.clients:
         absent = config.clients - nodes

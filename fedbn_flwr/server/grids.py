@@ -37,7 +37,8 @@ def wait_for_nodes(grid: Grid, wanted: int, patience: float, fewest: int | None 
         if now > began + patience:
             if len(nodes) >= (wanted if fewest is None else fewest):
                 break
-            raise CannotTrainError(f"{len(nodes)} of {wanted} nodes connected within {patience:g} seconds")
+            there = f": {', '.join(f'node {node}' for node in nodes)}" * bool(nodes)
+            raise CannotTrainError(f"{len(nodes)} of {wanted} nodes connected within {patience:g} seconds{there}")
         if now > said + SAY_EVERY:
             log(INFO, "Waiting for nodes: %d of %d are connected", len(nodes), wanted)
             said = now
@@ -122,6 +123,8 @@ class PassingGrid(Grid):
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
+        #: the names of sites by node, if a grid behind this one learns them
+        self.names: dict[int, str] = grid.names if isinstance(grid, PassingGrid) else {}
 
     def outgoing(self, messages: list[Message]) -> list[Message]:
         """Return what is sent in the place of messages."""

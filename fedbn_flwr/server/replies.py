@@ -39,7 +39,7 @@ class DivergedError(CannotTrainError):
         self.server_round, self.reason = server_round, reason
 
     def __str__(self) -> str:
-        return f"training diverged at round {self.server_round}: {self.reason}"
+        return "training diverged at round {}: {}".format(*self.args)
 
 
 class RefusedError(ValueError):

@@ -87,6 +87,22 @@ def test_a_node_goes_on_as_soon_as_it_may(
     assert ("Failed to activate SuperNode" in capsys.readouterr().err) == (len(wanted) > 1)
 
 
+@pytest.mark.parametrize(
+    ("registered", "reason"),
+    [
+        (True, "the SuperNode before it still counts as connected"),
+        (False, "the server does not know its key: it is not registered, or it was and has been revoked"),
+    ],
+)
+def test_a_refusal_says_which_of_its_reasons_it_has(
+    registered: bool, reason: str, done: list[object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    client([REFUSES, REFUSES, None], done, registered).ActivateNode(REQUEST)
+    assert capsys.readouterr().err == (
+        f"Failed to activate SuperNode: {reason}; trying again for {REFUSED:.0f} seconds\n"
+    )
+
+
 def test_a_key_that_nobody_registered_is_refused_in_the_end(done: list[object]) -> None:
     with pytest.raises(AnsweredError, match="412"):
         client([REFUSES], done, registered=False).ActivateNode(REQUEST)

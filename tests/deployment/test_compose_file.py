@@ -63,6 +63,18 @@ def test_a_service_has_no_rights_and_comes_back(service: Service) -> None:
     )
 
 
+def test_the_curves_are_on_this_machines_loopback_and_change_nothing() -> None:
+    (curves,) = read_compose("curves", {}).values()
+    assert curves.command == ("tensorboard", "--logdir=/srv/results", "--host=127.0.0.1", "--port=6006")
+    # a port that Docker publishes on the loopback can be reached by neighbours of this machine
+    assert (curves.raw["network_mode"], curves.ports) == ("host", ())
+    assert [(volume.target, volume.read_only) for volume in curves.volumes] == [("/srv/results", True)]
+    assert (curves.user, curves.raw["cap_drop"]) == ("10001:10001", ["ALL"])
+    # written by `superexec`, which has the results of every run
+    (results,) = [volume for volume in named("superexec").volumes if volume.target == "/srv/results"]
+    assert curves.volumes[0].source == results.source
+
+
 def test_the_service_that_gives_a_kit_to_the_others_has_no_network_and_sees_nothing_else() -> None:
     init = read_compose("site", {})["init"]
     assert init.raw["network_mode"] == "none"
@@ -141,7 +153,7 @@ def test_only_the_sites_ports_are_open_beyond_the_machine() -> None:
 def test_the_sites_of_one_machine_are_those_of_the_example() -> None:
     local = read_compose("all", {})
     for number, site in enumerate(SITES):
-        assert f"--node-config=partition-id={number} num-partitions={len(SITES)}" in local[site].command
+        assert f'--node-config=partition-id={number} num-partitions={len(SITES)} site="{site}"' in local[site].command
         assert set(local[site].networks) & set(local[f"{site}-exec"].networks) == {site}
 
 
@@ -157,7 +169,7 @@ def test_a_provisioned_kit_and_server_fill_in_every_variable(out: Path) -> None:
                     assert (folder / volume.source).exists(), volume
     node = read_compose("site", read_env(out / "sites" / "south"))["node"]
     assert "--superlink=fl.example.org:8443" in node.command
-    assert "--node-config=partition-id=1 num-partitions=3" in node.command
+    assert '--node-config=partition-id=1 num-partitions=3 site="south"' in node.command
     assert (out / "sites" / "south" / "docker-compose.yml").read_text() == COMPOSE.read_text()
 
 
@@ -173,7 +185,7 @@ def test_a_provisioned_kit_and_server_fill_in_every_variable(out: Path) -> None:
 def test_a_site_names_its_data_in_its_node_configuration(
     unit: bool, given: dict[str, str], data: dict[str, str], tmp_path: Path
 ) -> None:
-    env = {"FEDBN_PARTITION": "1", "FEDBN_SITES": "3", **given}
+    env = {"FEDBN_SITE": "south", "FEDBN_PARTITION": "1", "FEDBN_SITES": "3", **given}
     if unit:
         option = _option_of_unit(tmp_path, env)
     else:
@@ -182,7 +194,7 @@ def test_a_site_names_its_data_in_its_node_configuration(
     folder = given.get("FEDBN_DATA", "") if unit else "/srv/data"
     expected = {key: value.format(folder) for key, value in data.items()}
     config = parse_config_args([option.removeprefix("--node-config=")])
-    assert config == {"partition-id": 1, "num-partitions": 3, **expected}
+    assert config == {"partition-id": 1, "num-partitions": 3, "site": "south", **expected}
 
 
 def _option_of_unit(folder: Path, env: dict[str, str]) -> str:

@@ -55,7 +55,7 @@ def test_a_run_has_the_bits_of_one_on_all_data(deployment: Deployment, tmp_path:
     groups = [row["arrays"]["arrays"]["names"] for row in sent if "arrays" in row.get("arrays", {})]
     # BN stays at the sites
     assert [any("running_mean" in name for name in names) for names in groups] == [False, False]
-    own = load_own_model(federation.kit("south") / "models" / number / "1.safetensors")
+    own = load_own_model(federation.kit("south") / "models" / number / "south.safetensors")
     shared = load_file(one)
     bn = state.group_keys(own.model, "bn")
     # the model of the last round, and the BN that the server has never seen

@@ -310,6 +310,9 @@ def test_the_operators_door_opens_to_nobody_without_the_key(federation: DockerFe
     door.request("GET", "/health")
     assert door.getresponse().status == 401
     assert federation.operator.nodes()
+    # it has written down who has registered the sites, and when
+    orders = re.findall(r"T\S+ [\d.]+ /v1/control/register-node 200", federation.all.run("logs", "operator"))
+    assert len(orders) == len(federation.sites)
 
 
 @as_root

@@ -16,7 +16,11 @@ from tests.helpers.tls_server import TLSServer
 
 RUN = "7041"
 FILES = {"summary.json": b"{}", "model.safetensors": b"\0\1\2"}
-ROUNDS = b'{"round": 1, "nodes": 3, "train-loss": 2.25}\n{"round": 2, "nodes": 2, "train-loss": 2.0}\n{"round": 3, "no'
+ROUNDS = (
+    b'{"round": 1, "nodes": 3, "train-loss": 2.25}\n'
+    b'{"round": 2, "nodes": 2, "train-loss": 2.0, "left-out": ["west"]}\n{"round": 3, "no'
+)
+REVOKED = {"node-id": "13", "status": "unregistered", "online-at": "today", "deleted-at": "yesterday"}
 CONFIG = json.dumps({"options": {"method": "fixbn", "rounds": 5}}).encode()
 
 
@@ -62,18 +66,28 @@ def test_a_server_that_names_files_elsewhere_writes_only_into_the_runs_folder(
 def test_status_is_a_line_a_site_and_a_run(
     federation: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    started = {"pending-at": "Monday", "finished-at": "N/A"}
+    reason = "ServerApp failed with exception: west (node 12): its images are gone"
+    failed = {"run-id": "12", "status": "finished:failed", "status-details": reason}
     answers = {
-        "supernode": {"nodes": [{"node-id": "11", "status": "online", "online-at": "today"}]},
-        "list": {"runs": [{"run-id": RUN, "status": "running"}, {"run-id": "12", "status": "finished:failed"}]},
+        "supernode": {"nodes": [{"node-id": "11", "status": "online", "online-at": "today"}, REVOKED]},
+        "list": {
+            "runs": [{"run-id": RUN, "status": "running", "status-details": "N/A", **started}, {**failed, **started}]
+        },
     }
     monkeypatch.setattr(Operator, "flower", lambda _, *words: answers[words[0]])
-    (federation / "operator" / "sites.json").write_text('{"north": "11", "south": "12"}')
+    (federation / "operator" / "sites.json").write_text('{"north": "11", "south": "12", "west (revoked, 13)": "13"}')
     assert main(["status", "--operator", str(federation / "operator")]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["north", "11", "online", "today"] in lines
     assert ["south", "12", "unknown", "to", "the", "server"] in lines
-    assert [RUN, "running", "fixbn", "2/5", "nodes", "2,", "train-loss", "2"] in lines
-    assert ["12", "finished:failed"] in lines
+    assert ["west", "(revoked,", "13)", "13", "unregistered", "yesterday"] in lines
+    at = lines.index([RUN, "running", "fixbn", "2/5", "nodes", "2,", "train-loss", "2,", "without", "west"])
+    assert [" ".join(line) for line in lines[at + 1 : at + 4]] == [
+        "from Monday",
+        "12 finished:failed",
+        "from Monday: west (node 12): its images are gone",
+    ]
 
 
 def test_sites_are_registered_by_the_name_of_their_key_and_revoked_by_it(
@@ -97,11 +111,14 @@ def test_sites_are_registered_by_the_name_of_their_key_and_revoked_by_it(
     assert main(["site", "revoke", "south", *home]) == 2
     assert "no site 'south' is registered; there are: north" in capsys.readouterr().err
     assert main(["site", "revoke", "north", *home]) == 0
-    assert asked == [
+    assert asked[:2] == [
         ("supernode", "register", key, "hospitals", "--name", "north"),
         ("supernode", "unregister", "11", "hospitals"),
     ]
-    assert Operator(federation / "operator").sites() == {}
+    # its node is still known by name, and a new key can be registered
+    assert Operator(federation / "operator").sites() == {"north (revoked, 11)": "11"}
+    assert main(["site", "revoke", "north", *home]) == 2
+    assert main(["site", "register", key, *home]) == 0
 
 
 def test_without_the_operators_key_nobody_is_answered(federation: Path, capsys: pytest.CaptureFixture[str]) -> None:

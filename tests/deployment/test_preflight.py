@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 from flwr.supercore.error import ApiErrorCode
 
+from fedbn_flwr.deployment import DeploymentError
 from fedbn_flwr.deployment import preflight as module
 from fedbn_flwr.deployment.cli import main
 from fedbn_flwr.deployment.keys import make_server_certificate
@@ -109,6 +110,24 @@ def test_a_public_half_of_another_key(kit: Path) -> None:
     assert checks(kit)["key"][1] == f"{kit / 'south.pub'} is not the public half of {kit / 'node.key'}"
     os.chmod(kit / "node.key", 0o640)
     assert checks(kit)["key"] == ("failed", f"{kit / 'node.key'} can be read by others: chmod 600 {kit / 'node.key'}")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to root, and must not read all")
+def test_data_of_root_are_for_root_to_share_and_not_for_containers_that_run_as_root(kit: Path, tmp_path: Path) -> None:
+    (tmp_path / "data" / "train").mkdir(parents=True)
+    for path in (tmp_path, *tmp_path.parents[:-2]):
+        path.chmod(path.stat().st_mode | 0o11)
+    (tmp_path / "data").chmod(0o700)
+    os.seteuid(4711)
+    try:
+        with pytest.raises(DeploymentError) as error:
+            list(module._data(kit, {"FEDBN_DATA": str(tmp_path / "data")}))
+    finally:
+        os.seteuid(0)
+    assert str(error.value) == (
+        f"{tmp_path / 'data'} cannot be read by user 4711:{os.getegid()}, it belongs to 0:0: root can let this user "
+        f"read it, by `chown -R 4711:{os.getegid()}`, or `setfacl -R -m u:4711:rX`"
+    )
 
 
 def test_classes_are_counted(kit: Path, tmp_path: Path) -> None:

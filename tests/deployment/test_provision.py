@@ -1,5 +1,6 @@
 """The folders that `fedbn-flwr provision` and `fedbn-flwr site` make."""
 
+import re
 import shutil
 import ssl
 import subprocess
@@ -84,7 +85,7 @@ def test_only_the_operators_door_knows_the_operators_key(out: Path) -> None:
 def test_no_kit_holds_a_private_key_or_secret(out: Path) -> None:
     for kit in (out / "sites").iterdir():
         assert {path.name for path in kit.iterdir()} == {
-            *(".env", "ca.crt", "docker-compose.yml", "state", "models", "log"),
+            *(".env", "ca.crt", "docker-compose.yml", "state", "models", "log", "code"),
             *("fedbn-node.service", "fedbn-exec.service"),
         }
         assert not [path for path in kit.iterdir() if path.is_file() and b"PRIVATE" in path.read_bytes()]
@@ -106,7 +107,9 @@ def test_a_site_that_is_added_gets_the_next_number_and_the_others_stay(out: Path
     more.write_text(yaml.safe_dump({**content, "sites": [*content["sites"], "east"]}))
     assert main(["provision", str(more), "--out", str(out)]) == 0
     after = files(out)
-    assert {name: after[name] for name in before} == before
+    assert {name: after[name] for name in before if name != "numbers.json"} == {
+        name: content for name, content in before.items() if name != "numbers.json"
+    }
     assert read_env(out / "sites" / "east")["FEDBN_PARTITION"] == "3"
     # and while the CA is offline
     shutil.rmtree(out / "ca")
@@ -114,6 +117,61 @@ def test_a_site_that_is_added_gets_the_next_number_and_the_others_stay(out: Path
     assert main(["provision", str(more), "--out", str(out)]) == 0
     assert (out / "sites/more/ca.crt").read_bytes() == (out / "server/ca.crt").read_bytes()
     assert not (out / "ca/ca.key").exists()
+
+
+def remake(out: Path, lacking: str, shown: str) -> None:
+    """Delete what an error says."""
+    (named,) = re.findall(rf"the server lacks {re.escape(lacking)}: delete (.*) in {out}, and run this again", shown)
+    for name in named.split(", "):
+        (out / name).unlink()
+
+
+def test_a_changed_port_is_refused_then_carried_out_and_old_kits_are_named(
+    out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, other = files(out), tmp_path / "other.yaml"
+    other.write_text(EXAMPLE.read_text().replace("port: 8443", "port: 9443"))
+    assert main(["provision", str(other), "--out", str(out)]) == 2
+    assert {name: content for name, content in files(out).items() if before.get(name) != content} == {}
+    remake(out, "FEDBN_PORT=9443", capsys.readouterr().err)
+    assert main(["provision", str(other), "--out", str(out)]) == 0
+    assert "listen 9443 ssl" in (out / "server" / "nginx.conf").read_text()
+    assert read_env(out / "server")["FEDBN_PORT"] == "9443"
+    lines = [line for line in capsys.readouterr().out.splitlines() if "out of date" in line]
+    wanted = "FEDBN_SERVER=fl.example.org:9443 FEDBN_PORT=9443"
+    assert lines == [
+        f"the kit of {site} is out of date; its .env, here and at the site, needs {wanted}"
+        for site in ("north", "south", "west")
+    ]
+    # a kit that has these lines is no more out of date, whatever the site's own lines are
+    env = out / "sites" / "west" / ".env"
+    text = env.read_text().replace("8443", "9443").replace("FEDBN_DATA=", "FEDBN_DATA=/images")
+    env.write_text(text + "FEDBN_USER=7:7\n")
+    assert main(["provision", str(other), "--out", str(out)]) == 0
+    assert "the kit of west" not in capsys.readouterr().out
+
+
+def test_numbers_belong_to_names_and_are_never_given_again(
+    out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def numbers(*sites: str) -> dict[str, str]:
+        file = tmp_path / "other.yaml"
+        file.write_text(yaml.safe_dump({**yaml.safe_load(EXAMPLE.read_text()), "sites": list(sites)}))
+        assert main(["provision", str(file), "--out", str(out)]) == 0
+        return {site: read_env(out / "sites" / site)["FEDBN_PARTITION"] for site in sites}
+
+    capsys.readouterr()
+    assert numbers("south", "west", "east") == {"south": "1", "west": "2", "east": "3"}
+    assert read_env(out / "sites" / "east")["FEDBN_SITES"] == "4"
+    # to split data of a run, sites must know how many numbers there are
+    assert "the kit of south is out of date; its .env, here and at the site, needs FEDBN_SITES=4\n" in (
+        capsys.readouterr().out
+    )
+    shutil.rmtree(out / "sites" / "east")
+    assert numbers("more", "north") == {"more": "4", "north": "0"}
+    # a federation of an earlier version has its numbers in the kits only
+    (out / "numbers.json").unlink()
+    assert numbers("last") == {"last": "5"}
 
 
 def test_another_server_needs_another_certificate_and_that_the_cas_key(
@@ -131,6 +189,8 @@ def test_another_server_needs_another_certificate_and_that_the_cas_key(
     assert "put the CA's key back" in capsys.readouterr().err
     assert files(out) == before
     (out / "elsewhere.key").rename(out / "ca" / "ca.key")
+    assert main(["provision", str(other), "--out", str(out)]) == 2
+    remake(out, "FEDBN_EXCHANGE=elsewhere.example.org:8445", capsys.readouterr().err)
     assert main(["provision", str(other), "--out", str(out)]) == 0
     assert "elsewhere.example.org" in certificate_hosts(out / "server" / "server.crt")
 

@@ -22,6 +22,7 @@ from fedbn_flwr.deployment import DeploymentError
 from fedbn_flwr.deployment.flower_internals import guard
 from fedbn_flwr.deployment.sent_log import SentLog, read_log, rows_of
 from fedbn_flwr.simulation.in_process import InProcessGrid
+from fedbn_flwr.wire import LAYERWISE
 from fedbn_flwr.wire.packed import pack
 
 MODULE = importlib.import_module("flwr.supernode.start_client_internal")
@@ -39,7 +40,8 @@ class SuperNode:
         self.module = ModuleType("guarded")
         for name in ("_pull_and_store_message", "_push_messages", "_insert_message"):
             setattr(self.module, name, getattr(MODULE, name))
-        guard(self.module, SentLog(log), allowed)
+        self.log = SentLog(log)
+        guard(self.module, self.log, allowed)
         self.sent: list[Message] = []
         self.on_send: Callable[[], None] = lambda: None
         #: whether the server wants objects, and after how many it is killed; which it has, each with its session
@@ -178,10 +180,22 @@ def test_another_version_of_flower_is_refused() -> None:
         guard(ModuleType("other"), SentLog(None), ())
 
 
-def test_the_side_channel_leaves_its_bytes_in_the_log(tmp_path: Path) -> None:
-    SentLog(tmp_path / "sent.jsonl").record_stream("closed", 70_000)
-    (row,) = read_log(tmp_path / "sent.jsonl")
-    assert (row["message"], row["bytes"]) == ("side channel closed", 70_000)
+def test_the_side_channel_leaves_its_bytes_in_the_log_of_the_step_that_opened_it(tmp_path: Path) -> None:
+    log = tmp_path / "sent.jsonl"
+    node = SuperNode(log)
+    node.receive(model(), "evaluate")
+    step = node.receive(model(), LAYERWISE)
+    node.log.record_stream("opened", 0)
+    node.reply(step, RecordDict())
+    # the connection may end after the reply has been recorded
+    node.log.record_stream("closed", 70_000)
+    rows = [row for row in read_log(log) if row["message"].startswith("side channel")]
+    assert [(row["run"], row["round"], row["app"], row["bytes"]) for row in rows] == [
+        ("5", 4, HASH, 0),
+        ("5", 4, HASH, 70_000),
+    ]
+    line = f"run 5  round 4  side channel  messages 2  arrays 0  bytes 70000  metrics none  app {HASH}"
+    assert line in rows_of(read_log(log))
 
 
 def test_rounds_are_added_up(tmp_path: Path) -> None:
@@ -190,6 +204,9 @@ def test_rounds_are_added_up(tmp_path: Path) -> None:
     for kind in ("train", "evaluate"):
         content = RecordDict({"arrays": ArrayRecord({"w": Array(np.zeros(1))}), "metrics": MetricRecord({kind: 1.0})})
         node.reply(node.receive(model(), kind), content)
-    total = sum(row["bytes"] for row in read_log(log))
-    (line,) = rows_of(read_log(log))
-    assert line == f"run 5  round 4  messages 2  arrays 2  bytes {total}  metrics evaluate, train  app {HASH}"
+    node.reply(node.receive(model(), "train"), RecordDict())
+    sizes = [row["bytes"] for row in read_log(log)]
+    assert rows_of(read_log(log)) == [
+        f"run 5  round 4  train  messages 2  arrays 1  bytes {sizes[0] + sizes[2]}  metrics train  app {HASH}",
+        f"run 5  round 4  evaluate  messages 1  arrays 1  bytes {sizes[1]}  metrics evaluate  app {HASH}",
+    ]

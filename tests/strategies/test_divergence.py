@@ -90,7 +90,7 @@ class Leaving(InProcessGrid):
     [({"robust": "median"}, 3), ({"robust": "trimmed:0.25"}, 4)],
 )
 def test_a_run_ends_if_fewer_nodes_are_left_than_its_method_needs(options: dict[str, Any], needed: int) -> None:
-    with pytest.raises(CannotTrainError, match=f"^2 of {needed} nodes connected within 0 seconds$"):
+    with pytest.raises(CannotTrainError, match=f"^2 of {needed} nodes connected within 0 seconds: node "):
         Federation(make_model(), grid=Leaving).run(FedAvg(patience=0, **options), 60)
 
 

@@ -19,6 +19,7 @@ from fedbn_flwr.experiments.method import Experiment
 from fedbn_flwr.experiments.output.run_folder import RunFolder, read_rounds
 from fedbn_flwr.experiments.output.scoring import Score, Scorer, SiteScorer, merit
 from fedbn_flwr.experiments.output.sinks import Sink
+from fedbn_flwr.server.site_names import with_names
 from fedbn_flwr.strategies import BaseStrategy, DivergedError, NodeReply
 from fedbn_flwr.traffic.counting_grid import CountingGrid, Traffic
 
@@ -149,7 +150,8 @@ class Journal:
             self._files.dynamics(rows)
         shown = {"train-loss": row["train-loss"], **score}
         numbers = ", ".join(f"{name} {value:.4g}" for name, value in shown.items() if isinstance(value, float))
-        log(INFO, "Round %d of %d: %s, %.3g s", server_round, self._config.rounds, numbers, row["seconds"])
+        place, absent = (server_round, self._config.rounds), self._absent(row)
+        log(INFO, "Round %d of %d: %s, %.3g s%s", *place, numbers, row["seconds"], absent)
         if self._progress:
             self._progress(server_round, self._config.rounds, self._score.get(self._scorer.metric))
         self._last = time.perf_counter()
@@ -192,7 +194,7 @@ class Journal:
 
     def summary_of_failure(self, experiment: Experiment, nodes: int, error: Exception) -> Summary:
         """Return the record of a run that could not go on, with the reason and the rounds that it has finished."""
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = with_names(" ".join(str(error).split()), self._grid.names) or type(error).__name__
         ended = {"rounds-done": self._round, "failed": reason}
         return {**self.summary(experiment, nodes), **ended, **diverged(error)}
 
@@ -219,7 +221,7 @@ class Journal:
     def _training(self) -> dict[str, Any]:
         replies = self._strategy.training.replies
         used = [node for reply in replies for node in reply.nodes]
-        left_out = sorted({*self._strategy.training.nodes} - {*used})
+        left_out = [self._grid.names.get(node, node) for node in sorted({*self._strategy.training.nodes} - {*used})]
         # a client of another package may report no loss
         losses = [(reply.metrics.get(wire.TRAIN_LOSS), reply.num_examples) for reply in replies]
         reported = [(loss, count) for loss, count in losses if isinstance(loss, float)]
@@ -231,6 +233,18 @@ class Journal:
             "seconds": time.perf_counter() - self._last,
             **({"left-out": left_out} if left_out else {}),
         }
+
+    def _absent(self, row: Mapping[str, Any]) -> str:
+        """Return who is missing in a row, and why; empty if nobody is."""
+        names, late = self._grid.names, f"did not answer in {self._config.timeout:g} s"
+        refused = {names.get(refusal.node, refusal.node) for refusal in self._strategy.training.refused}
+        missing = {who: "was left out" if who in refused else late for who in row.get("left-out", ())}
+        if names:
+            drawn = self._config.fraction_train < 1
+            here = {names.get(node) for node in (self._grid.get_node_ids() if drawn else self._strategy.training.nodes)}
+            missing |= dict.fromkeys(sorted({*self._config.sites, *names.values()} - {*here, *missing}), "was away")
+        said = ", ".join(f"{who} {why}" for who, why in missing.items())
+        return f"; {row['nodes']} of {row['nodes'] + len(missing)} sites: {said}" if missing else ""
 
     def _traffic(self) -> dict[str, int]:
         sent = self._grid.training - self._before

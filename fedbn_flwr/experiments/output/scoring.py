@@ -17,6 +17,7 @@ from fedbn_flwr import state, wire
 from fedbn_flwr.client.evaluation import evaluate, mean_loss
 from fedbn_flwr.client.learning_task import task_of
 from fedbn_flwr.data import Data
+from fedbn_flwr.server.grids import PassingGrid
 from fedbn_flwr.server.replies import log_refused, read_each
 from fedbn_flwr.strategies import BaseStrategy, NodeReply
 
@@ -109,29 +110,30 @@ class SiteScorer:
     """Computes the scores of a round.
 
     - `accuracy`, `accuracy-personal`, `loss`: means over the sites, see `Scorer`.
-    - `sites`: by the site's number its `accuracy`, its `loss`, and each metric that is asked for, by class.
+    - `sites`: by the site's name, else its number, `accuracy`, `loss`, and each metric that is asked for, by class.
     - `class-f1`, `class-auc`, ...: by class the mean over the sites whose test data have the class.
     """
 
     #: the score by which methods are compared
     metric = "accuracy"
 
-    def __init__(self, class_names: Sequence[str], metrics: Sequence[str]) -> None:
-        self._class_names, self._metrics = class_names, metrics
+    def __init__(self, class_names: Sequence[str], metrics: Sequence[str], grid: PassingGrid) -> None:
+        self._class_names, self._metrics, self._grid = class_names, metrics, grid
 
     def score(self, strategy: BaseStrategy, arrays: ArrayRecord) -> Score:
         """Return the scores of the state after a round."""
         named = [(reply.node, reply) for reply in strategy.evaluation.replies]
         rows, refused = read_each(named, lambda _, reply: self._row(reply.metrics))
         log_refused(refused, "left out of the scores")
-        replies = [reply for node, reply in named if node in rows]
+        replies, names = [reply for node, reply in named if node in rows], self._grid.names
         if not replies:
             return {}
+        # the mean of several sites is none of them
+        alone = [reply for reply in replies if len(reply.nodes) == 1]
         return {
             **score_nodes(replies),
             **class_means([reply.metrics for reply in replies], self._metrics, self._class_names),
-            # the mean of several sites is none of them
-            "sites": {str(reply.partition): rows[reply.node] for reply in replies if len(reply.nodes) == 1},
+            "sites": {names.get(each.node, str(each.partition)): rows[each.node] for each in alone},
         }
 
     def _row(self, metrics: Mapping[str, Any]) -> dict[str, Any]:

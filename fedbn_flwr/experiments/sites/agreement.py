@@ -62,12 +62,12 @@ class Agreement:
             )
         return ""
 
-    def table(self) -> list[dict[str, Any]]:
+    def table(self, names: Mapping[int, str]) -> list[dict[str, Any]]:
         """Return a row about each site, for the results."""
         rows = []
-        for site in sorted(self.sites.values(), key=lambda site: site.site):
+        for node, site in sorted(self.sites.items(), key=lambda each: each[1].site):
             train, test = (dict(zip(site.class_names, counts, strict=True)) for counts in (site.train, site.test))
-            rows.append({"site": site.site, "shape": list(site.shape), "train": train, "test": test})
+            rows.append({"site": names.get(node, site.site), "shape": list(site.shape), "train": train, "test": test})
         return rows
 
 

@@ -24,6 +24,8 @@ from fedbn_flwr.wire.site_data import DATA_SHAPE
 
 #: where a site names the folder: in its SuperNode's node configuration, or in the environment of its ClientApps
 NODE_KEY, MODELS_VARIABLE = "models-dir", "FEDBN_FLWR_MODELS"
+#: its name, in its node configuration; without one, its number stands for it
+NAME_KEY = "site"
 SUFFIX = ".safetensors"
 
 
@@ -52,7 +54,7 @@ def export_model(message: Message, context: Context, call_next: ClientAppCallabl
     reply = call_next(message, context)
     if reply.has_content() and not lacks_state(reply):
         own = Memory(context.state).recall(wire.PERSONAL) if instruction.keep_local != "none" else {}
-        run, site = History.read(config, context).first, str(site_number(context))
+        run, site = History.read(config, context).first, str(context.node_config.get(NAME_KEY) or site_number(context))
         about = {"run": run, "round": instruction.server_round, "site": site, "shape": config.get(DATA_SHAPE, [])}
         options = resolve(context.run_config, federation=True).to_mapping()
         path = Path(folder, run, f"{site}{SUFFIX}")
