@@ -20,7 +20,7 @@ from fedbn_flwr.experiments import resolve
 from fedbn_flwr.experiments.cli import _parser, _plugins, main
 from fedbn_flwr.experiments.data_and_model import load_data
 from fedbn_flwr.experiments.method import import_plugins
-from fedbn_flwr.experiments.recipes.schema import check_recipe, read_recipe, recipe_names
+from fedbn_flwr.experiments.recipes.schema import read_recipe, recipe_names
 from fedbn_flwr.strategies import REGISTRY
 from tests.helpers.checkout import BIN, ROOT, environment, run
 from tests.helpers.registered import registries_restored
@@ -92,7 +92,7 @@ def test_commands_are_understood(page: Path) -> None:
         import_plugins(_plugins(words))
         options = vars(_parser({}).parse_args(words))
         if words[0] == "reproduce" and words[1] in recipe_names():
-            check_recipe(read_recipe(words[1]).only(options.get("only", ())))
+            read_recipe(words[1]).only(options.get("only", ())).study.runs(Path("results"))
         if words[0] in ("recipes", "reproduce", "results", "report", "data", "list"):
             continue
         given = {key.replace("_", "-"): value for key, value in options.items()}
@@ -117,7 +117,7 @@ def test_yaml_blocks_are_matrices(page: Path, tmp_path: Path) -> None:
     for block in blocks(page, "yaml"):
         if "methods:" in block:
             (tmp_path / "mine.yaml").write_text(block)
-            check_recipe(read_recipe(str(tmp_path / "mine.yaml")))
+            read_recipe(str(tmp_path / "mine.yaml")).study.runs(tmp_path)
 
 
 @by_page

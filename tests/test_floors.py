@@ -47,7 +47,7 @@ INNER_FLOORS = (
         "sites",
         "study",
     ),  # what becomes of it
-    ("recipes.recipe", "recipes.schema", "results", "output"),
+    ("recipes.schema", "results", "output"),
     ("recipes", "laboratory", "diagnose", "cli"),  # what users call
 )
 #: public import paths that stand for a room, and the package itself, which imports the experiments when asked for them

@@ -44,7 +44,7 @@ def check(experiment: Experiment) -> None:
                     check_layers(shared_model(config))
                 except TypeError as error:
                     raise UsageError(f"method {config.method!r}: {error}") from error
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RuntimeError) as error:  # a model's weights may be those of a server
         raise UsageError(str(error)) from error
     if config.dataset == data.SITES and experiment.strategy_class.one_node:
         raise UsageError(
@@ -54,8 +54,8 @@ def check(experiment: Experiment) -> None:
         raise UsageError(f"objective {config.objective!r} is for float targets, and the data of sites have classes")
     if config.class_metrics and config.dataset != data.SITES and (targets := UNCLASSED.get(load_data(config).task)):
         raise UsageError(f"class-metrics are of labels, and {load_data(config).name} has {targets}")
-    if config.clients:
-        check_partition(config, config.clients)
+    if config.clients and config.dataset != data.SITES:
+        make_partition(config, config.clients)
     fewest = strategy.averager.fewest_nodes
     if config.clients and drawn < fewest:
         why = f"robust={strategy.averager} needs {fewest} nodes in a round"
@@ -121,16 +121,6 @@ def _check_inputs(config: Config, split: data.Split, num_classes: int, role: str
             raise UsageError(about)
         _warn_once(f"{about}: a prediction of none of them counts as wrong")
     return bool(functional.found)
-
-
-def check_partition(config: Config, clients: int) -> None:
-    """Find a partition that cannot be, once the number of clients is known."""
-    if config.dataset == data.SITES:
-        return
-    try:
-        make_partition(config, clients)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
 
 
 @cache

@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
-from fedbn_flwr.plugins.options import UsageError
-
 #: option -> the values to choose from
 Grid = Mapping[str, Sequence[Any]]
 #: runs of every combination of values, each with a seed of its own, whose mean score counts
@@ -59,14 +57,3 @@ def chosen_of(summary: Mapping[str, Any]) -> str:
     """Return what was chosen for a run, with a mark at the edge of the grid; empty if nothing was."""
     edges = summary.get("chosen-at-edge", ())
     return ", ".join(f"{key}={value}{EDGE * (key in edges)}" for key, value in summary.get("chosen", {}).items())
-
-
-def read_grid(texts: Sequence[str]) -> dict[str, list[str]]:
-    """Read `KEY=VALUE,VALUE` texts."""
-    grid = dict[str, list[str]]()
-    for text in texts:
-        key, _, values = text.partition("=")
-        grid[key] = [value.strip() for value in values.split(",") if value.strip()]
-        if not grid[key]:
-            raise UsageError(f"--grid must be OPTION=VALUE,VALUE, such as lr=0.03,0.1, got {text!r}")
-    return grid

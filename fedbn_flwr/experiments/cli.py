@@ -13,22 +13,16 @@ from typing import Any, NoReturn
 from fedbn_flwr import __version__
 from fedbn_flwr.data.check import IMAGES, check_dataset, where_to_get
 from fedbn_flwr.data.sets.catalog import CATALOG
-from fedbn_flwr.experiments.choice import SEEDS, read_grid
+from fedbn_flwr.experiments.choice import SEEDS
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.diagnose import run_diagnosis
 from fedbn_flwr.experiments.engines import ENGINES, engine_named
 from fedbn_flwr.experiments.laboratory import compare, comparison, run
 from fedbn_flwr.experiments.method import all_options, forms_of, import_plugins, owners, split_methods
 from fedbn_flwr.experiments.output.listing import listing, show_listing, show_one
-from fedbn_flwr.experiments.recipes.commands import (
-    add_recipe_commands,
-    add_side_by_side,
-    list_recipes,
-    reproduce,
-    show_plan,
-)
+from fedbn_flwr.experiments.recipes.commands import CHANGES, list_recipes, reproduce, show_plan
 from fedbn_flwr.experiments.results.folders import read_parts, show_part
-from fedbn_flwr.experiments.results.page import add_report_command, report
+from fedbn_flwr.experiments.results.page import WRITERS, report
 from fedbn_flwr.experiments.results.pictures import draw_or_warn
 from fedbn_flwr.experiments.runs import Terminated
 from fedbn_flwr.experiments.study import quiet
@@ -114,11 +108,7 @@ def _parser(others: Mapping[str, str], everything: bool = False) -> argparse.Arg
     several.add_argument("--seeds", default="1", metavar="N", help="runs per method, with seeds from --seed on [1]")
     text = "choose on held-out data, e.g. lr=0.03,0.1"
     several.add_argument("--grid", action="append", metavar="KEY=A,B", help=text + "; may be repeated" * everything)
-    text = f"runs of a grid's values [{SEEDS}]" if everything else argparse.SUPPRESS
-    several.add_argument("--grid-seeds", dest="grid-seeds", metavar="N", help=text)
-    text = "show what would run, and how many steps"
-    several.add_argument("--dry-run", dest="dry-run", action="store_true", default=False, help=text)
-    add_side_by_side(several, everything)
+    _add_runs(several, everything)
     _add_engine(several, everything)
     _add_shared(several, everything, skip=("method", "resume"))
     single = _command(
@@ -130,10 +120,27 @@ def _parser(others: Mapping[str, str], everything: bool = False) -> argparse.Arg
     names.add_argument("name", nargs="?", metavar="NAME", help="say all about this one, or about all of a kind")
     names.add_argument("--plugins", metavar="MODULES", help="comma-separated modules to import first")
     names.add_argument("--json", action="store_true", help="print JSON")
-    add_recipe_commands(commands, _command)
+    known = _command(commands, "recipes", "list the papers' tables and figures that can be reproduced")
+    known.add_argument("--json", action="store_true", help="print it for programs")
+    again = _command(commands, "reproduce", "run a recipe: a table, a figure, or your matrix")
+    again.add_argument("recipe", metavar="RECIPE", help="name, as in fixbn/table5, or a file that ends in .yaml")
+    again.add_argument("--smoke", action="store_true", help="run the same cells in small, on embedded data")
+    again.add_argument("--only", action="append", metavar="LABEL", help="only cells with this label; may be repeated")
+    _add_runs(again, everything=True)
+    again.add_argument("--seeds", metavar="N", help="runs a method, instead of the recipe's number")
+    again.add_argument("--results-dir", dest="results-dir", metavar="DIR", help="where results go [results/NAME]")
+    again.add_argument("--engine", help=f"{', '.join(ENGINES)} [stacked]")
+    for key in CHANGES:
+        again.add_argument(
+            f"--{key}", dest=key, metavar=key.upper().replace("-", "_"), help="as for `run`, for all runs"
+        )
     shown = _command(commands, "results", "print the table of results again")
     shown.add_argument("runs", nargs="+", metavar="RUNS", help="folders of `run`, `compare` or `reproduce`")
-    add_report_command(commands, _command)
+    page = _command(commands, "report", "write a page with tables and pictures of results")
+    page.add_argument("runs", nargs="+", metavar="RUNS", help="folders of `run`, `compare` or `reproduce`")
+    page.add_argument("--out", metavar="DIR", help="where the page goes [RUNS/report, or results/report for several]")
+    text = f"comma-separated: {', '.join(WRITERS)} [html]"
+    page.add_argument("--format", metavar="FORMATS", default="html", help=text)
     text = "check a data set's files: what is missing or broken, where to get it, under which licence"
     actions = commands.add_parser("data", help=text).add_subparsers(dest="action", required=True, parser_class=_Parser)
     check = actions.add_parser("check", help=text, description=text, allow_abbrev=False)
@@ -160,6 +167,16 @@ def _command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
     )
     return parser
+
+
+def _add_runs(parser: argparse.ArgumentParser, everything: bool) -> None:
+    """Add the options of commands that have several runs."""
+    text = f"runs of a grid's values [{SEEDS}]" if everything else argparse.SUPPRESS
+    parser.add_argument("--grid-seeds", dest="grid-seeds", metavar="N", help=text)
+    text = "show what would run, and how many steps"
+    parser.add_argument("--dry-run", dest="dry-run", action="store_true", default=False, help=text)
+    text = "methods that run at once in their settings, each in a process [1]" if everything else argparse.SUPPRESS
+    parser.add_argument("--side-by-side", dest="side-by-side", metavar="N", help=text)
 
 
 def _add_engine(parser: argparse.ArgumentParser, everything: bool) -> None:
@@ -211,7 +228,7 @@ def _compare(options: dict[str, Any]) -> None:
         "grid_seeds": whole_number("--grid-seeds", options.pop("grid-seeds", SEEDS)),
         "side_by_side": whole_number("--side-by-side", options.pop("side-by-side", 1)),
     }
-    asked: dict[str, Any] = {**counts, "grid": read_grid(options.pop("grid", [])), "engine": engine}
+    asked: dict[str, Any] = {**counts, "grid": _read_grid(options.pop("grid", [])), "engine": engine}
     verbose = options.pop("verbose")
     if options.pop("dry-run"):
         show_plan("comparison", comparison(methods, options, **asked).runs(Path(folder)))
@@ -223,6 +240,17 @@ def _compare(options: dict[str, Any]) -> None:
     errors = {method for method, _ in results.failures}
     if failed := [method for method in methods if method in errors]:
         raise CannotTrainError(f"{len(failed)} of {len(methods)} methods failed: {', '.join(failed)}")
+
+
+def _read_grid(texts: Sequence[str]) -> dict[str, list[str]]:
+    """Read `KEY=VALUE,VALUE` texts."""
+    grid = dict[str, list[str]]()
+    for text in texts:
+        key, _, values = text.partition("=")
+        grid[key] = [value.strip() for value in values.split(",") if value.strip()]
+        if not grid[key]:
+            raise UsageError(f"--grid must be OPTION=VALUE,VALUE, such as lr=0.03,0.1, got {text!r}")
+    return grid
 
 
 def _results(options: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from fedbn_flwr import data, models
 from fedbn_flwr.data.pixels import Channels
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.method import read_data
+from fedbn_flwr.plugins.options import UsageError
 
 CLASSIFICATION = "classification"
 #: the share of the training data and the draw of the validation split are the same for every seed
@@ -87,8 +88,11 @@ def form_of(config: Config) -> Form:
 
 
 def make_partition(config: Config, clients: int) -> list[NDArray[np.int64]]:
-    """Draw every client's samples."""
-    return data.partition(config.partition, load_data(config), clients, config.seed)
+    """Draw every client's samples; a UsageError says why they cannot be split so."""
+    try:
+        return data.partition(config.partition, load_data(config), clients, config.seed)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def node_names(config: Config) -> list[int | str]:

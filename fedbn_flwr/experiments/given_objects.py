@@ -11,7 +11,7 @@ from torch import nn
 from fedbn_flwr.data.own_data import OwnData, digest_of, fingerprint_of, own_data
 from fedbn_flwr.experiments.method import all_options, own_options, parse
 from fedbn_flwr.plugins import Named, fingerprint
-from fedbn_flwr.plugins.options import UsageError, as_value, option_key
+from fedbn_flwr.plugins.options import UsageError, as_given, as_value, option_key
 from fedbn_flwr.strategies import REGISTRY, BaseStrategy, register_strategy
 
 #: a name with options, a strategy, or a strategy's class
@@ -93,7 +93,7 @@ def _arguments(strategy: BaseStrategy) -> dict[str, str]:
         given |= value if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD else {name: value}
     known, texts = own_options(type(strategy)), dict[str, str]()
     for name, value in given.items():
-        key = option_key(name)
+        key, value = option_key(name), as_given(value)
         if value is None and key in known and known[key].default is None:
             continue
         if not isinstance(value, bool | int | float | str):

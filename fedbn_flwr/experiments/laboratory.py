@@ -20,10 +20,10 @@ from fedbn_flwr.experiments.method import import_plugins, owners, parse
 from fedbn_flwr.experiments.output.console import Bars
 from fedbn_flwr.experiments.output.run_folder import command_line
 from fedbn_flwr.experiments.results.results import Results
-from fedbn_flwr.experiments.runs import Run, keeping, resume
-from fedbn_flwr.experiments.study import STUDY, Setting, Study, execute, first_of_cells, quiet, write_study
+from fedbn_flwr.experiments.runs import keeping, resume
+from fedbn_flwr.experiments.study import STUDY, Setting, Study, checked, execute, first_of_cells, quiet, write_study
 from fedbn_flwr.plugins import Named, fingerprint
-from fedbn_flwr.plugins.options import UsageError, option_key
+from fedbn_flwr.plugins.options import UsageError, as_given, option_key
 
 RESULTS = "results-dir"
 #: how a call shows how far it has come: a bar, also lines where there is no terminal for a bar, or nothing
@@ -110,6 +110,7 @@ def run(
                 (one,) = study.runs(place)
             prepare(ENGINES[one.engine], one.experiment)
             check_simulation(one.experiment)
+            one.check()
             study_folder = one.folder.parent
             held = study_folder if (study_folder / STUDY).exists() or not resumed else one.folder
             with (
@@ -126,9 +127,7 @@ def given_options(
     model: Model, data: str | OwnData, folder: str | Path | None, options: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return options by the keys of the command; objects become names that hold them."""
-    given = {
-        key.replace("_", "-"): tuple(value) if isinstance(value, list) else value for key, value in options.items()
-    }
+    given = {option_key(key): as_given(value) for key, value in options.items()}
     if callable(objective := given.get("objective")):
         name = getattr(objective, "__name__", type(objective).__name__)
         given["objective"] = Named(name, objective, fingerprint(objective))
@@ -152,13 +151,16 @@ def comparison(
     engine_named(engine)
     if isinstance(methods, str) or not isinstance(methods, Sequence) or not methods:
         raise UsageError(f"methods must be a list of at least one method, got {methods!r}")
-    counts = {"seeds": seeds, "grid_seeds": grid_seeds, "side_by_side": side_by_side}
+    seeds, grid_seeds = as_given(seeds), as_given(grid_seeds)
+    counts = {"seeds": seeds, "grid_seeds": grid_seeds, "side_by_side": as_given(side_by_side)}
     for name, count in counts.items():
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise UsageError(f"{name} must be a whole number of at least 1, got {count!r}")
-    grid = {option_key(key): values for key, values in grid.items()}
+    if not isinstance(grid, Mapping):
+        raise UsageError(f"grid must be a mapping of options to lists of values, got {grid!r}")
+    grid = {option_key(key): as_given(values) for key, values in grid.items()}
     for key, values in grid.items():
-        if isinstance(values, str) or not isinstance(values, Sequence) or not values:
+        if not isinstance(values, tuple) or not values:
             raise UsageError(f"grid: {key} must have a list of at least one value, got {values!r}")
     for key in {"method", "resume"} & given.keys():
         raise UsageError(f"compare has no option {key!r}; `methods` names methods, and the same call goes on by itself")
@@ -168,17 +170,6 @@ def comparison(
         raise UsageError(f"methods names {twice[0]!r} twice")
     _refuse_ignored(texts, {**given, **grid})
     return Study({text: text for text in texts}, [Setting({}, given)], seeds, grid, grid_seeds, engine)
-
-
-def checked(study: Study, folder: Path, side_by_side: int = 1) -> list[Run]:
-    """Return the runs of a study, after every usage error that can be found before the first one."""
-    runs = study.runs(folder)
-    for run in first_of_cells(runs):
-        prepare(ENGINES[run.engine], run.experiment, side_by_side > 1)
-    for run in first_of_cells(runs):
-        for each in (run, *(tried[0] for tried in run.tried.values())):
-            check_simulation(each.experiment)
-    return runs
 
 
 def about(folder: Path, study: Study) -> dict[str, Any]:

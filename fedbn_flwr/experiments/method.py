@@ -4,7 +4,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
+from hashlib import file_digest
 from inspect import signature
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -52,8 +54,11 @@ class Experiment:
 
     @property
     def code(self) -> dict[str, str]:
-        """The fingerprints of users' code and data, which their names do not tell, by the options that name them."""
+        """The fingerprints of users' code, data and files, which names do not tell, by the options that name them."""
         named = {key: _given_code(getattr(self.config, key)) for key in ("model", "dataset", "objective")}
+        named["dataset"] = named["dataset"] or _listing(self.config.dataset)
+        initial = Path(self.config.init_from)
+        named["init-from"] = _content(initial, initial.stat().st_mtime_ns) if initial.is_file() else ""
         named["method"] = fingerprint(self.strategy_class) if is_foreign(self.strategy_class) else ""
         return {key: print_ for key, print_ in named.items() if print_}
 
@@ -116,6 +121,24 @@ def _given_code(name: str) -> str:
     with suppress(Exception):  # of a data set's options, and of whatever a module raises, which is said when it is used
         return fingerprint(import_function("", name, ()))
     return ""
+
+
+@cache
+def _listing(dataset: str) -> str:
+    """Return a fingerprint of the names and sizes of the files of `folder:PATH`, which a process reads once."""
+    kind, _, path = str(dataset).partition(":")
+    folder = Path(path).expanduser()
+    if kind != "folder" or not folder.is_dir():
+        return ""
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    return fingerprint("\n".join(f"{file.relative_to(folder)} {file.stat().st_size}" for file in files))
+
+
+@cache
+def _content(file: Path, _: int) -> str:
+    """Return a fingerprint of a file that was changed at a time."""
+    with file.open("rb") as opened:
+        return file_digest(opened, "blake2b").hexdigest()[:8]
 
 
 def resolve(values: Mapping[str, Any], federation: bool = False) -> Experiment:

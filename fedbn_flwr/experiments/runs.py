@@ -75,6 +75,11 @@ def asked_of(experiment: Experiment, engine: str) -> dict[str, Any]:
     return asked
 
 
+def setting_name(labels: Mapping[str, str]) -> str:
+    """Return the name of a setting, from its label on each axis: empty if there is only one."""
+    return ", ".join(labels.values())
+
+
 def folder_name(text: str) -> str:
     """Return a text as the name of a folder."""
     return "".join(letter if letter.isalnum() or letter in "+-=." else "_" for letter in text)[:LONGEST]
@@ -110,7 +115,7 @@ class Run:
     @property
     def setting(self) -> str:
         """The labels of the setting, as in a table; empty if there is only one."""
-        return ", ".join(self.labels.values())
+        return setting_name(self.labels)
 
     @property
     def place(self) -> dict[str, Any]:
@@ -161,17 +166,27 @@ class Run:
     def train(self, engine: Engine, progress: Progress | None = None) -> Summary:
         """Return the summary: of the finished run in the folder, else after `engine` has made the missing rounds."""
         self.check()
-        summary = self.finished() or engine(self._resumed(), self.folder, progress)
-        clear(self.folder)
-        return summary
+        return self._train(engine, progress)
 
     def train_or_fail(self, engine: Engine, progress: Progress | None = None) -> Summary:
-        """Return a run's summary; of a run that fails, one with the reason, so that the others go on."""
+        """Return a run's summary; of a run that fails, one with the reason, so that the others go on.
+
+        A folder that is another run's stays as it is.
+        """
         try:
-            return self.train(engine, progress)
+            self.check()
+        except UsageError as error:
+            return {**self.place, "lr": self.experiment.config.lr, "failed": str(error)}
+        try:
+            return self._train(engine, progress)
         except Exception as error:
             log(INFO, "%s failed", self.folder, exc_info=error)
             return self.failed(" ".join(str(error).split()) or type(error).__name__, diverged(error))
+
+    def _train(self, engine: Engine, progress: Progress | None) -> Summary:
+        summary = self.finished() or engine(self._resumed(), self.folder, progress)
+        clear(self.folder)
+        return summary
 
     def failed(self, reason: str, more: Mapping[str, Any]) -> Summary:
         """Return the summary of a run that failed, and write it if the run has not."""
@@ -231,8 +246,9 @@ def progress_of(runs: Sequence[Run]) -> str:
     parts = [f"{len(finished)} of {len(runs)} runs finished"] if finished else []
     for run in runs:
         if run not in finished and has_results(run.folder):
-            round_ = checkpoint_round(run.folder)
-            parts.append(f"{run.folder.name} goes on after round {round_} of {run.experiment.config.rounds}")
+            done = checkpoint_round(run.folder)
+            goes_on = f"goes on after round {done} of {run.experiment.config.rounds}"
+            parts.append(f"{run.folder.name} {goes_on if done else 'begins again, as it has no checkpoint'}")
     return ", ".join(parts)
 
 
@@ -264,8 +280,6 @@ def alone_in(folder: Path) -> Iterator[None]:
 def keeping(folder: Path, runs: Sequence[Run]) -> Iterator[None]:
     """Hold the folder of these runs; say what it has, and what is kept where the work ends before its end."""
     with alone_in(folder), stoppable(at_once=any(run.engine == "ray" for run in runs)):
-        for run in runs:
-            run.check()
         if had := progress_of(runs):
             print(f"{folder}: {had}")
         try:

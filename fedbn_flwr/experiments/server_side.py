@@ -15,7 +15,7 @@ from fedbn_flwr import state
 from fedbn_flwr.client import pick_device
 from fedbn_flwr.data import SITES
 from fedbn_flwr.experiments.checkpoint import Recovery, StopRun, clear, read_checkpoint, refuse_other_model
-from fedbn_flwr.experiments.checks import check, check_partition
+from fedbn_flwr.experiments.checks import check
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.data_and_model import (
     Form,
@@ -123,7 +123,7 @@ def make_task(grid: Grid, config: Config, nodes: int, before: Mapping[str, Any])
     """Return the task of a run; `before` are the options of the run that goes on, if there is one."""
     if config.dataset == SITES:
         return _at_sites(grid, config, nodes, before)
-    check_partition(config, nodes)
+    make_partition(config, nodes)  # said before anything is made of it
     config = rounds_within_budget(config, nodes)
     set_threads(config)
     trained = np.concatenate(make_partition(config, nodes)) if config.train_loss_global else None

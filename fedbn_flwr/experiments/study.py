@@ -23,14 +23,15 @@ import torch
 
 from fedbn_flwr.data.prefetch import serve_parent
 from fedbn_flwr.experiments.checkpoint import AUTOMATIC, STOPPING
+from fedbn_flwr.experiments.checks import check_simulation
 from fedbn_flwr.experiments.choice import SEEDS, Choice, Grid
-from fedbn_flwr.experiments.engines import ENGINES, NEEDED
+from fedbn_flwr.experiments.engines import ENGINES, NEEDED, prepare
 from fedbn_flwr.experiments.method import Experiment, all_options, import_plugins, own_options, parse, resolve
 from fedbn_flwr.experiments.output.recorder import Progress, Summary
 from fedbn_flwr.experiments.output.run_folder import make_folder, write_json
 from fedbn_flwr.experiments.output.scoring import merit
 from fedbn_flwr.experiments.results.rows import metric_of
-from fedbn_flwr.experiments.runs import SIDE_BY_SIDE, Run, stoppable
+from fedbn_flwr.experiments.runs import SIDE_BY_SIDE, Run, setting_name, stoppable
 from fedbn_flwr.plugins.options import UsageError, as_value, convert
 from fedbn_flwr.simulation.processes.worker import preload
 from fedbn_flwr.strategies import REGISTRY
@@ -64,7 +65,7 @@ class Setting:
     @property
     def name(self) -> str:
         """The labels, as in the table; empty if there is only one setting."""
-        return ", ".join(self.labels.values())
+        return setting_name(self.labels)
 
     def has(self, labels: Sequence[str]) -> bool:
         """Whether all of these are labels of this setting."""
@@ -99,7 +100,11 @@ class Study:
         for key in self.grid:
             if key in (*COMMON, "method", "plugins", "resume"):
                 raise UsageError(f"grid: {key} is the same for all runs, and not to be chosen")
-        return [run for cell in self.cells() for run in self._runs_of(*cell, folder)]
+        runs = list[Run]()
+        for setting, label in self.cells():
+            with _in_cell(setting.name, label):
+                runs += self._runs_of(setting, label, folder)
+        return runs
 
     def _runs_of(self, setting: Setting, label: str, folder: Path) -> list[Run]:
         method = self.methods[label]
@@ -182,6 +187,28 @@ def cells_of(runs: Sequence[Run]) -> list[list[Run]]:
 def first_of_cells(runs: Sequence[Run]) -> list[Run]:
     """Return the first run of each method in each setting: others differ by the seed only."""
     return [cell[0] for cell in cells_of(runs)]
+
+
+def checked(study: Study, folder: Path, side_by_side: int = 1) -> list[Run]:
+    """Return the runs of a study, after every usage error that can be found before the first one."""
+    runs = study.runs(folder)
+    for run in first_of_cells(runs):
+        with _in_cell(run.setting, run.label):
+            prepare(ENGINES[run.engine], run.experiment, side_by_side > 1)
+    for run in first_of_cells(runs):
+        with _in_cell(run.setting, run.label):
+            for each in (run, *(tried[0] for tried in run.tried.values())):
+                check_simulation(each.experiment)
+    return runs
+
+
+@contextmanager
+def _in_cell(setting: str, label: str) -> Iterator[None]:
+    """Let a UsageError name the method and the setting that it is about, if there are several."""
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(f"{label!r} in {setting!r}: {error}" if setting else str(error)) from error
 
 
 def execute(runs: Sequence[Run], announce: Announce, side_by_side: int = 1) -> Iterator[tuple[Run, Summary]]:

@@ -128,7 +128,7 @@ def convert(key: str, value: Any, kind: Any) -> Any:
     for candidate in _alternatives(kind):
         try:
             return _converted(value, candidate)
-        except ValueError:
+        except (ValueError, TypeError):
             continue
     raise _wrong(key, value, kind)
 
@@ -139,6 +139,14 @@ def whole_number(key: str, value: Any, least: int = 1) -> int:
     if number < least:
         raise UsageError(f"{key} must be at least {least}, got {number}")
     return number
+
+
+def as_given(value: Any) -> Any:
+    """Return a value of Python's as options have it: numbers of other libraries as Python's, collections as tuples."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(value, Mapping):
+        return tuple((str(key), as_given(item)) for key, item in value.items())
+    return tuple(map(as_given, value)) if isinstance(value, list | tuple) else value
 
 
 def as_value(value: Any) -> Value:

@@ -282,8 +282,7 @@ class BaseStrategy(FlowerFedAvg):
         now.refuse_infinite_losses(state)
         state.lost, state.ever_trained = LostRounds(), True
         pooled = self._pool(usable)
-        if len(self.partitions) > 2:  # of two nodes, one has more than the other
-            name_dominant(usable, pooled.weights)
+        name_dominant(usable, pooled.weights)
         merged = self.update(pooled)
         return arrays_to_record(merged), now.mean_metrics(self.train_metrics_aggr_fn, self.weighted_by_key)
 

@@ -163,7 +163,12 @@ def weights_by_node(replies: Sequence[NodeReply], weights: Sequence[float], weig
 
 
 def name_dominant(replies: Sequence[NodeReply], by_node: Mapping[int, float]) -> None:
-    """Warn of a node that has more weight than all the others together: it may lie."""
+    """Warn of a node that has more weight than all the others of a round together: it may lie.
+
+    Of one node or two, one nearly always has.
+    """
+    if len(by_node) < 3:
+        return
     counts, total = {node: count for reply in replies for node, count in reply.counts.items()}, sum(by_node.values())
     for node in [node for node, weight in by_node.items() if weight > total - weight]:
         share = "Node %d has %.1f %% of all weights, and says that it has %g examples"

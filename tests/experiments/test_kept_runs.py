@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from multiprocessing import get_context
@@ -24,7 +25,7 @@ from fedbn_flwr.experiments.checkpoint import Checkpoint, write_checkpoint
 from fedbn_flwr.experiments.output.recorder import Journal
 from fedbn_flwr.experiments.results.folders import read_parts
 from fedbn_flwr.experiments.results.rows import rounds_of
-from tests.helpers.checkout import BIN
+from tests.helpers.checkout import BIN, ROOT
 from tests.helpers.runs import command, results, run, run_in, summary_bytes
 
 METHODS = "fedavg,fedbn"
@@ -160,9 +161,15 @@ def test_results_whose_options_are_lost_are_nobodys(
     first, config = summary_bytes(tmp_path), run_in(tmp_path) / "config.json"
     config.unlink() if content is None else config.write_text(content)
     capsys.readouterr()
-    assert run("compare", "--methods", "fedbn,fedavg", **options) == 2
-    assert "its config.json is missing, cannot be read, or is of another version" in capsys.readouterr().err
-    assert summary_bytes(tmp_path) == first
+    assert run("run", **options) == 2
+    lost = "holds results of which nobody knows the options: its config.json is missing, cannot be read"
+    assert lost in capsys.readouterr().err
+    assert run("compare", "--methods", "fedbn,fedavg", **options) == 1
+    output = capsys.readouterr()
+    assert lost in output.out
+    assert output.err == "fedbn-flwr: 1 of 2 methods failed: fedavg\n"
+    assert summary_bytes(tmp_path).items() > first.items()
+    assert len(summary_bytes(tmp_path)) == 2
 
 
 def test_another_run_under_the_name_of_this_one_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -230,6 +237,32 @@ def test_the_first_signal_ends_a_run_after_its_round_and_the_second_one_at_once(
     assert "goes on after round 4 of 12" in capsys.readouterr().err
     times[0] = 0
     assert main(compare_words(tmp_path)) == 0
+
+
+#: Ctrl-C, which a terminal sends to the whole group, comes while the process of all workers imports
+IMPORTING = """
+import os, signal, sys
+from fedbn_flwr.experiments import main, study
+study.NEEDED = ("slow",)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_an_interrupt_while_workers_import_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text("import os, signal; os.killpg(0, signal.SIGINT)\n")
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTING, *compare_words(tmp_path / "out", "--side-by-side", "2")],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])},
+        start_new_session=True,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    asked, kept = done.stderr.splitlines()
+    assert asked == "fedbn-flwr: stops after this round; once more stops it now"
+    assert kept.startswith(f"fedbn-flwr: stopped; kept in {tmp_path / 'out'}: nothing yet")
+    assert done.returncode == 130
 
 
 def test_a_picture_that_fails_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

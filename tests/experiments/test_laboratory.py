@@ -11,6 +11,7 @@ import sys
 import warnings
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any
@@ -30,12 +31,16 @@ from fedbn_flwr.client.evaluation import evaluate
 from fedbn_flwr.data import Split, load
 from fedbn_flwr.data.own_data import fingerprint_of
 from fedbn_flwr.experiments import UsageError
+from fedbn_flwr.experiments.laboratory import UNSET, about, comparison, given_options
+from fedbn_flwr.experiments.method import _listing
 from fedbn_flwr.experiments.output.run_folder import RunFolder
+from fedbn_flwr.experiments.study import write_study
 from fedbn_flwr.state.record_files import read_records
 from fedbn_flwr.strategies import REGISTRY, DivergedError, FedAvg, FedProx, FixBN
 from fedbn_flwr.wire import Instruction
 from tests.helpers.checkout import ROOT, environment
 from tests.helpers.checkout import run as run_program
+from tests.helpers.image_sets import paint
 from tests.helpers.runs import DATA, OPTIONS, results, rounds, run_in
 from tests.helpers.runs import run as command
 from tests.helpers.toys import CLASSES
@@ -214,6 +219,49 @@ def test_changed_code_or_data_are_another_run(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(Pull, "weigh", lambda self, replies: [1.0] * len(replies))
     call(model=make_net)
     assert len(list(tmp_path.glob("pull*"))) == 4
+
+
+def test_numbers_of_other_libraries_and_mappings_are_options(tmp_path: Path) -> None:
+    """They make the same runs as Python's own, and as text."""
+    counts: dict[str, Any] = {"seeds": np.int64(2), "grid_seeds": np.int32(1)}
+    given: list[tuple[Any, Any, Any]] = [
+        ({"lr": np.array([0.25, 0.5], np.float32)}, {"r_max": np.float32(3)}, np.int64(2)),
+        ({"lr": [0.25, 0.5]}, [("r-max", 3)], 2),
+        ({"lr": [torch.tensor(0.25), np.float64(0.5)]}, "r_max=3", "2"),
+    ]
+    for grid, norm_options, clients in given:
+        options = {**SMALL, "norm_options": norm_options, "clients": clients}
+        study = comparison(
+            ["fedavg+brn"], given_options(UNSET, DATA, tmp_path, options), grid=grid, engine="stacked", **counts
+        )
+        write_study(tmp_path, about(tmp_path, study), runs := study.runs(tmp_path))
+        assert [run.experiment.config.norm_options for run in runs] == [(("r_max", 3.0),)] * 2
+    assert quick("fedavg", rounds=np.int64(1), lr=np.float32(0.5)).summaries[0]["lr"] == 0.5
+
+
+def test_changed_files_are_another_run(tmp_path: Path) -> None:
+    """An initial model counts by its content, images of a folder by their names and sizes."""
+
+    def name(**options: Any) -> str:
+        _listing.cache_clear()  # as in another process
+        study = comparison(["fedavg"], {**OPTIONS, **options}, 1, {}, 1, "stacked")
+        (one,) = study.runs(tmp_path)
+        return one.folder.name
+
+    model, images = tmp_path / "model.pt", tmp_path / "images"
+    for part, kind in product(("train", "test"), ("cat", "dog")):
+        (images / part / kind).mkdir(parents=True)
+        paint(images / part / kind / "1.png")
+    data = f"folder:{images}"
+    torch.save({"a": torch.zeros(1)}, model)
+    first = [name(), name(**{"init-from": str(model)}), name(dataset=data)]
+    assert len({*first}) == 3
+    model.touch()
+    assert first == [name(), name(**{"init-from": str(model)}), name(dataset=data)]
+    torch.save({"a": torch.ones(1)}, model)
+    paint(images / "train" / "cat" / "2.png")
+    again = [name(), name(**{"init-from": str(model)}), name(dataset=data)]
+    assert [one == other for one, other in zip(first, again, strict=True)] == [True, False, False]
 
 
 def test_data_are_known_by_every_number() -> None:

@@ -236,6 +236,12 @@ CALLS: list[tuple[Any, dict[str, Any], str]] = [
     (["fedavg"], {"grid": {"lrate": [1]}}, "unknown option 'lrate'"),
     # 80 samples suffice for 80 clients, the four fifths by which values are chosen do not
     (["fedavg"], {"clients": 80, "grid": {"lr": [0.1]}}, "80 clients cannot share 64 samples"),
+    (["fedavg"], {"grid": [0.1]}, "grid must be a mapping of options to lists of values, got [0.1]"),
+    (["fedavg"], {"grid": {"lr": "0.1"}}, "grid: lr must have a list of at least one value, got '0.1'"),
+    (["fedavg"], {"lr": [0.1, 0.3]}, "lr must be a number, got (0.1, 0.3)"),
+    (["fedavg"], {"lr": None}, "lr must be a number, got None"),
+    (["fedavg"], {"rounds": {"a": 3}}, "rounds must be a whole number, got (('a', 3),)"),
+    (["fedavg+brn"], {"norm_options": {"r_min": 3}}, "norm-options of 'brn': unknown option 'r_min'"),
     (["fedavg"], {"resume": "x"}, "compare has no option 'resume'"),
     (["fedavg"], {"model": 3}, "model must be a name, a function or class that makes a torch.nn.Module, or"),
     (["fedavg"], {"model": None}, "model must be a name, a function or class that makes a torch.nn.Module, or"),

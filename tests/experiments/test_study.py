@@ -1,9 +1,12 @@
 """A study: its list of runs, how values are chosen, what fails alone, and runs side by side."""
 
 import json
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from multiprocessing import Pipe
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,9 +22,10 @@ from fedbn_flwr.experiments import Config, UsageError, main
 from fedbn_flwr.experiments.data_and_model import load_data
 from fedbn_flwr.experiments.engines import ENGINES
 from fedbn_flwr.experiments.method import Experiment
-from fedbn_flwr.experiments.output.recorder import Progress, Summary
+from fedbn_flwr.experiments.output.recorder import Journal, Progress, Summary
 from fedbn_flwr.experiments.recipes.schema import parse_recipe
-from fedbn_flwr.experiments.study import VALIDATION_SHARE, Setting, Study, execute
+from fedbn_flwr.experiments.runs import SIDE_BY_SIDE
+from fedbn_flwr.experiments.study import VALIDATION_SHARE, Setting, Study, _work, execute
 from fedbn_flwr.strategies import CannotTrainError
 from tests.helpers.deaths import Death, dying
 from tests.helpers.runs import DATA, OPTIONS, command, results, run, run_in
@@ -231,15 +235,34 @@ def test_a_part_of_a_recipe_and_then_the_whole(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_a_recipe_of_which_nothing_trains_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert reproduce(tmp_path, {**AXES, "vary": {"partition": ["classes:9"]}}) == 1
+    assert reproduce(tmp_path, {**AXES, "vary": {"lr": [1e30]}}) == 1
     assert "no run could train" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "words", "message"),
+    [
+        ({"partition": "classes:9"}, [], "partition 'classes:9'"),
+        ({"state-dir": "states"}, ["--engine", "ray"], "state-dir 'states' only works with"),
+    ],
+)
+def test_what_cannot_be_in_one_cell_is_said_before_anything_starts(
+    options: dict[str, Any], words: Sequence[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts = {"as it is": {"partition": "iid"}, "impossible": options}
+    assert reproduce(tmp_path, {**AXES, "vary": {"kind": parts}, "smoke": {"seeds": 1}}, *words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("fedbn-flwr: recipe mine (--smoke runs it in small on embedded data): ")
+    assert f"'fedavg' in 'impossible': {message}" in line
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_data_set_that_is_not_here_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     content = {**AXES, "options": {**AXES["options"], "dataset": "folder:/nowhere"}, "smoke": {"seeds": 1}}
     assert reproduce(tmp_path, content) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("fedbn-flwr: recipe mine needs the data set 'folder:/nowhere' (--smoke runs it in small")
+    assert line.startswith("fedbn-flwr: recipe mine (--smoke runs it in small on embedded data): ")
+    assert "/nowhere" in line
 
 
 def test_values_are_chosen_for_each_setting(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -276,17 +299,37 @@ def test_a_plan_says_how_many_steps(
 def test_side_by_side_is_the_same(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()
-    content = {**AXES, "methods": ["fedavg"], "vary": {"partition": ["iid", "classes:9"]}}
+    content = {**AXES, "methods": ["fedavg"], "vary": {"lr": [0.1, 1e30]}}
     assert reproduce(tmp_path / "one", content) == 0
     assert reproduce(tmp_path / "two", content, "--side-by-side", "2") == 0
     one, two = summaries(tmp_path / "one/out"), summaries(tmp_path / "two/out")
     assert two == one
-    assert ["classes:9" in row.get("failed", "") for row in one.values()] == [False, True]
+    assert ["diverged" in row for row in one.values()] == [False, True]
     assert run("compare", "--methods", "fedavg,fedbn", results_dir=str(tmp_path / "three")) == 0
     assert run("compare", "--methods", "fedavg,fedbn", "--side-by-side", "2", results_dir=str(tmp_path / "four")) == 0
     for method in ("fedavg", "fedbn"):
         here, there = (results(run_in(tmp_path / name, method)) for name in ("three", "four"))
         assert here == there
+
+
+def test_a_run_beside_others_leaves_an_interrupt_to_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would count the SIGTERM that its parent then sends as the second signal, which ends it at once."""
+    runs, record, before = study(["fedavg"]).runs(tmp_path), Journal.record, signal.getsignal(signal.SIGINT)
+
+    def interrupted(*arguments: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        return record(*arguments)
+
+    monkeypatch.setattr(Journal, "record", interrupted)
+    here, there = Pipe()
+    try:
+        _work(there, "", runs, verbose=False)
+    finally:
+        SIDE_BY_SIDE.clear()
+        signal.signal(signal.SIGINT, before)
+    assert here.poll()
+    (summary,) = here.recv()
+    assert "failed" not in summary
 
 
 def test_a_study_that_has_run_is_a_recipe(tmp_path: Path) -> None:

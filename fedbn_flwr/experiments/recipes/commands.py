@@ -1,6 +1,5 @@
 """The commands `fedbn-flwr recipes` and `fedbn-flwr reproduce`."""
 
-import argparse
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -12,19 +11,17 @@ from typing import Any
 
 from fedbn_flwr.client import pick_device
 from fedbn_flwr.experiments.choice import SEEDS
-from fedbn_flwr.experiments.data_and_model import expected_steps, load_data, rounds_within_budget, shared_model
-from fedbn_flwr.experiments.engines import ENGINES, engine_named
+from fedbn_flwr.experiments.data_and_model import expected_steps, load_data, rounds_within_budget
+from fedbn_flwr.experiments.engines import engine_named
 from fedbn_flwr.experiments.output.console import console, new_table, percent
 from fedbn_flwr.experiments.output.recorder import Summary
 from fedbn_flwr.experiments.output.run_folder import command_line
-from fedbn_flwr.experiments.output.sinks import check_sinks
-from fedbn_flwr.experiments.recipes.recipe import Recipe
-from fedbn_flwr.experiments.recipes.schema import check_recipe, read_recipe, recipe_names
+from fedbn_flwr.experiments.recipes.schema import read_recipe, recipe_names
 from fedbn_flwr.experiments.results.folders import read_parts, show_part
 from fedbn_flwr.experiments.results.rows import metric_of, outcome_of
 from fedbn_flwr.experiments.results.values import is_share
 from fedbn_flwr.experiments.runs import Run, keeping
-from fedbn_flwr.experiments.study import Setting, cells_of, execute, first_of_cells, write_study
+from fedbn_flwr.experiments.study import Setting, cells_of, checked, execute, write_study
 from fedbn_flwr.plugins.options import UsageError, whole_number
 from fedbn_flwr.strategies import CannotTrainError
 
@@ -32,34 +29,6 @@ from fedbn_flwr.strategies import CannotTrainError
 CHANGES = ("data-root", "device", "precision", "log-to", "workers")
 #: data sets that are not looked for in a dry run, as that would download them
 REMOTE = "hf:"
-
-
-def add_recipe_commands(commands: Any, command: Any) -> None:
-    """Add both commands to the parser; `command` makes one."""
-    names = command(commands, "recipes", "list the papers' tables and figures that can be reproduced")
-    names.add_argument("--json", action="store_true", help="print it for programs")
-    parser: argparse.ArgumentParser = command(commands, "reproduce", "run a recipe: a table, a figure, or your matrix")
-    parser.add_argument("recipe", metavar="RECIPE", help="name, as in fixbn/table5, or a file that ends in .yaml")
-    parser.add_argument("--smoke", action="store_true", help="run the same cells in small, on embedded data")
-    parser.add_argument("--only", action="append", metavar="LABEL", help="only cells with this label; may be repeated")
-    add_side_by_side(parser)
-    parser.add_argument(
-        "--dry-run", dest="dry-run", action="store_true", help="show what would run, and how many steps"
-    )
-    parser.add_argument("--seeds", metavar="N", help="runs a method, instead of the recipe's number")
-    parser.add_argument("--grid-seeds", dest="grid-seeds", metavar="N", help=f"runs per value of a grid [{SEEDS}]")
-    parser.add_argument("--results-dir", dest="results-dir", metavar="DIR", help="where results go [results/NAME]")
-    parser.add_argument("--engine", help=f"{', '.join(ENGINES)} [stacked]")
-    for key in CHANGES:
-        parser.add_argument(
-            f"--{key}", dest=key, metavar=key.upper().replace("-", "_"), help="as for `run`, for every run"
-        )
-
-
-def add_side_by_side(parser: Any, shown: bool = True) -> None:
-    """Add the option to a command that has several runs."""
-    text = "methods that run at once in their settings, each in a process [1]"
-    parser.add_argument("--side-by-side", dest="side-by-side", metavar="N", help=text if shown else argparse.SUPPRESS)
 
 
 def list_recipes(options: Mapping[str, Any]) -> None:
@@ -78,12 +47,8 @@ def list_recipes(options: Mapping[str, Any]) -> None:
 def reproduce(options: Mapping[str, Any]) -> None:
     """Run a recipe, or show what it would run."""
     full = read_recipe(str(options["recipe"]))
-    check_recipe(full)
-    recipe, small, only = (
-        full.in_small() if options.get("smoke") else full,
-        bool(options.get("smoke")),
-        options.get("only"),
-    )
+    small, only = bool(options.get("smoke")), options.get("only")
+    recipe = full.in_small() if small else full
     recipe = recipe.only(only) if only else recipe
     # what runs side by side has a process each, and the number of processes of a run is among what decides its bits
     given = {"workers": 1, **{key: options[key] for key in CHANGES if key in options}}
@@ -97,12 +62,14 @@ def reproduce(options: Mapping[str, Any]) -> None:
     )
     folder = Path(options.get("results-dir") or Path("results", recipe.name.replace("/", "-") + "-smoke" * small))
     side_by_side = whole_number("--side-by-side", options.get("side-by-side", 1))
-    runs = study.runs(folder)
-    if options.get("dry-run"):
-        show_plan(recipe.name, runs)
-        return
-    check_resources(recipe, runs)
-    check_sinks(runs[0].experiment.config.log_to)
+    try:
+        if options.get("dry-run"):
+            show_plan(recipe.name, study.runs(folder))
+            return
+        runs = checked(study, folder, side_by_side)
+    except UsageError as error:
+        hint = " (--smoke runs it in small on embedded data)" if recipe.small else ""
+        raise UsageError(f"recipe {recipe.name}{hint}: {error}") from error
     rounds = full.study.experiment(*full.study.cells()[0], 0).config.rounds
     about: dict[str, Any] = {
         "title": full.name,
@@ -131,22 +98,6 @@ def _outcome(summary: Summary) -> str:
     if "failed" in summary or summary.get(score) is None:
         return outcome_of(summary)
     return f"{score} {percent(summary[score])} %" if is_share(score) else f"{score} {summary[score]:.4g}"
-
-
-def check_resources(recipe: Recipe, runs: Sequence[Run]) -> None:
-    """Refuse a recipe of whose data sets or models one cannot be had here; a UsageError of one line names it."""
-    small, seen = " (--smoke runs it in small on embedded data)" if recipe.small else "", set()
-    for run in first_of_cells(runs):
-        config = replace(run.experiment.config, method="", seed=0, partition="")
-        kinds = (config.dataset, config.image_size, config.data_root, config.model)
-        if kinds in seen:
-            continue
-        seen.add(kinds)
-        for kind, name, get in (("data set", config.dataset, load_data), ("model", config.model, shared_model)):
-            try:
-                get(config)
-            except (ValueError, OSError, RuntimeError) as error:
-                raise UsageError(f"recipe {recipe.name} needs the {kind} {name!r}{small}: {error}") from error
 
 
 def show_plan(title: str, runs: Sequence[Run]) -> None:

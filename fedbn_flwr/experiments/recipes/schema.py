@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any, NoReturn
@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 from fedbn_flwr.experiments.choice import Grid
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.method import all_options, parse
-from fedbn_flwr.experiments.recipes.recipe import Recipe
 from fedbn_flwr.experiments.results.paper import Direction, Number, Paper, Reported, Side
 from fedbn_flwr.experiments.results.values import QUANTITIES
 from fedbn_flwr.experiments.study import STUDY, Setting, Study
@@ -30,6 +29,37 @@ PRINTED = re.compile(r"\s*(-?\d+(?:\.\d+)?)\s*(?:±\s*(\d+(?:\.\d+)?))?\s*")
 SUFFIXES = (".yaml", ".yml", ".json")
 
 Options = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A study in a file, and what a paper says about it."""
+
+    name: str
+    #: the file's content
+    content: Mapping[str, Any]
+    study: Study
+    paper: Paper
+    #: the same cells in small; None if there is no such form
+    small: "Recipe | None" = None
+
+    def in_small(self) -> "Recipe":
+        """Return the same cells as the recipe's `smoke` has them."""
+        if self.small is None:
+            raise UsageError(f"recipe {self.name} has no smoke section, so --smoke does not work")
+        return self.small
+
+    def only(self, labels: Sequence[str]) -> "Recipe":
+        """Return the part with these methods and labels of axes; an axis of which none is named stays whole."""
+        study = self.study
+        axes = {axis: dict.fromkeys(s.labels[axis] for s in study.settings) for axis in study.settings[0].labels}
+        known = [*study.methods, *(label for values in axes.values() for label in values)]
+        if unknown := [label for label in labels if label not in known]:
+            raise UsageError(f"recipe {self.name} has no {unknown[0]!r}; it has: {', '.join(known)}")
+        methods = {label: text for label, text in study.methods.items() if label in labels}
+        wanted = {axis: [label for label in values if label in labels] or list(values) for axis, values in axes.items()}
+        settings = [s for s in study.settings if all(s.labels[axis] in wanted[axis] for axis in wanted)]
+        return replace(self, study=replace(study, methods=methods or study.methods, settings=settings))
 
 
 class Fields:
@@ -295,17 +325,6 @@ def read_recipe(name: str) -> Recipe:
     except ValueError as error:
         raise UsageError(f"recipe {name}: is not YAML: {error}") from error
     return parse_recipe(name, content.get("recipe") if path.name == STUDY and isinstance(content, Mapping) else content)
-
-
-def check_recipe(recipe: Recipe) -> None:
-    """Resolve every cell, at full size and in small, without reading data; a UsageError names what cannot be."""
-    for form in filter(None, (recipe, recipe.small)):
-        for setting, label in form.study.cells():
-            try:
-                form.study.experiment(setting, label, 0)
-            except UsageError as error:
-                cell = f"{label!r} in {setting.name!r}" if setting.name else repr(label)
-                raise UsageError(f"recipe {recipe.name}: {cell}: {error}") from None
 
 
 def _order(name: str) -> tuple[str, str, int, str]:

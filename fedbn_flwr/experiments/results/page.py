@@ -1,6 +1,5 @@
 """The files of a report: a page that needs nothing from elsewhere, and what a paper takes up."""
 
-import argparse
 from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -105,15 +104,6 @@ WRITERS: dict[str, Callable[[Sequence[Content], Path], str]] = {
     "csv": _write_csv,
     "latex": _write_latex,
 }
-
-
-def add_report_command(commands: Any, command: Any) -> None:
-    """Add the command to the parser; `command` makes one."""
-    parser: argparse.ArgumentParser = command(commands, "report", "write a page with tables and pictures of results")
-    parser.add_argument("runs", nargs="+", metavar="RUNS", help="folders of `run`, `compare` or `reproduce`")
-    parser.add_argument("--out", metavar="DIR", help="where the page goes [RUNS/report, or results/report for several]")
-    about = f"comma-separated: {', '.join(WRITERS)} [html]"
-    parser.add_argument("--format", metavar="FORMATS", default="html", help=about)
 
 
 def report(options: Mapping[str, Any]) -> None:

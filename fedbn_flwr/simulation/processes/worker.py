@@ -2,11 +2,12 @@
 
 import logging
 import os
+import signal
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from multiprocessing import current_process, forkserver, get_context, set_start_method
+from multiprocessing import current_process, forkserver, get_context, resource_tracker, set_start_method
 from multiprocessing.connection import Connection
 from typing import Any
 from unittest.mock import patch
@@ -167,11 +168,19 @@ def _without_script() -> Iterator[None]:
 
 
 def preload(modules: Sequence[str]) -> None:
-    """Start importing what workers need in the process that all of them are forked from."""
+    """Start importing what workers need in the process that all of them are forked from.
+
+    Neither that process nor the workers obey Ctrl-C, which a terminal sends to them all: this process tells them.
+    """
     _processes().set_forkserver_preload(["fedbn_flwr.simulation.processes.worker", *modules])
-    # it would look for modules where a new Python does, and could find another version of ours
-    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path)), PYTHONSAFEPATH="1"):
-        forkserver.ensure_running()
+    resource_tracker.ensure_running()  # which the other one starts, and thereby unblocks signals
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a new process inherits what is blocked
+    try:
+        # it would look for modules where a new Python does, and could find another version of ours
+        with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path)), PYTHONSAFEPATH="1"):
+            forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _processes() -> Any:

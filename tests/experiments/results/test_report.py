@@ -230,16 +230,13 @@ def test_runs_and_comparisons_in_one_page(tmp_path: Path) -> None:
     assert page.cell("results", SCORE, run_in(tmp_path / "one").name)
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"), [("study.json", "record of a study"), ("compare.json", "result of a comparison")]
-)
-def test_a_file_that_is_none_of_ours_is_one_line(
-    name: str, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / name).write_text("{}")
+@pytest.mark.parametrize("name", ["study.json", "matrix.json"])
+def test_a_file_that_is_none_of_ours_is_one_line(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / name).write_text('{"title": "mine"}')
+    (tmp_path / "recipe.yaml").write_text("methods: [fedavg]")
     assert main(["report", str(tmp_path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"{name} is not the {kind}" in line
+    assert f"{name} is not the record of a study" in line
 
 
 def test_bars_by_domain_are_of_domains(tmp_path: Path) -> None:

@@ -64,22 +64,44 @@ def test_a_study_that_cannot_be_read_is_one_line(tmp_path: Path, content: str) -
 
 
 def test_folders_of_older_versions_are_rows(tmp_path: Path) -> None:
-    """A matrix, a comparison of which not every run is in its table, and single runs, of `flwr run` too."""
+    """A matrix of which not every run has begun, a comparison, and single runs, of `flwr run` too."""
     matrix, both = tmp_path / "out", tmp_path / "both"
     done = [{"method": "fedavg", **summary_of(accuracy, seed)} for seed, accuracy in enumerate((0.9, 0.8))]
     for row in done:
         write_finished(matrix / f"IID__E=1/fedavg-seed{row['seed']}", row["accuracy"], seed=row["seed"])
-    (matrix / "matrix.json").write_text("{}")
-    cell = {"labels": {"partition": "IID", "local-steps": "E=1"}, "label": "BN", "runs": done}
-    (matrix / "results.json").write_text(json.dumps([cell]))
+    recipe = {"methods": {"BN": "fedavg", "GN": "fedavg+gn"}, "options": {"rounds": 4}}
+    axes = {"partition": {"IID": "iid"}, "local-steps": {"E=1": 1, "E=9": 9}}
+    reported = [{"place": "page 7", "values": {"BN": {"IID, E=1": 90.1}}}]
+    (matrix / "recipe.yaml").write_text(json.dumps({**recipe, "vary": axes, "reported": reported}))
+    (matrix / "matrix.json").write_text(json.dumps({"smoke": False, "only": ["E=1"], "seeds": 2, "rounds": 4}))
     for method, seed in (("fedavg", 0), ("fixbn", 0), ("fixbn", 1)):
         write_run(both / f"{method}-seed{seed}", [round_row(1, 0.3)], method, seed)
-    (both / "compare.json").write_text(json.dumps([{"method": "fedbn", "seed": 0, "error": "it is <nan>"}]))
+    (both / "fixbn-seed0" / "summary.json").write_text('{"method": "fixbn", "error": "it is <nan>"}')
     write_finished(tmp_path / "one", 0.5)
     frame = rows([matrix, both, tmp_path / "one"])
-    assert list(frame["state"]) == ["finished"] * 2 + ["failed"] + ["unfinished"] * 3 + ["finished"]
+    states = [*["finished"] * 2, *["waiting"] * 2, "unfinished", "failed", "unfinished", "finished"]
+    assert list(frame["state"]) == states
     assert list(frame["accuracy"].dropna()) == [0.9, 0.8, 0.5]
-    assert list(frame["label"]) == ["BN", "BN", "fedbn", "fedavg", "fixbn", "fixbn", "fedavg"]
-    assert (frame["setting"].iloc[0], frame["labels"].iloc[0]) == ("IID, E=1", cell["labels"])
+    assert list(frame["label"]) == ["BN", "BN", "GN", "GN", "fedavg", "fixbn", "fixbn", "fedavg"]
+    assert list(frame["seed"][:4]) == [0, 1, 0, 1]
+    number = read_parts([matrix])[0].paper.reported[0].number("BN", "IID, E=1", "accuracy")
+    assert number is not None
+    assert number.mean == 90.1
+    assert (frame["setting"].iloc[0], frame["labels"].iloc[0]) == (
+        "IID, E=1",
+        {"partition": "IID", "local-steps": "E=1"},
+    )
     with pytest.raises(UsageError, match="holds no results"):
         rows(tmp_path)
+
+
+@pytest.mark.parametrize(("lr", "labels"), [(0.1, ["fedavg"]), (0.3, ["first", "second"])])
+def test_single_runs_are_seeds_of_one_method_if_nothing_else_differs(
+    lr: float, labels: list[str], tmp_path: Path
+) -> None:
+    for seed, (name, rate) in enumerate({"first": 0.1, "second": lr}.items()):
+        write_finished(tmp_path / name, 0.5, seed=seed)
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        config["options"] |= {"lr": rate, "timeout": float(seed)}
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    assert list(dict.fromkeys(rows([tmp_path / "first", tmp_path / "second"])["label"])) == labels
