@@ -15,7 +15,7 @@ from tests.helpers.checkout import ROOT
 FILES = sorted((Path(__file__).parent / "on_device").glob("*.py"))
 #: by file, what differs in the device
 VARIABLES = {"without_float64": {"FAKE_ACCELERATOR_FLOAT64": "0"}}
-#: seconds after which a step is taken to wait forever; on an idle machine the longest file takes a tenth
+#: seconds after which a step is taken to wait forever: the longest file takes a tenth of them by itself
 DEADLINE = 900
 HAS_DEVICE = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
 SKIPPED = "the simulated accelerator needs torch 2.14: nothing was run on a device other than the CPU"
