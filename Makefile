@@ -37,7 +37,7 @@ faults: $(VENV)/installed
 smoke-all: $(VENV)/installed
 	set -e; for name in $$($(BIN)/fedbn-flwr recipes --json | $(BIN)/python -c \
 		"import json, sys; print(*(row['name'] for row in json.load(sys.stdin)))"); \
-	do $(BIN)/fedbn-flwr reproduce $$name --smoke --workers 2; done
+	do $(BIN)/fedbn-flwr reproduce $$name --smoke --side-by-side 2; done
 
 check: $(VENV)/installed
 	$(BIN)/ruff format --check .

@@ -29,13 +29,13 @@ from fedbn_flwr import state
 from fedbn_flwr.client import pick_device
 from fedbn_flwr.client.training import autocast, products
 from fedbn_flwr.clientapp import client_app
+from fedbn_flwr.device import count_cores
 from fedbn_flwr.experiments.client_side import bound_client_fn
 from fedbn_flwr.experiments.data_and_model import fresh_model, load_data, make_partition
 from fedbn_flwr.experiments.engines import open_grid
 from fedbn_flwr.experiments.method import Experiment
 from fedbn_flwr.experiments.server_side import instruction_of
 from fedbn_flwr.simulation import WorkersGrid
-from fedbn_flwr.simulation.processes.grid import count_cores
 from fedbn_flwr.traffic.counting_grid import CountingGrid
 
 Engine = Callable[[Sequence[Case], Clock], None]

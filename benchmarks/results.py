@@ -11,9 +11,8 @@ from typing import Any
 from benchmarks.cases import Case
 from benchmarks.driver import Measured
 from fedbn_flwr import __version__
-from fedbn_flwr.device import accelerator_name
+from fedbn_flwr.device import accelerator_name, count_cores
 from fedbn_flwr.experiments.output.run_folder import VERSIONED, as_json, installed_versions
-from fedbn_flwr.simulation.processes.grid import count_cores
 
 Row = dict[str, Any]
 

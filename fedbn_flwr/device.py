@@ -1,10 +1,12 @@
-"""The accelerator of this machine by torch's generic interface: CUDA, ROCm, MPS, XPU, or what else torch registers.
+"""What this machine computes with: its processors, and its accelerator.
 
+The accelerator is torch's generic one: CUDA, ROCm, MPS, XPU, or what else torch registers.
 What only CUDA has is where it is used: `CUDA_VISIBLE_DEVICES` in `fedbn_flwr/experiments/engines.py`, TF32 in
 `fedbn_flwr/client/training.py`.
 """
 
 import logging
+import os
 from functools import cache
 from typing import Any
 
@@ -15,6 +17,11 @@ from torch import Tensor
 def accelerator() -> torch.device | None:
     """Return the kind of the accelerator; None if there is none."""
     return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+
+
+def count_cores() -> int:
+    """Return the number of processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def started() -> Any:

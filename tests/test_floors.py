@@ -28,7 +28,7 @@ FLOORS = (
 #: the experiments have floors of their own, by what comes after `fedbn_flwr.experiments.`
 INNER_FLOORS = (
     # what a run is, its files, and its row
-    ("config", "choice", "method", "given_objects", "output.run_folder", "results.rows", "results.paper"),
+    ("config", "choice", "method", "output.run_folder", "results.rows", "results.paper"),
     ("data_and_model", "checks", "output.recorder", "output.scoring", "output.sinks"),
     (
         "results.values",

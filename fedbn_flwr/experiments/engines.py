@@ -18,6 +18,7 @@ from torch.nn.modules.conv import _ConvNd
 from fedbn_flwr.client import BNClient, pick_device
 from fedbn_flwr.client.learning_task import task_of
 from fedbn_flwr.clientapp import client_app, keep_states_in
+from fedbn_flwr.device import count_cores
 from fedbn_flwr.experiments.checkpoint import STATES
 from fedbn_flwr.experiments.checks import refuse_own_nodes
 from fedbn_flwr.experiments.client_side import bound_client_fn
@@ -39,7 +40,7 @@ from fedbn_flwr.experiments.server_side import instruction_of, run
 from fedbn_flwr.plugins import did_you_mean, extra, fingerprint, is_foreign
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.simulation.in_process import InProcessGrid, OneByOneGrid
-from fedbn_flwr.simulation.processes.grid import WorkersGrid, count_cores
+from fedbn_flwr.simulation.processes.grid import WorkersGrid
 from fedbn_flwr.simulation.processes.worker import Worker, preload
 from fedbn_flwr.simulation.stacked.grid import StackedGrid
 from fedbn_flwr.simulation.stacked.memory_budget import (

@@ -2,21 +2,23 @@
 
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from pathlib import Path
 from tempfile import mkdtemp
 from types import MappingProxyType
 from typing import Any, Literal
 
-from fedbn_flwr.data.own_data import OwnData
+from torch import nn
+
+from fedbn_flwr.data.own_data import OwnData, digest_of, fingerprint_of, own_data
 from fedbn_flwr.experiments.checks import check_simulation
 from fedbn_flwr.experiments.choice import SEEDS, Grid
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.data_and_model import load_data
 from fedbn_flwr.experiments.engines import ENGINES, engine_named, prepare
-from fedbn_flwr.experiments.given_objects import Method, Model, dataset_of, method_of, model_of
-from fedbn_flwr.experiments.method import import_plugins, owners, parse
+from fedbn_flwr.experiments.method import Method, import_plugins, method_of, owners, parse
 from fedbn_flwr.experiments.output.console import Bars
 from fedbn_flwr.experiments.output.run_folder import command_line
 from fedbn_flwr.experiments.results.results import Results
@@ -25,6 +27,8 @@ from fedbn_flwr.experiments.study import STUDY, Setting, Study, checked, execute
 from fedbn_flwr.plugins import Named, fingerprint
 from fedbn_flwr.plugins.options import UsageError, as_given, option_key
 
+#: a name, a function or class that makes a model, or a model
+Model = str | Callable[..., nn.Module] | nn.Module
 RESULTS = "results-dir"
 #: how a call shows how far it has come: a bar, also lines where there is no terminal for a bar, or nothing
 Shown = bool | Literal["lines"]
@@ -136,6 +140,34 @@ def given_options(
     given |= {} if model is UNSET else {"model": model_of(model)}
     given |= {} if data is UNSET else {"dataset": dataset_of(data)}
     return given | ({} if folder is None else {RESULTS: str(folder)})
+
+
+def model_of(given: Model) -> str:
+    """Return a model's name, which holds the function that makes it if it is none of the registered ones."""
+    if isinstance(given, str):
+        return given
+    if isinstance(given, nn.Module):
+        held = deepcopy(given)
+        state = held.state_dict()
+        digest = digest_of([fingerprint(type(held)), held, *state, *state.values()])
+        return Named(type(held).__name__, lambda: deepcopy(held), digest)
+    if not callable(given):
+        raise UsageError(
+            "model must be a name, a function or class that makes a torch.nn.Module, or a torch.nn.Module, got "
+            f"{type(given).__name__}"
+        )
+    return Named(getattr(getattr(given, "func", given), "__name__", "model"), given, fingerprint(given))
+
+
+def dataset_of(given: str | OwnData) -> str:
+    """Return a data set's name, which holds the data if they are none of the registered ones."""
+    if isinstance(given, str):
+        return given
+    try:
+        data = own_data(given)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return Named(data.name, data, fingerprint_of(data))
 
 
 def comparison(

@@ -1,11 +1,12 @@
 """Methods: a strategy, its normalizer and its options, written `STRATEGY[+NORM][:key=value]...`."""
 
+import inspect
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from hashlib import file_digest
-from inspect import signature
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -25,11 +26,23 @@ from fedbn_flwr.plugins import (
     is_importable,
     load_plugins,
 )
-from fedbn_flwr.plugins.options import Option, UsageError, Value, option_key, options_of, read_options, read_pairs
+from fedbn_flwr.plugins.options import (
+    Option,
+    UsageError,
+    Value,
+    as_given,
+    as_value,
+    option_key,
+    options_of,
+    read_options,
+    read_pairs,
+)
 from fedbn_flwr.server.constructor_options import constructor_options
-from fedbn_flwr.strategies import REGISTRY, BaseStrategy
+from fedbn_flwr.strategies import REGISTRY, BaseStrategy, register_strategy
 from fedbn_flwr.wire import wire_key
 
+#: a name with options, a strategy, or a strategy's class
+Method = str | BaseStrategy | type[BaseStrategy]
 #: normalizers whose running statistics only one strategy provides
 BOUND_NORMS = {"hbn": "hbn", "static-bn": "heterofl"}
 #: constructor arguments of strategies that follow from the shared options
@@ -105,7 +118,7 @@ class Experiment:
         return {**self.config.to_mapping(), **{wire_key(name): value for name, value in self.options.items()}}
 
 
-class Method(NamedTuple):
+class Parsed(NamedTuple):
     """A method as it is written, taken apart."""
 
     strategy: str
@@ -232,7 +245,7 @@ def import_plugins(modules: str) -> None:
         raise UsageError(str(error)) from error
 
 
-def parse(text: str) -> Method:
+def parse(text: str) -> Parsed:
     """Split `STRATEGY[+NORM][:key=value]...`."""
     head, *items = text.split(":")
     strategy, plus, norm = head.partition("+")
@@ -241,7 +254,64 @@ def parse(text: str) -> Method:
     if plus and norm not in NORMS:
         raise UsageError(f"unknown normalizer {norm!r}; {did_you_mean(norm, NORMS)}")
     options = dict(read_pairs(f"method {text!r}", _rejoined(items)))
-    return Method(strategy, norm if plus else None, options)
+    return Parsed(strategy, norm if plus else None, options)
+
+
+def method_of(given: Method) -> str:
+    """Return a method as text; the class of a strategy is registered under its name, unless it has one already.
+
+    A strategy stands for its class and the arguments that it was made with: each run makes one of its own.
+    """
+    if isinstance(given, str):
+        return given
+    strategy = given if isinstance(given, type) else type(given)
+    if not issubclass(strategy, BaseStrategy):
+        raise UsageError(
+            "a method must be a name, or a strategy of fedbn_flwr.strategies or a subclass of one, got "
+            f"{strategy.__module__}.{strategy.__qualname__}"
+        )
+    name = _registered(strategy)
+    pairs = {} if isinstance(given, type) else _arguments(given)
+    text = ":".join([name, *(f"{key}={value}" for key, value in pairs.items())])
+    if parse(text).options != pairs:
+        raise UsageError(f"{strategy.__name__}: an option's value cannot be written in a method, got {text!r}")
+    return text
+
+
+def _registered(strategy: type[BaseStrategy]) -> str:
+    for name, known in REGISTRY.items():
+        if known is strategy:
+            return name
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|_+", "-", strategy.__name__)
+    name = words.strip("-").lower()
+    before = REGISTRY.get(name)
+    try:
+        register_strategy(name)(strategy)
+        all_options()
+    except ValueError as error:
+        REGISTRY.pop(name) if before is None else REGISTRY.update({name: before})
+        raise UsageError(f"{error}; @register_strategy gives the class {strategy.__name__} another name") from error
+    return name
+
+
+def _arguments(strategy: BaseStrategy) -> dict[str, str]:
+    """Return the options that a strategy was made with, as they are written in a method."""
+    (positional, named), signature = strategy.made_with, inspect.signature(type(strategy))
+    given = dict[str, Any]()
+    for name, value in signature.bind(*positional, **named).arguments.items():
+        given |= value if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD else {name: value}
+    known, texts = own_options(type(strategy)), dict[str, str]()
+    for name, value in given.items():
+        key, value = option_key(name), as_given(value)
+        if value is None and key in known and known[key].default is None:
+            continue
+        if not isinstance(value, bool | int | float | str):
+            raise UsageError(
+                f"{type(strategy).__name__}: an experiment cannot write down {name}={value!r}; a subclass can set it "
+                "in its constructor"
+            )
+        texts[key] = str(as_value(value)).lower() if isinstance(value, bool) else str(as_value(value))
+    return texts
 
 
 def split_methods(text: str) -> list[str]:
@@ -280,9 +350,8 @@ def _with_norm(config: Config, strategy: type[BaseStrategy], options: Mapping[st
     if own is None and chosen in BOUND_NORMS:
         raise UsageError(f"normalizer {chosen!r} only works with the strategy {BOUND_NORMS[chosen]!r}")
     # what `build` takes itself, such as groups, has options of its own
-    known = {
-        key: item for key, item in options_of(NORMS[chosen]).items() if item.name not in signature(build).parameters
-    }
+    taken = inspect.signature(build).parameters
+    known = {key: item for key, item in options_of(NORMS[chosen]).items() if item.name not in taken}
     given = read_options(f"norm-options of {chosen!r}", known, config.norm_options)
     for name, value in brought.items():
         if given.setdefault(name, value) != value:
@@ -292,7 +361,7 @@ def _with_norm(config: Config, strategy: type[BaseStrategy], options: Mapping[st
     return replace(config, norm=chosen, norm_options=tuple(given.items()))
 
 
-def _pooled(experiment: Experiment, method: Method) -> Experiment:
+def _pooled(experiment: Experiment, method: Parsed) -> Experiment:
     """Return options for one node with all data, on batches as large as all clients' together."""
     config = experiment.config
     if not config.clients:

@@ -13,7 +13,7 @@ from fedbn_flwr import state
 from fedbn_flwr.clientapp import export_personal
 from fedbn_flwr.data.own_data import preprocess
 from fedbn_flwr.experiments.data_and_model import fresh_model, load_data, node_names, normalization
-from fedbn_flwr.experiments.given_objects import Method, method_of
+from fedbn_flwr.experiments.method import Method, method_of
 from fedbn_flwr.experiments.output.console import console
 from fedbn_flwr.experiments.output.recorder import Summary
 from fedbn_flwr.experiments.output.run_folder import PERSONAL

@@ -1,6 +1,5 @@
 """Flower's `Grid` over several processes, of this machine or of a cluster, each of which runs a share of the nodes."""
 
-import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -264,11 +263,6 @@ def _collect(
                 message.metadata.__dict__["_message_id"] = reply.metadata.reply_to_message_id
                 replies[place] = reply
     return [replies[place] for place in sorted(replies)]
-
-
-def count_cores() -> int:
-    """Return the number of processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _error_reply(message: Message, reason: str) -> Message:

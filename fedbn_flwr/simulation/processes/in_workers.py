@@ -9,10 +9,11 @@ from flwr.clientapp import ClientApp
 from flwr.common import log
 from flwr.serverapp import Grid
 
+from fedbn_flwr.device import count_cores
 from fedbn_flwr.plugins import import_function
 from fedbn_flwr.server.grids import is_simulated, wait_for_all
 from fedbn_flwr.simulation.in_process import RunConfig
-from fedbn_flwr.simulation.processes.grid import WorkersGrid, count_cores
+from fedbn_flwr.simulation.processes.grid import WorkersGrid
 from fedbn_flwr.simulation.processes.worker import preload
 from fedbn_flwr.simulation.stacked.grid import StackedGrid
 from fedbn_flwr.transports import message_client

@@ -110,7 +110,7 @@ MISTAKES: dict[str, tuple[object, str]] = {
     "unknown option": ({"methods": ["fedavg"], "options": {"lrate": 1}}, "options: unknown option 'lrate'; known: "),
     "no option": ({"methods": ["fedavg"], "options": {"resume": "x"}}, "options: 'resume' is no option of a recipe"),
     "two values": ({"methods": ["fedavg"], "options": {"lr": [1, 2]}}, "options: lr must be one value, got [1, 2]"),
-    "bad value": ({"methods": ["fedavg"], "options": {"lr": "fast"}}, "'fedavg': lr must be a number, got 'fast'"),
+    "bad value": ({"methods": ["fedavg"], "options": {"lr": "fast"}}, "recipe mine: lr must be a number, got 'fast'"),
     "axis without values": ({"methods": ["fedavg"], "vary": {"lr": []}}, "vary: lr must be a list of values"),
     "no option of the axis": ({"methods": ["fedavg"], "vary": {"E": [1]}}, "vary: E: E=1: unknown option 'E'"),
     "a label twice": ({"methods": {"a": "fedavg"}, "vary": {"lr": {"a": 1}}}, "label 'a' stands for two things"),
