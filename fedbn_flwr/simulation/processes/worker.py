@@ -10,7 +10,6 @@ from contextlib import contextmanager, suppress
 from multiprocessing import current_process, forkserver, get_context, resource_tracker, set_start_method
 from multiprocessing.connection import Connection
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
@@ -175,12 +174,17 @@ def preload(modules: Sequence[str]) -> None:
     _processes().set_forkserver_preload(["fedbn_flwr.simulation.processes.worker", *modules])
     resource_tracker.ensure_running()  # which the other one starts, and thereby unblocks signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a new process inherits what is blocked
+    # it would look for modules where a new Python does, and could find another version of ours
+    variables = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"}
+    given = {name: os.environ[name] for name in variables if name in os.environ}
+    os.environ.update(variables)
     try:
-        # it would look for modules where a new Python does, and could find another version of ours
-        with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path)), PYTHONSAFEPATH="1"):
-            forkserver.ensure_running()
+        forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for name in variables:
+            del os.environ[name]
+        os.environ.update(given)
 
 
 def _processes() -> Any:
