@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.device import where_exact
-from fedbn_flwr.norm.detect import bn_layers, channel_axes
+from fedbn_flwr.norm.detect import bn_layers
 from fedbn_flwr.norm.layers import HybridBatchNorm
 
 
@@ -33,11 +33,18 @@ def gather(model: nn.Module, batches: Iterable[Tensor]) -> dict[str, Moments]:
     statistics, counters and modes included. What is not BN is in eval mode, so that dropout neither draws random
     numbers nor widens the variances, which are for evaluation.
     """
-    seen: dict[str, Moments] = {}
-    with torch.no_grad(), _only_bn_in_training(model), _recording(model, seen):
+    with torch.no_grad(), gathering(model) as seen:
         for batch in batches:
             model(batch)
     return seen
+
+
+@contextmanager
+def gathering(model: nn.Module) -> Iterator[dict[str, Moments]]:
+    """While open, fill what is yielded with the moments that `gather` returns, whoever runs the model."""
+    seen: dict[str, Moments] = {}
+    with _only_bn_in_training(model), _recording(model, seen):
+        yield seen
 
 
 def pool(records: Iterable[Mapping[str, Moments]]) -> dict[str, Moments]:
@@ -64,12 +71,15 @@ def _recording(model: nn.Module, seen: dict[str, Moments]) -> Iterator[None]:
     names: dict[nn.Module, str] = {layer: name for name, layer in bn_layers(model).items()}
 
     def record(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        values = where_exact(inputs[0]).double()
+        layer.training = True  # whoever runs the model may have asked for another mode
+        # by rows, one a channel: a third less time than `var_mean` over the other axes (small-cnn on one core)
+        rows = where_exact(inputs[0]).transpose(0, 1).flatten(1).double()
         if isinstance(layer, HybridBatchNorm):
             mean, variance = (where_exact(mixed).double() for mixed in layer.mixed_statistics(inputs[0]))
         else:
-            variance, mean = torch.var_mean(values, dim=channel_axes(values), correction=0)
-        moments = Moments(values.numel() // values.shape[1], mean, variance)
+            mean = rows.mean(1)
+            variance = torch.linalg.vector_norm(rows - mean[:, None], dim=1) ** 2 / rows.shape[1]
+        moments = Moments(rows.shape[1], mean, variance)
         name = names[layer]
         seen[name] = _merge(seen[name], moments) if name in seen else moments
 
