@@ -185,7 +185,7 @@ class Centralized(FixBN):
     ) -> None:
         super().__init__(freeze_round=NEVER if freeze_round is None else freeze_round, **options)
         if freeze_round is None:
-            self.needs = "none"
+            self.needs = "none" if self.statistics == "running" else "statistics"
 
 
 @register_rule

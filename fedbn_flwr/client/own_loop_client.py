@@ -87,7 +87,10 @@ class OwnLoopClient:
     def test(self, received: Mapping[str, State], instruction: Instruction) -> Reply:
         """Let the handler evaluate the node's own model: the received one with the entries that live here."""
         if instruction.statistics == "own":
-            received = self._with_own_statistics(received, instruction)
+            own = moments.own_statistics(self.model, self._gather(received, instruction))
+            local = self.memory.personal(state.group_keys(self.model, instruction.keep_local))
+            self.memory.store(wire.PERSONAL, {**local, **own})
+            received = {**received, wire.ARRAYS: {**received[wire.ARRAYS], **own}}
         content = self._handler(self._seen(received, instruction), self._context).content
         kept = self.memory.personal(
             state.group_keys(self.model, instruction.keep_local if instruction.send_personal else "none")
@@ -108,13 +111,6 @@ class OwnLoopClient:
         if not loop.seen:
             raise RuntimeError("cannot gather statistics: the handler ran no model with the entries of `model`")
         return loop.seen
-
-    def _with_own_statistics(self, received: Mapping[str, State], instruction: Instruction) -> Mapping[str, State]:
-        """Return what was received with statistics of the node's own data, which it keeps."""
-        own = moments.own_statistics(self.model, self._gather(received, instruction))
-        local = self.memory.personal(state.group_keys(self.model, instruction.keep_local))
-        self.memory.store(wire.PERSONAL, {**local, **own})
-        return {**received, wire.ARRAYS: {**received[wire.ARRAYS], **own}}
 
     def describe(self) -> Reply:
         """Reply with the node's partition and the names of the model's entries."""

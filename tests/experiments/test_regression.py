@@ -95,6 +95,7 @@ def test_a_function_of_ones_own() -> None:
 
 METHODS = ["fedavg", "fedprox", "scaffold", "fixbn:freeze-round=2", "fedtan", "fedtan:carry=true", "feddna", "fedwon"]
 METHODS += ["fedbs", "fedbn", "silobn", "mtfl", "hbn", "fbn", "standalone", "centralized", "fedavg+gn"]
+METHODS += ["fedtan:statistics=exact", "fedbn:statistics=own"]
 
 
 def test_every_method_learns_and_engines_agree() -> None:
