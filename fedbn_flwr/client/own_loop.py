@@ -207,11 +207,7 @@ class OwnLoop:
 
 
 class GatheringLoop(OwnLoop):
-    """While open, gathers what the model's BN layers see in whatever this thread runs it for; nothing is asked of that.
-
-    From the model's first forward pass on, whatever its mode, BN normalizes as in training, and the rest of the model
-    as in evaluation.
-    """
+    """While open, gathers what the model's BN layers see, in whatever mode this thread runs it (see `norm.gather`)."""
 
     def __init__(self, structure: nn.Module) -> None:
         super().__init__(structure, Instruction(), {}, Memory(RecordDict()))

@@ -60,10 +60,7 @@ class ClientApp(NodeApp):
         return self._make_model()
 
     def train(self, action: str = "default", *, mods: Any = None) -> Decorator:
-        """Register a training handler; that of the default action also takes layer-wise steps.
-
-        One of the action "gather" runs the model over its data without training, where statistics are gathered.
-        """
+        """Register a training handler; the default one also takes layer-wise steps, and that of "gather" only runs."""
 
         def decorate(handler: Handler) -> Handler:
             if action == "gather":
