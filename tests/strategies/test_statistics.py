@@ -207,6 +207,10 @@ def test_a_model_without_statistics_has_no_others() -> None:
 # ---- loops of a user's own -----------------------------------------------------------------------------------------
 
 
+def frozen_later() -> BaseStrategy:
+    return FixBN(statistics="exact")
+
+
 def gathering_app(part_of: Callable[[int], torch.Tensor], loop: Any = plain_loop) -> ClientApp:
     """Return an app with a handler that runs the model over inputs, and asks nothing else of it."""
     app: Any = own_app(loop, make_model)
@@ -252,7 +256,9 @@ def test_a_loops_nodes_are_evaluated_with_their_own(strategy: Callable[..., Base
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
-@pytest.mark.parametrize("made", [lambda: FedAvg(statistics="exact"), lambda: FedBN(statistics="own"), HeteroFL])
+@pytest.mark.parametrize(
+    "made", [lambda: FedAvg(statistics="exact"), lambda: FedBN(statistics="own"), HeteroFL, frozen_later]
+)
 def test_a_loop_that_has_only_training_is_refused_in_the_first_round(made: Callable[[], BaseStrategy]) -> None:
     kind = "static-bn" if made is HeteroFL else "bn"
     app = ClientApp(model=lambda: make_model(kind))
