@@ -68,7 +68,7 @@ ELSEWHERE = {
     wire.TIED: "in the `report` of `query.describe`: further names of entries, each before the first name",
     wire.NUM_ROUNDS: "key: number of rounds; set it if your own loop drives the strategy",
     wire.DESCRIBE: "message type: a node describes itself and its model, with -1 for a `num-examples` not known yet",
-    wire.GATHER: "message type: a node runs its data through the model and replies with `moments` (HBN, HeteroFL)",
+    wire.GATHER: "message type: a node runs its data through the model and replies with `moments`",
     wire.LAYERWISE: "message type: one exchange of a layer-wise step (FedTAN, FedDNA)",
     STATE_HISTORY: "key: the runs whose saved states a resumed run continues with",
     CHECKPOINT: "key: the round of the last checkpoint",

@@ -7,7 +7,6 @@ from fedbn_flwr.server.pooling import Pooled, PooledGroup, Sent
 from fedbn_flwr.server.privacy import Privacy
 from fedbn_flwr.server.replies import CannotTrainError, DivergedError, NodeReply, NotObeyedError
 
-from .base_gathering import Gathering
 from .base_layerwise import Layerwise
 from .fbn import FBN
 from .fedavg import FedAvg
@@ -43,7 +42,6 @@ __all__ = [
     "FedTANII",
     "FedWon",
     "FixBN",
-    "Gathering",
     "HeteroFL",
     "Layerwise",
     "MethodState",

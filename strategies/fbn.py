@@ -43,6 +43,7 @@ class FBN(FedAvg):
     use: ClassVar[str] = "one global model that trains and predicts with the same statistics"
     sends: ClassVar[tuple[Sent, ...]] = (PooledGroup("statistics of mini-batches", BATCH_MOMENTS),)
     needs: str = "all-statistics"
+    evaluated_with: ClassVar[tuple[str, ...]] = ("running",)
 
     def __init__(
         self,

@@ -49,6 +49,7 @@ class FedNorm(FedAvg):
     state: FedNormState
     needs: str = "bn"
     personal: ClassVar[bool] = True
+    evaluated_with: ClassVar[tuple[str, ...]] = ("running", "own")
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

@@ -40,6 +40,7 @@ class FedWon(FedAvg):
     leaves: ClassVar[str] = "everything; there is no BN"
     use: ClassVar[str] = "several domains, or batches too small for BN"
     needs: str = "no-bn"
+    evaluated_with: ClassVar[tuple[str, ...]] = ("running",)
 
     def __init__(
         self,

@@ -115,7 +115,7 @@ class FixBN(FedAvg):
         if frozen_after is None:
             instruction = instruction.with_rule(change_window=self.window)
         if frozen_after is None or instruction.server_round <= frozen_after:
-            return replace(instruction, later="freeze,omit")
+            return replace(instruction, later=",".join(filter(None, ("freeze,omit", instruction.later))))
         kept = "none" if self.send_frozen else {"both": "bn"}.get(self.freeze, self.freeze)
         instruction = replace(instruction, freeze=self.freeze, omit=kept)
         if self.freeze == "affine" or any(change.when is None for change in self.schedule):
@@ -185,7 +185,7 @@ class Centralized(FixBN):
     ) -> None:
         super().__init__(freeze_round=NEVER if freeze_round is None else freeze_round, **options)
         if freeze_round is None:
-            self.needs = "none"
+            self.needs = "none" if self.statistics == "running" else "statistics"
 
 
 @register_rule

@@ -1,7 +1,6 @@
 """HBN."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
@@ -10,13 +9,12 @@ from fedbn_flwr.plugins.options import Range
 from fedbn_flwr.server.pooling import Pooled
 from fedbn_flwr.state import Arrays
 
-from .base_gathering import Gathering
 from .partial_sharing import PartialSharing
 from .registry import register_strategy
 
 
 @register_strategy("hbn")
-class HBN(PartialSharing, Gathering):
+class HBN(PartialSharing):
     """Hybrid BN: train with a learned, local mix of the batch's statistics and of global ones that move slowly.
 
     Chen, Xu, Wu, Kittler, Hybrid Batch Normalisation: Resolving the Dilemma of Batch Normalisation in Federated
@@ -41,21 +39,20 @@ class HBN(PartialSharing, Gathering):
     stays: ClassVar[str] = "mix"
     personal: ClassVar[bool] = False
     needs: str = "HybridBatchNorm"
-    state: Any
+    evaluated_with: ClassVar[tuple[str, ...]] = ("exact",)
+    gathers_always: ClassVar[bool] = True
 
     def __init__(
         self,
         *,
-        gather_samples: Annotated[
-            int, "samples of each node that gathered statistics come from; 0 means all", Range(0)
-        ] = 64,
+        gather_samples: int = 64,
         average: Annotated[
             float, "weight of the steady statistics when they move towards gathered ones", Range(0, 1, "high")
         ] = 0.998,
         **options: Any,
     ) -> None:
-        super().__init__(**options)
-        self.gather_samples, self.average = gather_samples, average
+        super().__init__(gather_samples=gather_samples, **options)
+        self.average = average
 
     @classmethod
     def own_norm(cls, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -63,14 +60,10 @@ class HBN(PartialSharing, Gathering):
         return "hbn", {}
 
     def update(self, pooled: Pooled) -> Arrays:
-        """Update, move the steady statistics, and gather new ones with this round's nodes."""
-        samples = self.gather_samples
-        # the published way: one batch of all the samples
-        size = samples or self.round.instruction.batch_size
-        asked = replace(self.round.instruction, gather_samples=samples, batch_size=size)
+        """Update, and move the steady statistics."""
         merged = super().update(pooled)
         for name in [name for name in merged if name.rpartition(".")[2] in ("steady_mean", "steady_var")]:
             gathered = self.round.current[name.replace("steady_", "running_")].astype(np.float64)
             steady = self.average * self.round.current[name] + (1 - self.average) * gathered
             merged[name] = steady.astype(merged[name].dtype)
-        return self.installed(merged, self.gather(merged, list(pooled.weights), asked))
+        return merged

@@ -4,29 +4,28 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from fedbn_flwr.server.pooling import Pooled
-from fedbn_flwr.state import Arrays
 from fedbn_flwr.wire import Instruction
 
-from .base_gathering import Gathering
+from .fedavg import FedAvg
 from .registry import register_strategy
 
 
 @register_strategy("heterofl")
-class HeteroFL(Gathering):
-    """BN without running statistics in training; those of the evaluation are gathered from all clients.
+class HeteroFL(FedAvg):
+    """FedAvg with BN that has no running statistics in training, and exact ones in evaluations.
 
     Diao, Ding, Tarokh, HeteroFL: Computation and Communication Efficient Federated Learning for Heterogeneous
     Clients, ICLR 2021 (its static BN, without its model slicing). As in its code, statistics are gathered in one
     exchange, every layer normalizing with its mini-batch.
 
     The model must be built with `norm="static-bn"`, which an experiment does by itself. A model without normalizers
-    is refused. Gathering happens in the rounds that are evaluated.
+    is refused.
     """
 
     paper: ClassVar[str] = "Diao, Ding and Tarokh, ICLR 2021"
     leaves: ClassVar[str] = "parameters; statistics when the model is evaluated"
     use: ClassVar[str] = "a model that should train without running statistics"
+    evaluated_with: ClassVar[tuple[str, ...]] = ("exact",)
     needs: str = "StaticBatchNorm"
 
     @classmethod
@@ -37,11 +36,3 @@ class HeteroFL(Gathering):
     def instruct(self, instruction: Instruction) -> Instruction:
         """Training does not change statistics, so nodes need not send them."""
         return replace(super().instruct(instruction), omit="statistics")
-
-    def update(self, pooled: Pooled) -> Arrays:
-        """Update, and gather if this round is evaluated."""
-        merged = super().update(pooled)
-        if not self.evaluates(self.round.number):
-            return merged
-        nodes = sorted(self.round.grid.get_node_ids())
-        return self.installed(merged, self.gather(merged, nodes, self.round.instruction))

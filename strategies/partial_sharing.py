@@ -44,6 +44,7 @@ class PartialSharing(FedAvg):
     """
 
     personal: ClassVar[bool] = True
+    evaluated_with: ClassVar[tuple[str, ...]] = ("running", "own")
     state_type: ClassVar[type[MethodState]] = PartialSharingState
     state: PartialSharingState
 
@@ -165,6 +166,7 @@ class MTFL(PartialSharing):
     leaves: ClassVar[str] = "everything but BN's affine parameters"
     use: ClassVar[str] = "each node keeps a model for its own task"
     stays: ClassVar[str] = "affine"
+    evaluated_with: ClassVar[tuple[str, ...]] = ("running", "exact", "own")
     needs: str = "affine"
 
 

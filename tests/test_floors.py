@@ -54,7 +54,7 @@ INNER_FLOORS = (
 DOORS = {"fedbn_flwr.strategies": "strategies", "fedbn_flwr": ""}
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 #: what is inherited from or used inside other strategies, and is no method of its own
-NOT_METHODS = {"Gathering", "Layerwise", "PartialSharing"}
+NOT_METHODS = {"Layerwise", "PartialSharing"}
 
 
 def module_name(path: Path) -> str:

@@ -1,6 +1,6 @@
 """The client: it loads what it received, obeys the instruction, and says which keys it obeyed."""
 
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from weakref import WeakKeyDictionary
@@ -91,22 +91,28 @@ class BNClient:
     def gather(self, received: Mapping[str, State], instruction: Instruction) -> Reply:
         """Reply with the moments of what the received model's BN layers see of this node's data, without training."""
         self._load(received[wire.ARRAYS], instruction)
-        seen = norm.gather(self.model, self._gathered(instruction))
-        return self.reply({}, instruction, {wire.MOMENTS: moments.pack(self.model, seen)})
+        return self.reply({}, instruction, {wire.MOMENTS: moments.pack(self.model, self._gather(instruction))})
 
-    def _gathered(self, instruction: Instruction) -> Iterator[Tensor]:
-        """Yield the inputs that statistics are gathered from, in mini-batches: the same in every call of a round."""
+    def _gather(self, instruction: Instruction) -> dict[str, norm.Moments]:
+        """Return the moments of what the model's BN layers see of this node's data, the same again in a round."""
         generator = torch_generator(instruction.seed, "gather", *self._stream(instruction))
         chosen = torch.from_numpy(self.indices)[torch.randperm(len(self.indices), generator=generator)]
         chosen = chosen[: instruction.gather_samples or None]
-        sizes = batches.pass_sizes(len(chosen), instruction.batch_size, merge_single=True)
-        return (inputs for inputs, _ in self.train_split.batches(chosen, sizes, self.device))
+        most = instruction.gather_samples or instruction.batch_size
+        sizes = batches.pass_sizes(len(chosen), most, merge_single=True)
+        drawn = self.train_split.batches(chosen, sizes, self.device)
+        return norm.gather(self.model, (inputs for inputs, _ in drawn))
 
     def test(self, received: Mapping[str, State], instruction: Instruction) -> Reply:
         """Evaluate the node's own model (the received one with the entries that live here) on the test split."""
         if self.test_split is None:
             raise ValueError("this client was given no test split to evaluate on")
         self._load(received[wire.ARRAYS], instruction)
+        if instruction.statistics == "own":
+            own = moments.own_statistics(self.model, self._gather(instruction))
+            state.load(self.model, {**self.model.state_dict(), **own})
+            kept = state.group_keys(self.model, instruction.keep_local) | own.keys()
+            self.memory.store(wire.PERSONAL, state.snapshot(self.model, kept))
         splits, wanted = (self.train_split, self.test_split), list(filter(None, instruction.class_metrics.split(",")))
         domains = max(int(split.domains.max()) + 1 if split.domains is not None else 0 for split in splits)
         result = evaluate(self.model, self.test_split, self.num_classes, self.device, 500, domains, self.task, wanted)

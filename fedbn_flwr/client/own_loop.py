@@ -12,12 +12,13 @@ from logging import INFO
 from typing import Any, Self, cast
 
 import torch
+from flwr.app import RecordDict
 from flwr.common import log
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from fedbn_flwr import state
+from fedbn_flwr import norm, state
 from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.client.reply import Metrics
 from fedbn_flwr.client.rules import Rule, Session, rules_for
@@ -203,3 +204,18 @@ class OwnLoop:
                 f"cannot obey {', '.join(sorted(keys))}: the handler trained {trained}; `model` of the ClientApp must "
                 "have the entries of the model that the handler trains"
             )
+
+
+class GatheringLoop(OwnLoop):
+    """While open, gathers what the model's BN layers see, in whatever mode this thread runs it (see `norm.gather`)."""
+
+    def __init__(self, structure: nn.Module) -> None:
+        super().__init__(structure, Instruction(), {}, Memory(RecordDict()))
+        #: by layer, complete after the block
+        self.seen: Mapping[str, norm.Moments] = {}
+
+    def _before_forward(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if self._entry is not None or threading.get_ident() != self._thread:
+            return
+        if (model := self._find_model(module)) is not None:
+            self._entry, self.seen = model, self._undo.enter_context(norm.gathering(model))

@@ -4,23 +4,29 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
+import torch
 from flwr.app import Context, Message, RecordDict
 from torch import nn
 
-from fedbn_flwr import state, wire
+from fedbn_flwr import norm, state, wire
 from fedbn_flwr.client.bn_client import model_names
 from fedbn_flwr.client.node_memory import Memory
-from fedbn_flwr.client.own_loop import OwnLoop
+from fedbn_flwr.client.own_loop import GatheringLoop, OwnLoop
 from fedbn_flwr.client.reply import Metrics, Reply
 from fedbn_flwr.client.rules import obeyed_keys
 from fedbn_flwr.client.training import require_bn
 from fedbn_flwr.layerwise import Exchange
 from fedbn_flwr.randomness import OwnRandomness, derive
 from fedbn_flwr.state import State
-from fedbn_flwr.wire import Instruction
+from fedbn_flwr.wire import Instruction, moments
 from fedbn_flwr.wire.packed import with_content
 
 Handler = Callable[[Message, Context], Message]
+
+CANNOT_GATHER = (
+    "the strategy's `statistics` are those of the nodes' data, and nothing here runs the model over them without "
+    'training: register a handler with @app.train("gather"), or with @app.evaluate()'
+)
 
 
 class OwnLoopClient:
@@ -34,10 +40,13 @@ class OwnLoopClient:
         context: Context,
         num_examples: int | None = None,
         loss_key: str = wire.TRAIN_LOSS,
+        gathering: Handler | None = None,
     ) -> None:
         #: says which entries there are; the handler makes and trains a model of its own
         self.model = structure
         self._handler, self._message, self._context = handler, message, context
+        #: runs the model over the node's data without training
+        self._gathering = gathering
         self._num_examples, self._loss_key = num_examples, loss_key
         self.memory = Memory(context.state)
         self.partition_id = int(context.node_config.get("partition-id", context.node_id))
@@ -45,6 +54,8 @@ class OwnLoopClient:
 
     def train(self, received: Mapping[str, State], instruction: Instruction, exchange: Exchange | None = None) -> Reply:
         """Let the handler train for one round, as `BNClient.train` does."""
+        if "statistics" in instruction.later.split(",") and not self._gathering:
+            raise ValueError(CANNOT_GATHER)
         drawing = nullcontext() if exchange else OwnRandomness(self.step_seed(instruction)).drawing()
         loop = OwnLoop(self.model, instruction, received, self.memory, exchange)
         with drawing, loop as self._loop:
@@ -75,11 +86,31 @@ class OwnLoopClient:
 
     def test(self, received: Mapping[str, State], instruction: Instruction) -> Reply:
         """Let the handler evaluate the node's own model: the received one with the entries that live here."""
+        if instruction.statistics == "own":
+            own = moments.own_statistics(self.model, self._gather(received, instruction))
+            local = self.memory.personal(state.group_keys(self.model, instruction.keep_local))
+            self.memory.store(wire.PERSONAL, {**local, **own})
+            received = {**received, wire.ARRAYS: {**received[wire.ARRAYS], **own}}
         content = self._handler(self._seen(received, instruction), self._context).content
         kept = self.memory.personal(
             state.group_keys(self.model, instruction.keep_local if instruction.send_personal else "none")
         )
         return self._reply_of(content, instruction, {wire.PERSONAL: kept})
+
+    def gather(self, received: Mapping[str, State], instruction: Instruction) -> Reply:
+        """Reply with the moments of what the received model's BN layers see in a handler that does not train."""
+        seen = moments.pack(self.model, self._gather(received, instruction))
+        return Reply(0, {wire.PARTITION_ID: self.partition_id}, {wire.MOMENTS: seen})
+
+    def _gather(self, received: Mapping[str, State], instruction: Instruction) -> Mapping[str, norm.Moments]:
+        if not self._gathering:
+            raise ValueError(CANNOT_GATHER)
+        drawing = OwnRandomness(self.step_seed(instruction)).drawing()
+        with torch.no_grad(), drawing, GatheringLoop(self.model) as loop:
+            self._gathering(self._seen(received, instruction), self._context)
+        if not loop.seen:
+            raise RuntimeError("cannot gather statistics: the handler ran no model with the entries of `model`")
+        return loop.seen
 
     def describe(self) -> Reply:
         """Reply with the node's partition and the names of the model's entries."""

@@ -50,6 +50,9 @@ class ClientApp(NodeApp):
         self._make_model = model
         self._num_examples, self._loss_key = num_examples, loss_key
         super().query("describe")(self._describe)
+        #: runs the model without training
+        self._gathering: Handler | None = None
+        super().train("gather")(partial(self._act, OwnLoopClient.gather, _no_handler))
 
     @cached_property
     def structure(self) -> nn.Module:
@@ -57,23 +60,26 @@ class ClientApp(NodeApp):
         return self._make_model()
 
     def train(self, action: str = "default", *, mods: Any = None) -> Decorator:
-        """Register a training handler; that of the default action also takes layer-wise steps."""
-        register = super().train(action, mods=mods)
+        """Register a training handler; the default one also takes layer-wise steps, and that of "gather" only runs."""
 
         def decorate(handler: Handler) -> Handler:
-            if action != "default":
-                return register(handler)
-            NodeApp.train(self, "layerwise", mods=mods)(partial(self._train_in_step, handler))
-            register(partial(self._act, OwnLoopClient.train, handler))
+            if action == "gather":
+                self._gathering = handler
+            elif action != "default":
+                NodeApp.train(self, action, mods=mods)(handler)
+            else:
+                NodeApp.train(self, "layerwise", mods=mods)(partial(self._train_in_step, handler))
+                NodeApp.train(self, mods=mods)(partial(self._act, OwnLoopClient.train, handler))
             return handler
 
         return decorate
 
     def evaluate(self, action: str = "default", *, mods: Any = None) -> Decorator:
-        """Register an evaluation handler."""
+        """Register an evaluation handler, under which statistics are gathered if there is none for that."""
         register = super().evaluate(action, mods=mods)
 
         def decorate(handler: Handler) -> Handler:
+            self._gathering = self._gathering or handler
             register(partial(self._act, OwnLoopClient.test, handler))
             return handler
 
@@ -81,7 +87,7 @@ class ClientApp(NodeApp):
 
     def _client(self, handler: Handler, message: Message, context: Context) -> OwnLoopClient:
         weight = self._num_examples(context) if self._num_examples else None
-        return OwnLoopClient(self.structure, handler, message, context, weight, self._loss_key)
+        return OwnLoopClient(self.structure, handler, message, context, weight, self._loss_key, self._gathering)
 
     def _act(self, act: Callable[..., Reply], handler: Handler, message: Message, context: Context) -> Message:
         client = self._client(handler, message, context)

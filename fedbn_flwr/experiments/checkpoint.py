@@ -18,15 +18,16 @@ from flwr.serverapp import Grid
 from torch import Tensor
 
 from fedbn_flwr import wire
-from fedbn_flwr.client.node_memory import NAMESPACE
+from fedbn_flwr.client.node_memory import NAMESPACE, Memory
 from fedbn_flwr.experiments.method import Experiment
 from fedbn_flwr.experiments.output.recorder import Journal
 from fedbn_flwr.experiments.output.run_folder import PERSONAL
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.simulation.in_process import LocalGrid
 from fedbn_flwr.simulation.node_contexts import FIRST_NODE_ID, StateFolder
-from fedbn_flwr.state import Arrays, arrays_of, arrays_to_record
+from fedbn_flwr.state import Arrays, arrays_of, arrays_to_record, to_record
 from fedbn_flwr.state.record_files import sync
+from fedbn_flwr.state.records import make_record
 from fedbn_flwr.strategies import BaseStrategy
 from fedbn_flwr.wire.history import CHECKPOINT, STATE_HISTORY, History
 
@@ -243,9 +244,11 @@ class Recovery:
             grid.save_states(folder, wire.PERSONAL)
             return
         files = StateFolder(folder, range(0))
+        kept = {context.node_id: Memory(context.state).recall(wire.PERSONAL) for context in grid.contexts()}
         strategy.round.grid = grid  # there was no round if the run died after its last one
         for node, groups in strategy.package(list(grid.get_node_ids()), arrays).items():
-            files[node - FIRST_NODE_ID] = RecordDict({f"{NAMESPACE}/{wire.PERSONAL}": groups[strategy.arrayrecord_key]})
+            own = make_record({**groups[strategy.arrayrecord_key], **to_record(kept.get(node, {}))})
+            files[node - FIRST_NODE_ID] = RecordDict({f"{NAMESPACE}/{wire.PERSONAL}": own})
 
     def restore(self, saved: Checkpoint) -> ArrayRecord:
         """Bring everything into the state of a checkpoint; return its model."""

@@ -162,6 +162,7 @@ def evaluation_of(experiment: Experiment) -> Instruction:
     by_nodes = experiment.strategy_class.personal or config.dataset == SITES
     return Instruction(
         seed=config.seed,
+        batch_size=config.batch_size,
         report_local_loss=config.train_loss_global and by_nodes,
         class_metrics=",".join(config.class_metrics),
     )

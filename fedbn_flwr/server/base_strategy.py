@@ -14,7 +14,8 @@ from flwr.serverapp.strategy import Result
 
 from fedbn_flwr import wire
 from fedbn_flwr.plugins.options import Range
-from fedbn_flwr.server.constructor_options import MomentumKind, OptimizerKind, check_constructor
+from fedbn_flwr.server.constructor_options import MomentumKind, OptimizerKind, StatisticsKind, check_constructor
+from fedbn_flwr.server.exact_statistics import GATHERED, with_exact_statistics
 from fedbn_flwr.server.grids import wait_for_nodes
 from fedbn_flwr.server.lr_schedule import read_schedule
 from fedbn_flwr.server.method_state import LaterRounds, LostRounds, MethodState, merged_type, pack_state, unpack_state
@@ -64,6 +65,7 @@ class BaseStrategy(FlowerFedAvg):
     - `evaluate_every`: how often nodes evaluate, if `fraction_evaluate` asks for it; the last round always counts,
     - `robust`: what stands in the place of means (see `Robust`), in whatever the method pools: models, statistics and
       gradients of exchanges, carried values, gathered statistics and control variates,
+    - `statistics`: the BN statistics that a model is evaluated and kept with; None is the first of `evaluated_with`,
     - `privacy`: clips the nodes' updates and adds noise to their mean (see `Privacy`), under uniform weights. It stands
       in place of Flower's wrappers, which take entries by position and add noise to variances.
     """
@@ -78,6 +80,10 @@ class BaseStrategy(FlowerFedAvg):
     stays: ClassVar[str] = "none"
     #: constructor arguments of a base class that have another name here
     replaced: ClassVar[tuple[str, ...]] = ()
+    #: the values that `statistics` may have
+    evaluated_with: ClassVar[tuple[str, ...]] = ("running", "exact")
+    #: whether exact statistics are gathered in every round, and from its nodes, not from all where it is evaluated
+    gathers_always: ClassVar[bool] = False
     #: what nodes send beside the model; each class of a hierarchy names only its own
     sends: ClassVar[tuple[Sent, ...]] = ()
     #: what the method keeps from round to round
@@ -132,6 +138,14 @@ class BaseStrategy(FlowerFedAvg):
         ] = 0.0,
         max_share: Annotated[float, "share of all examples to which a node may grow; 1: any", Range(0.5, 1)] = 0.5,
         robust: Annotated[str, "rule in place of means: none, median, trimmed:B, multi-krum:F or norm:C"] = "none",
+        statistics: Annotated[
+            StatisticsKind | None,
+            "BN statistics to evaluate and keep a model with: running (as trained), exact (gathered from all nodes by "
+            "the new model) or own (of each node's own data) [running, unless the method has others]",
+        ] = None,
+        gather_samples: Annotated[
+            int, "samples of each node that gathered statistics come from, in one batch; 0 means all", Range(0)
+        ] = 0,
         privacy: Privacy | None = None,
         **flower: Any,
     ) -> None:
@@ -149,10 +163,16 @@ class BaseStrategy(FlowerFedAvg):
         self.stages: dict[str, Stage] = {}
         if server_optimizer != "none":
             self.stages["optimizer"] = ServerOptimizer(server_optimizer, server_lr)
+        self.gather_samples, self.statistics = gather_samples, statistics or self.evaluated_with[0]
+        if self.statistics not in self.evaluated_with:
+            known = " or ".join(self.evaluated_with)
+            raise ValueError(f"statistics of {type(self).__name__} must be {known}, got {statistics!r}")
+        if self.statistics != "running" and self.needs == "none":
+            self.needs = "statistics"
         #: the groups whose means the method gets
         self.groups: list[PooledGroup] = []
         named = [sent for parent in reversed(type(self).__mro__) for sent in vars(parent).get("sends", ())]
-        for sent in (*named, *[MOMENTUM] * (momentum_state == "global")):
+        for sent in (*named, *[MOMENTUM] * (momentum_state == "global"), *[GATHERED] * (self.statistics == "exact")):
             self.let_send(sent)
         #: how many times as many examples as at the start nodes may say, and the share of all to which they may grow
         self.count_growth, self.max_share = 2.0, max_share
@@ -193,6 +213,8 @@ class BaseStrategy(FlowerFedAvg):
             instruction = instruction.with_rule(clip_norm=float(self.clip_norm))
         if self.clip_factor and instruction.batch_size >= self.clips_from:
             instruction = instruction.with_rule(clip_factor=float(self.clip_factor))
+        later = "" if self.statistics == "running" else "statistics"
+        instruction = replace(instruction, later=later, gather_samples=self.gather_samples)
         return replace(instruction, momentum_state=self.momentum_state, bn_needed=self.needs, keep_local=self.stays)
 
     def package(self, nodes: Sequence[int], arrays: ArrayRecord) -> dict[int, dict[str, ArrayRecord]]:
@@ -219,7 +241,9 @@ class BaseStrategy(FlowerFedAvg):
 
     def instruct_evaluation(self, instruction: Instruction) -> Instruction:
         """Return the shared options, changed into what clients do when they evaluate."""
-        return replace(instruction, bn_needed=self.needs, keep_local=self.stays)
+        own: dict[str, Any] = {"statistics": "own", "gather_samples": self.gather_samples}
+        changes = own if self.statistics == "own" else {}
+        return replace(instruction, bn_needed=self.needs, keep_local=self.stays, **changes)
 
     def learn_from_evaluation(self, replies: Sequence[NodeReply]) -> None:
         """Take what the method needs from nodes' evaluations."""
@@ -283,7 +307,7 @@ class BaseStrategy(FlowerFedAvg):
         state.lost, state.ever_trained = LostRounds(), True
         pooled = self._pool(usable)
         name_dominant(usable, pooled.weights)
-        merged = self.update(pooled)
+        merged = self._as_evaluated(self.update(pooled), sorted(pooled.weights))
         return arrays_to_record(merged), now.mean_metrics(self.train_metrics_aggr_fn, self.weighted_by_key)
 
     def configure_evaluate(
@@ -385,6 +409,18 @@ class BaseStrategy(FlowerFedAvg):
             content.most = self.round.expected.first_counts.get(node, 0.0)
             self.round.sent.append(Message(content, node, kind))
         return self.round.sent
+
+    def _as_evaluated(self, merged: Arrays, nodes: Sequence[int]) -> Arrays:
+        """Return the new state with statistics of its own, in the rounds after which these are looked at or frozen."""
+        now = self.round
+        is_due = self.gathers_always or self.evaluates(now.number) or now.number == self.state.frozen_after
+        if self.statistics != "exact" or not is_due or now.instruction.freeze in ("statistics", "both"):
+            return merged
+        asked = nodes if self.gathers_always else sorted(now.grid.get_node_ids())
+        packages = self.package(asked, arrays_to_record(merged))
+        models = {node: groups[self.arrayrecord_key] for node, groups in packages.items()}
+        memory = self.state.stages.setdefault("statistics", {})
+        return with_exact_statistics(merged, models, now, self.averager, self.exchange_timeout, memory)
 
     def _pool(self, replies: Sequence[NodeReply]) -> Pooled:
         """Return the replies as one, with what the stages make of the mean of the models."""

@@ -12,6 +12,7 @@ from fedbn_flwr.plugins import did_you_mean
 from fedbn_flwr.plugins.options import Option, options_of
 
 MomentumKind = Literal["none", "local", "global"]
+StatisticsKind = Literal["running", "exact", "own"]
 OptimizerKind = Literal["none", "adam", "yogi", "adagrad", "momentum"]
 
 

@@ -116,8 +116,10 @@ class Instruction:
     momentum_state: str = _binding("none")
     #: share BN statistics with the other clients in the first step: one of LAYERWISE_MODES
     layerwise: str = _binding("none")
-    #: samples from which statistics are gathered; 0: all
+    #: samples from which statistics are gathered, in one batch; 0: all
     gather_samples: int = 0
+    #: in an evaluation, `own`: with BN statistics of the node's own training data, which it then keeps
+    statistics: str = _binding("running")
     #: in an evaluation, also send the entries that stay on the client
     send_personal: bool = _binding(False)
     #: after training, or in an evaluation, also report the model's loss on all local training data

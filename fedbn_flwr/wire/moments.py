@@ -41,6 +41,12 @@ def unpack(arrays: Mapping[str, NDArray[Any]]) -> dict[str, Moments]:
     }
 
 
+def own_statistics(model: nn.Module, seen: Mapping[str, Moments]) -> State:
+    """Return a model's running statistics as these moments have them, by all names and in the model's numbers."""
+    entries, values = running_statistics(dict(under_all_names(model, seen))), model.state_dict()
+    return {name: value.to(values[name]) for name, value in entries.items()}
+
+
 def running_statistics(pooled: Mapping[str, Moments]) -> State:
     """Pooled moments as the state-dict entries of BN layers; variances are corrected by n / (n - 1)."""
     entries: dict[str, Tensor] = {}

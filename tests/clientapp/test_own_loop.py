@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from functools import cache, partial
+from functools import cache
 from itertools import chain
 from typing import Any, cast
 
@@ -345,11 +345,6 @@ def make_bare() -> nn.Module:
     return make_model("gn")
 
 
-def make_prepared(strategy: type[BaseStrategy]) -> nn.Module:
-    """Return a model with the strategy's own normalizer."""
-    return prepare(make(), strategy)
-
-
 NO_OPTIMIZER = "the loop took no step of a torch.optim.Optimizer"
 NO_BN = "the method would be another one: the model has no BN layer"
 MISTAKES: list[tuple[Callable[[], BaseStrategy], FlowerClientApp, str]] = [
@@ -367,10 +362,6 @@ MISTAKES: list[tuple[Callable[[], BaseStrategy], FlowerClientApp, str]] = [
     *((each, own_app(plain_loop, make_bare), NO_BN) for each in (FedBN, FixBN, FedTAN)),
     (FedWon, own_app(plain_loop, make), r"without BN, and there is 'net.1.running_var'.*prepare\(model, "),
     *((each, own_app(plain_loop, make), r"the model has BatchNorm2d.*prepare\(model, ") for each in (HBN, HeteroFL)),
-    *(
-        (each, own_app(plain_loop, partial(make_prepared, each)), "no node could gather BN statistics: .*gather")
-        for each in (HBN, HeteroFL)
-    ),
     (FedBS, own_app(plain_loop, make), "lack 'local-loss'; they are num-examples, partition-id, train-loss"),
     (
         lambda: FedBS(loss="running"),

@@ -19,6 +19,8 @@ METHODS = (
     *("fedtan", "fedtan:exchange=paper", "fedtan:weighting=uniform", "fedtan-ii:m=2"),
     *("fedtan:carry=true", "fedtan:carry=true:memory=0", "fedtan:carry=true:weighting=uniform", "feddna"),
     *("feddna:carry=true", "feddna:exchange=paper", "centralized"),
+    *("fedavg:statistics=exact", "fixbn:freeze-round=2:statistics=exact", "fedtan:carry=true:statistics=exact"),
+    *("mtfl:statistics=exact:gather-samples=9", "mtfl:statistics=own", "fedbn:statistics=own", "silobn:statistics=own"),
 )
 #: what any method may be told, each seldom
 MORE = ("momentum-state=local", "momentum-state=global", "server-optimizer=momentum")

@@ -95,6 +95,7 @@ def test_a_function_of_ones_own() -> None:
 
 METHODS = ["fedavg", "fedprox", "scaffold", "fixbn:freeze-round=2", "fedtan", "fedtan:carry=true", "feddna", "fedwon"]
 METHODS += ["fedbs", "fedbn", "silobn", "mtfl", "hbn", "fbn", "standalone", "centralized", "fedavg+gn"]
+METHODS += ["fedtan:statistics=exact", "fedbn:statistics=own"]
 
 
 def test_every_method_learns_and_engines_agree() -> None:
@@ -119,7 +120,10 @@ def test_what_cannot_be_stacked_trains_one_after_another() -> None:
         run("fedavg", model=f"{__name__}:net", data=own(), objective=clipped, **SMALL, workers=2)
 
 
-@pytest.mark.parametrize("method", ["fedavg", "fedbn", "fednorm"])
+OWN = [f"{method}:statistics=own" for method in ("fedbn", "mtfl", "fednorm")]
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedbn", "fednorm", *OWN])
 def test_domains_have_errors_of_their_own(method: str) -> None:
     data = domains()
     found = run(method, model=net, data=data, objective="mse", **{**SMALL, "partition": ""}, fraction_evaluate=1.0)

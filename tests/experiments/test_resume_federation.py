@@ -23,6 +23,7 @@ CASES: dict[str, dict[str, Any]] = {
     "fixbn": {"freeze-round": "auto", "window": 2},
     "fedtan": {"momentum": 0.5, "momentum-state": "local"},
     "hbn": {},
+    "mtfl:statistics=own": {},
 }
 #: what is kept by nodes, and what by the server
 USUAL = ["fedbn", "fixbn"]

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fedbn_flwr.norm import Moments, bn_layers, freeze, gather, pool, replace
+from fedbn_flwr.norm import Moments, bn_layers, freeze, gather, gathering, pool, replace
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -90,3 +90,15 @@ def test_a_layer_used_twice_pools_both_uses() -> None:
 def test_two_values_are_corrected_as_torch_does() -> None:
     assert Moments(2, torch.zeros(1), torch.tensor([3.0])).running_variance(unbiased=True).tolist() == [6.0]
     assert Moments(1, torch.zeros(1), torch.tensor([0.0])).running_variance(unbiased=True).tolist() == [0.0]
+
+
+def test_whoever_runs_the_model_may_ask_for_another_mode_meanwhile() -> None:
+    model, batches = (
+        nn.Sequential(nn.BatchNorm2d(2), nn.BatchNorm2d(2)).double(),
+        [normal(4, 2, 4, 4), normal(3, 2, 4, 4)],
+    )
+    with torch.no_grad(), gathering(model) as seen:
+        for batch in batches:
+            model.eval()(batch)
+    wanted = gather(model, batches)
+    assert all(torch.equal(seen[name].variance, wanted[name].variance) for name in ("0", "1"))

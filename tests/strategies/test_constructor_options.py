@@ -13,6 +13,7 @@ from fedbn_flwr.plugins.options import Option, Range
 from fedbn_flwr.server.constructor_options import constructor_options
 from fedbn_flwr.strategies import (
     HBN,
+    MTFL,
     REGISTRY,
     BaseStrategy,
     FedAvg,
@@ -24,6 +25,7 @@ from fedbn_flwr.strategies import (
     FedTANII,
     FedWon,
     FixBN,
+    HeteroFL,
     Privacy,
     Scaffold,
 )
@@ -113,7 +115,10 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: FixBN(**PRIVATE, send_frozen=True), r"not protect frozen entries that are sent \(send_frozen\)"),
     (lambda: Scaffold(**PRIVATE), "privacy would not protect control variates"),
     (lambda: FedTAN(**PRIVATE), "privacy would not protect the statistics of layer-wise steps"),
-    (lambda: HBN(**PRIVATE), "privacy would not protect gathered statistics"),
+    *(
+        (lambda make=make: make(**PRIVATE, statistics="exact"), "privacy would not protect gathered statistics")
+        for make in (HBN, HeteroFL, FedAvg, MTFL)
+    ),
     (lambda: FedBS(**PRIVATE), "privacy would not protect losses"),
     (lambda: FedNorm(**PRIVATE), "privacy would not protect means of BN over few nodes"),
     (lambda: FedAvg(**PRIVATE, momentum_state="global"), "privacy would not protect the optimizer's state"),

@@ -1,6 +1,5 @@
 """Statistics gathered from clients: HeteroFL's static BN, and HBN."""
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -9,11 +8,7 @@ from flwr.app import Array, ArrayRecord, Message
 from torch import nn
 
 from fedbn_flwr import state, wire
-from fedbn_flwr.norm import Moments
-from fedbn_flwr.state import Arrays
 from fedbn_flwr.strategies import HBN, CannotTrainError, FedAvg, HeteroFL
-from fedbn_flwr.wire import Instruction
-from strategies.base_gathering import Gathering
 from tests.helpers.engine_comparison import quiet
 from tests.helpers.faults import FAULTY, FaultyReply
 from tests.helpers.harness import (
@@ -105,21 +100,15 @@ def test_gathering_happens_only_where_it_is_evaluated() -> None:
     assert not merged["net.1.running_mean"].numpy().any()
 
 
-class Counting(HBN):
-    """Notes how many values of a channel the nodes gathered."""
-
-    def installed(self, state: Arrays, pooled: Mapping[str, Moments]) -> Arrays:
-        self.__dict__["count"] = pooled["net.1"].count
-        return super().installed(state, pooled)
-
-
 @pytest.mark.parametrize(
     ("options", "counted"), [({}, 20 + 64), ({"gather_samples": 30}, 20 + 30), ({"gather_samples": 0}, 20 + 70)]
 )
 def test_hbn_gathers_up_to_so_many_samples_of_each_node(options: dict[str, Any], counted: int) -> None:
-    strategy = Counting(min_available_nodes=2, **options)
-    Federation(make_model("hbn"), (20, 70)).run(strategy, 1)
-    assert strategy.__dict__["count"] == counted * 16  # positions
+    nodes = Federation(make_model("hbn"), (20, 70), grid=Traffic)
+    nodes.run(HBN(min_available_nodes=2, **options), 1)
+    records = [reply.content.array_records for reply in nodes.grid.replies]  # type: ignore[attr-defined]
+    gathered = [record[wire.MOMENTS] for record in records if wire.MOMENTS in record]
+    assert sum(float(record["net.1/count"].numpy()) for record in gathered) == counted * 16  # positions
 
 
 # ---- a node whose moments overflow ----------------------------------------------------------------------------------
@@ -137,20 +126,24 @@ class LargeMean(FaultyReply):
     message_type, fault = wire.GATHER, staticmethod(large_mean)
 
 
+def without_moments(reply: Message) -> Message:
+    del reply.content[wire.MOMENTS]
+    return reply
+
+
+class WithoutMoments(FaultyReply):
+    message_type, fault = wire.GATHER, staticmethod(without_moments)
+
+
 @pytest.mark.parametrize(("strategy", "kind"), [(HBN, "hbn"), (HeteroFL, "static-bn")])
 def test_moments_that_overflow_the_models_numbers_are_left_out(
-    strategy: type[Gathering], kind: str, caplog: pytest.LogCaptureFixture
+    strategy: type[FedAvg], kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class WithoutOne(strategy):  # type: ignore[misc, valid-type]
-        def gather(self, state: Arrays, nodes: Sequence[int], instruction: Instruction) -> dict[str, Moments]:
-            moments: dict[str, Moments] = super().gather(state, [n for n in nodes if n != FAULTY], instruction)
-            return moments
-
     after = Federation(make_float32_model(kind), grid=LargeMean).run(strategy(), 2)
     named = [text for text in caplog.messages if "is left out of this round" in text]
     reason = "the statistics of BN layer '1' is too large to be pooled in float32"
     assert set(named) == {f"Node {FAULTY} is left out of this round: {reason}"}
-    others = Federation(make_float32_model(kind)).run(WithoutOne(), 2)
+    others = Federation(make_float32_model(kind), grid=WithoutMoments).run(strategy(), 2)
     assert all(torch.equal(after[name], others[name]) for name in others)
 
 

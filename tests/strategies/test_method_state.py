@@ -53,6 +53,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fedbn:a lost round": {"mean_personal": True, "fraction_evaluate": 1.0, "min_evaluate_nodes": 1},
     "fedtan:a lost round": {"carry": True},
     "hbn:nobody gathers": {"average": 0.5},
+    "fixbn:exact": {"freeze_round": 4, "statistics": "exact"},
+    "mtfl:own": {"statistics": "own", "fraction_evaluate": 1.0, "min_evaluate_nodes": 1},
 }
 #: the round that is lost where one is; nodes evaluate after it
 LOST = 4

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fedbn_flwr.simulation.in_process import InProcessGrid
-from fedbn_flwr.strategies import REGISTRY, BaseStrategy, FedAvg, FedTAN
+from fedbn_flwr.strategies import MTFL, REGISTRY, BaseStrategy, FedAvg, FedTAN
 from tests.clientapp import test_own_loop as own
 from tests.helpers.engine_comparison import EXACT, Stacked, watching
 from tests.helpers.harness import SIZES, Federation, distance, make_model
@@ -24,6 +24,8 @@ CASES: dict[str, Case] = {
     **{name: _row(name) for name in TABLE},
     "fedtan, carried": (lambda: FedTAN(carry=True), "bn"),
     "fedtan, paper": (lambda: FedTAN(exchange="paper"), "bn"),
+    "exact statistics": (lambda: FedAvg(statistics="exact"), "bn"),
+    "own statistics": (lambda: MTFL(statistics="own"), "bn"),
     "batch renormalization": (FedAvg, "brn"),
     "group normalization": (FedAvg, "gn"),
     "weight standardization": (FedAvg, "bn-ws"),

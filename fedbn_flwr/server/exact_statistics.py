@@ -1,0 +1,82 @@
+"""Exact statistics: those of the new model, gathered from nodes in one exchange before it is evaluated or kept.
+
+Every asked node runs its training data through the model without learning, each BN layer normalizing with the
+mini-batch, and reports count, mean and biased variance of what the layer saw. With n_k values of a channel on node k,
+the server pools them, exactly:
+
+    mean = sum n_k m_k / N,   var = sum n_k (v_k + (m_k - mean)^2) / N,   N = sum n_k
+
+The model gets N / (N - 1) var, as in PyTorch. For one machine, Wu and Johnson, Rethinking "Batch" in BatchNorm, 2021,
+call this precise BN.
+"""
+
+from collections.abc import Mapping
+from logging import WARNING
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.common import log
+
+from fedbn_flwr import wire
+from fedbn_flwr.layerwise.exchange import why_unusable
+from fedbn_flwr.norm import Moments
+from fedbn_flwr.server.grids import ask_nodes
+from fedbn_flwr.server.pooling import Averager, Sent
+from fedbn_flwr.server.replies import CannotTrainError, Expected, RefusedError, log_refused, parse_replies, read_each
+from fedbn_flwr.server.round import Round
+from fedbn_flwr.state import Arrays
+from fedbn_flwr.wire import moments
+
+#: what nodes send beside the model
+GATHERED = Sent("gathered statistics")
+
+
+def with_exact_statistics(
+    state: Arrays,
+    models: Mapping[int, ArrayRecord],
+    now: Round,
+    averager: Averager,
+    timeout: float,
+    memory: dict[str, Any],
+) -> Arrays:
+    """Return a new state with statistics from these nodes, each of which gets its model; `memory` lasts for the run.
+
+    Nodes that fail are left out, and named in the log. An error says why if none has ever answered.
+    """
+    config = ConfigRecord({**now.other_config, **now.instruction.to_config()})
+    contents = {node: RecordDict({wire.ARRAYS: model, wire.CONFIG: config}) for node, model in models.items()}
+    messages = [Message(content, node, wire.GATHER) for node, content in contents.items()]
+    answers = ask_nodes(now.grid, messages, timeout)
+    # all with moments of the same layers
+    replies, refused = parse_replies(answers.values(), messages, Expected((), {}, groups=(wire.MOMENTS,)))
+    sent = [(reply.node, reply.records[wire.MOMENTS]) for reply in replies]
+    seen, unusable = read_each(sent, lambda _, arrays: _read_moments(arrays, state))
+    refused += unusable
+    if not seen and not memory:
+        raise CannotTrainError(f"no node could gather BN statistics: {next(iter(refused), 'none answered')}")
+    memory["gathered"] = True
+    log_refused(refused)
+    pooled = averager.unite(list(seen.values()), now.number)
+    if not pooled:
+        log(WARNING, "BN statistics stay as they were: nodes' answers could not be pooled")
+    entries = moments.running_statistics(pooled)
+    return {**state, **{name: value.numpy().astype(state[name].dtype) for name, value in entries.items()}}
+
+
+def _read_moments(arrays: Mapping[str, np.ndarray], state: Arrays) -> dict[str, Moments]:
+    """Return a node's moments by layer; RefusedError if they cannot be pooled.
+
+    Moments are in float64, but the pool becomes running statistics of the model, which may be in float32.
+    """
+    seen = moments.unpack(arrays)
+    for layer, values in seen.items():
+        entries = moments.running_statistics({layer: values})
+        own = [state[name] for name in entries if name in state and state[name].shape == entries[name].shape]
+        if len(own) < len(entries) or values.count < 1:
+            raise RefusedError(f"its moments are not of a BN layer {layer!r} of the model")
+        dtype: torch.dtype = getattr(torch, str(own[0].dtype))
+        if fault := why_unusable("statistics", torch.stack(list(entries.values())).to(dtype)):
+            raise RefusedError(f"the statistics of BN layer {layer!r} {fault.words}", fault.why)
+    return seen

@@ -1,0 +1,280 @@
+"""Which BN statistics a model is evaluated and kept with: as trained, gathered from all nodes, or each node's own."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from torch import nn
+
+from fedbn_flwr import state, wire
+from fedbn_flwr.client.evaluation import evaluate
+from fedbn_flwr.clientapp import ClientApp
+from fedbn_flwr.simulation.in_process import InProcessGrid
+from fedbn_flwr.strategies import (
+    MTFL,
+    REGISTRY,
+    BaseStrategy,
+    CannotTrainError,
+    FedAvg,
+    FedBN,
+    FedNorm,
+    FedTAN,
+    FixBN,
+    HeteroFL,
+    SiloBN,
+    Standalone,
+)
+from fedbn_flwr.traffic.counting_grid import CountingGrid
+from tests.clientapp.test_own_loop import own_app, plain_loop
+from tests.helpers.harness import CLASSES, SIZES, Federation, Traffic, distance, make_model, make_split, parts
+from tests.helpers.references import pooled_moments
+
+#: how far sums in another order may be from the reference, in float64
+EXACT = 1e-12
+#: batches as large as any node's data, so that a node's layers see all of it at once
+WHOLE: dict[str, Any] = {"batch_size": 100}
+
+
+def seen_by(model: nn.Module, samples: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return what every BN layer sees of samples in one batch, layer by layer."""
+    net, values, seen = model.net, samples.double(), dict[str, torch.Tensor]()
+    assert isinstance(net, nn.Sequential)
+    with torch.no_grad():
+        for index, layer in enumerate(net):
+            seen |= {f"net.{index}": values} if isinstance(layer, nn.BatchNorm2d) else {}
+            values = layer.train()(values)
+    return seen
+
+
+def statistics_of(models: Mapping[int, state.State], inputs: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+    """Return the statistics of all nodes' data together, each node with its own model: the slow reference."""
+    split, seen = make_split(), list[dict[str, torch.Tensor]]()
+    for node, entries in models.items():
+        model = make_model()
+        model.load_state_dict(entries)
+        samples = split.inputs[torch.from_numpy(parts(SIZES)[node])] if inputs is None else inputs
+        seen.append(seen_by(model, samples))
+    pooled = {layer: pooled_moments(torch.cat([each[layer] for each in seen])) for layer in seen[0]}
+    means = {f"{layer}.running_mean": mean for layer, (mean, _) in pooled.items()}
+    return means | {f"{layer}.running_var": variance for layer, (_, variance) in pooled.items()}
+
+
+def everywhere(model: state.State) -> dict[int, state.State]:
+    return dict.fromkeys(range(len(SIZES)), model)
+
+
+def assert_has(model: state.State, wanted: Mapping[str, torch.Tensor]) -> None:
+    assert len(wanted) == 4
+    assert distance({name: model[name] for name in wanted}, wanted) < EXACT
+
+
+def gathers(nodes: Federation) -> list[int]:
+    """Return the round of every message that asked a node for statistics."""
+    assert isinstance(nodes.grid, Traffic)
+    asked = [message for message in nodes.grid.sent if message.metadata.message_type == wire.GATHER]
+    return [int(message.content.config_records[wire.CONFIG]["server-round"]) for message in asked]  # type: ignore[arg-type]
+
+
+# ---- exact ---------------------------------------------------------------------------------------------------------
+
+METHODS: dict[str, Callable[..., BaseStrategy]] = {
+    "fedavg": FedAvg,
+    "half of the nodes": lambda **options: FedAvg(fraction_train=0.5, **options),
+    "adam on the server": lambda **options: FedAvg(server_optimizer="adam", **options),
+    "fixbn, later": lambda **options: FixBN(freeze_round=9, **options),
+    "fedtan": FedTAN,
+    "fedtan, carried": lambda **options: FedTAN(carry=True, **options),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_exact_statistics_are_those_of_all_data_and_nothing_else_moves(method: str) -> None:
+    running = Federation(make_model()).run(METHODS[method](), **WHOLE)
+    exact = Federation(make_model()).run(METHODS[method](statistics="exact"), **WHOLE)
+    wanted = statistics_of(everywhere(running))
+    assert_has(exact, wanted)
+    assert distance({name: running[name] for name in wanted}, wanted) > 1e-3
+    others = running.keys() - wanted.keys()
+    assert all(torch.equal(running[name], exact[name]) for name in others)
+
+
+def test_of_private_affine_parameters_every_node_gathers_with_its_own() -> None:
+    nodes = Federation(make_model())
+    final = nodes.run(MTFL(statistics="exact"), **WHOLE)
+    assert_has(final, statistics_of({node: {**final, **nodes.kept(node)} for node in range(len(SIZES))}))
+
+
+def test_some_samples_are_gathered_from_in_one_batch() -> None:
+    nodes = Federation(make_model(), grid=Traffic)
+    nodes.run(FedAvg(statistics="exact", gather_samples=6), 1)
+    assert isinstance(nodes.grid, Traffic)
+    replies = [reply.content.array_records for reply in nodes.grid.replies]
+    counts = [float(each[wire.MOMENTS]["net.1/count"].numpy()) for each in replies if wire.MOMENTS in each]
+    assert counts == [6 * 16, 6 * 16, 6 * 16, 5 * 16]  # positions, of nodes with at least 5
+
+
+def test_they_are_gathered_where_models_are_evaluated_and_cost_an_exchange() -> None:
+    nodes = Federation(make_model(), grid=Traffic)
+    costs = []
+    for statistics in ("running", "exact"):
+        grid = CountingGrid(nodes.grid)
+        nodes.run(FedAvg(statistics=statistics, fraction_evaluate=0.0), 5, grid=grid, evaluate_every=2)
+        costs.append(grid.training)
+    assert gathers(nodes) == [2] * 4 + [4] * 4 + [5] * 4
+    more = costs[1] - costs[0]
+    assert more.exchanges == 3
+    model = sum(value.numel() * value.element_size() for value in make_model().state_dict().values())
+    assert more.payload_down == 3 * 4 * model
+    # of two layers with four channels: a count, means and variances, 8 bytes each
+    assert more.payload_up == 3 * 4 * 2 * (1 + 4 + 4) * 8
+
+
+@pytest.mark.parametrize("freeze_round", [2, "auto"])
+def test_what_is_frozen_is_what_was_gathered(freeze_round: Any) -> None:
+    """Also in a round that is not evaluated; afterwards nothing is gathered any more."""
+    nodes = Federation(make_model(), grid=Traffic)
+    options: dict[str, Any] = {"window": 2, "threshold": 0.0, "latest": 0.4} if freeze_round == "auto" else {}
+    strategy = FixBN(freeze_round=freeze_round, statistics="exact", evaluate_every=9, **options)
+    final = nodes.run(strategy, 5, **WHOLE)
+    assert gathers(nodes) == [2] * 4
+    at_freeze = Federation(make_model()).run(FedAvg(), 2, **WHOLE)
+    assert_has(final, statistics_of(everywhere(at_freeze)))
+
+
+def test_frozen_affine_parameters_leave_statistics_to_be_gathered() -> None:
+    nodes = Federation(make_model(), grid=Traffic)
+    nodes.run(FixBN(freeze_round=1, freeze="affine", statistics="exact"), 3, evaluate_every=3)
+    assert gathers(nodes) == [1] * 4 + [3] * 4
+
+
+def test_heterofl_is_fedavg_with_static_bn_and_exact_statistics() -> None:
+    ends = [
+        Federation(make_model("static-bn")).run(strategy, 2) for strategy in (HeteroFL(), FedAvg(statistics="exact"))
+    ]
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+# ---- own -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", [FedBN, SiloBN, Standalone, MTFL, FedNorm])
+def test_own_statistics_are_those_of_the_nodes_data_and_are_kept(strategy: Callable[..., BaseStrategy]) -> None:
+    nodes, trained = Federation(make_model()), Federation(make_model())
+    made = strategy(statistics="own", fraction_evaluate=1.0)
+    final = nodes.run(made, **WHOLE)
+    running = trained.run(strategy(fraction_evaluate=0.0), **WHOLE)
+    assert all(torch.equal(final[name], running[name]) for name in final)
+    for node, reply in enumerate(made.evaluation.replies):
+        model = make_model()
+        received = made.package([reply.node], state.to_record(final))[reply.node][wire.ARRAYS]
+        own = {**final, **state.from_record(received), **trained.kept(node)}
+        own |= statistics_of({node: own})
+        assert distance({name: own[name] for name in nodes.kept(node)}, nodes.kept(node)) < EXACT
+        assert nodes.kept(node).keys() >= {"net.1.running_mean", "net.4.running_var"}
+        model.load_state_dict(own)
+        wanted = evaluate(model, make_split(), CLASSES, "cpu").loss
+        assert reply.metrics[wire.EVAL_LOSS] == pytest.approx(wanted, rel=1e-6)  # losses are added up in float32
+
+
+# ---- what does not go ----------------------------------------------------------------------------------------------
+
+
+def test_what_a_method_can_be_evaluated_with() -> None:
+    others = {
+        **dict.fromkeys(("fedbn", "silobn", "standalone", "fednorm"), ("running", "own")),
+        **dict.fromkeys(("hbn", "heterofl"), ("exact",)),
+        **dict.fromkeys(("fbn", "fedwon"), ("running",)),
+        "mtfl": ("running", "exact", "own"),
+    }
+    for name, strategy in REGISTRY.items():
+        usual = others.get(name, ("running", "exact"))
+        assert strategy().statistics == usual[0]
+        for statistics in ("running", "exact", "own"):
+            if statistics in usual:
+                assert strategy(statistics=statistics).statistics == statistics
+            else:
+                with pytest.raises(ValueError, match=f"statistics of .* must be {' or '.join(usual)}, got"):
+                    strategy(statistics=statistics)
+
+
+def test_a_model_without_statistics_has_no_others() -> None:
+    with pytest.raises(CannotTrainError, match="the method would be another one: the model has no BN layer"):
+        Federation(make_model("gn")).run(FedAvg(statistics="exact"), 1)
+
+
+# ---- loops of a user's own -----------------------------------------------------------------------------------------
+
+
+def frozen_later() -> BaseStrategy:
+    return FixBN(statistics="exact")
+
+
+def gathering_app(part_of: Callable[[int], torch.Tensor], loop: Any = plain_loop) -> ClientApp:
+    """Return an app with a handler that runs the model over inputs, and asks nothing else of it."""
+    app: Any = own_app(loop, make_model)
+
+    @app.train("gather")  # type: ignore[untyped-decorator]
+    def gather(message: Message, context: Any) -> Message:
+        model = make_model()
+        model.load_state_dict(message.content.array_records[wire.ARRAYS].to_torch_state_dict())
+        model.eval()
+        with torch.inference_mode():
+            model(part_of(int(context.node_config["partition-id"])))
+        return Message(RecordDict({"metrics": MetricRecord({"num-examples": 1})}), reply_to=message)
+
+    return app  # type: ignore[no-any-return]
+
+
+def own_inputs(part: int) -> torch.Tensor:
+    return make_split().inputs[torch.from_numpy(parts(SIZES)[part])]
+
+
+def test_a_handler_that_gathers_gives_the_same_statistics() -> None:
+    wanted = Federation(make_model()).run(FedAvg(statistics="exact"), lr=0.05, **WHOLE)
+    grid = InProcessGrid(gathering_app(own_inputs), len(SIZES))
+    assert (
+        distance(Federation(make_model()).run(FedAvg(statistics="exact"), grid=grid, lr=0.05, **WHOLE), wanted) < EXACT
+    )
+
+
+def test_without_one_statistics_are_those_of_what_evaluations_see() -> None:
+    """Here all samples, on each of four nodes."""
+    grid = InProcessGrid(own_app(plain_loop, make_model), len(SIZES))
+    model = Federation(make_model()).run(FedAvg(statistics="exact"), grid=grid, lr=0.05)
+    assert_has(model, statistics_of(everywhere(model), make_split().inputs))
+
+
+@pytest.mark.parametrize("strategy", [FedBN, MTFL])
+def test_a_loops_nodes_are_evaluated_with_their_own(strategy: Callable[..., BaseStrategy]) -> None:
+    losses = []
+    for grid in (InProcessGrid(gathering_app(own_inputs), len(SIZES)), None):
+        made = strategy(statistics="own", fraction_evaluate=1.0)
+        Federation(make_model()).run(made, grid=grid, lr=0.05, **WHOLE)
+        losses.append([reply.metrics["eval-loss"] for reply in made.evaluation.replies])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "made", [lambda: FedAvg(statistics="exact"), lambda: FedBN(statistics="own"), HeteroFL, frozen_later]
+)
+def test_a_loop_that_has_only_training_is_refused_in_the_first_round(made: Callable[[], BaseStrategy]) -> None:
+    kind = "static-bn" if made is HeteroFL else "bn"
+    app = ClientApp(model=lambda: make_model(kind))
+
+    @app.train()
+    def train(message: Message, context: Any) -> Message:
+        content = RecordDict({"arrays": message.content["arrays"], "m": MetricRecord({"num-examples": 1})})
+        return Message(content, reply_to=message)
+
+    wanted = r'no node could train in round 1: .*register a handler with @app.train\("gather"\), or with @app.evaluate'
+    with pytest.raises(CannotTrainError, match=wanted):
+        Federation(make_model(kind)).run(made(), 9, grid=InProcessGrid(app, len(SIZES)))
+
+
+def test_a_handler_that_runs_another_model_is_named() -> None:
+    app: Any = own_app(plain_loop, make_model)
+    app.train("gather")(lambda message, context: Message(RecordDict({"a": ArrayRecord()}), reply_to=message))
+    with pytest.raises(CannotTrainError, match="the handler ran no model with the entries of `model`"):
+        Federation(make_model()).run(FedAvg(statistics="exact"), 1, grid=InProcessGrid(app, len(SIZES)), lr=0.05)
