@@ -6,7 +6,7 @@ from typing import Annotated, Any, Self
 
 from fedbn_flwr.client.evaluation import CLASS_METRICS
 from fedbn_flwr.client.training import OPTIMIZERS, PRECISIONS
-from fedbn_flwr.data import parse_augmentation
+from fedbn_flwr.data import SITES, parse_augmentation
 from fedbn_flwr.data.pixels import Channels
 from fedbn_flwr.plugins import did_you_mean
 from fedbn_flwr.plugins.options import ALL_OPTIONS, Pairs, Range, UsageError, Value, as_value, option_key, options_of
@@ -41,6 +41,10 @@ class Config:
     ] = 2
     partition: Annotated[
         str, "how training data are split: iid, classes:2, ...; empty: domain, or classes for data without domains"
+    ] = ""
+    unseen: Annotated[
+        str,
+        "domain that nobody trains with, and that is tested instead of all; in comparisons `each`: one after another",
     ] = ""
     clients: Annotated[
         int,
@@ -161,6 +165,8 @@ class Config:
             )
         if 0 < self.clients < self.min_nodes:
             raise UsageError(f"min-nodes must be at most clients, got {self.min_nodes} of {self.clients}")
+        if self.unseen and self.dataset == SITES:
+            raise UsageError("unseen leaves a domain of one data set out; to leave a site out, do not start its node")
         if self.fraction_train == 0:
             raise UsageError("fraction-train must be above 0")
         if not (self.local_steps or self.local_epochs):

@@ -16,7 +16,7 @@ from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.data_and_model import load_data
 from fedbn_flwr.experiments.engines import ENGINES, engine_named, prepare
 from fedbn_flwr.experiments.given_objects import Method, Model, dataset_of, method_of, model_of
-from fedbn_flwr.experiments.method import import_plugins, owners, parse
+from fedbn_flwr.experiments.method import import_plugins, owners, parse, read_data, resolve
 from fedbn_flwr.experiments.output.console import Bars
 from fedbn_flwr.experiments.output.run_folder import command_line
 from fedbn_flwr.experiments.results.results import Results
@@ -26,6 +26,8 @@ from fedbn_flwr.plugins import Named, fingerprint
 from fedbn_flwr.plugins.options import UsageError, option_key
 
 RESULTS = "results-dir"
+#: stands for every domain of the data, one after another
+EACH = "each"
 #: how a call shows how far it has come: a bar, also lines where there is no terminal for a bar, or nothing
 Shown = bool | Literal["lines"]
 #: stands for what is not given; None may come from a loader that has forgotten `return`
@@ -167,6 +169,13 @@ def comparison(
     if twice := [text for text in texts if texts.count(text) > 1]:
         raise UsageError(f"methods names {twice[0]!r} twice")
     _refuse_ignored(texts, {**given, **grid})
+    if given.get("unseen") == EACH:
+        given = {key: value for key, value in given.items() if key != "unseen"}
+        try:
+            names = read_data(resolve({**given, "method": texts[0]}).config).domain_names or [EACH]
+        except (ValueError, OSError) as error:
+            raise UsageError(str(error)) from error
+        texts = [f"{text}:unseen={name}" for name in names for text in texts]
     return Study({text: text for text in texts}, [Setting({}, given)], seeds, grid, grid_seeds, engine)
 
 

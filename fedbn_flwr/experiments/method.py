@@ -8,7 +8,7 @@ from inspect import signature
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from fedbn_flwr.data import SITES, Data, Split, load
+from fedbn_flwr.data import SITES, Data, Split, leave_out, load
 from fedbn_flwr.data.files import TORCHVISION
 from fedbn_flwr.experiments.choice import Choice
 from fedbn_flwr.experiments.config import Config
@@ -144,7 +144,8 @@ def resolve(values: Mapping[str, Any], federation: bool = False) -> Experiment:
 def read_data(config: Config) -> Data:
     """Return the data set as it is read: the same arguments give the same object."""
     size, root = config.image_size or None, config.data_root or None
-    return load(config.dataset, image_size=size, root=root, image_workers=config.image_workers)
+    loaded = load(config.dataset, image_size=size, root=root, image_workers=config.image_workers)
+    return leave_out(loaded, config.unseen)[0] if config.unseen else loaded
 
 
 def _with_clients(config: Config, federation: bool) -> Config:

@@ -1,16 +1,22 @@
-"""Gathering exact statistics of what every BN layer sees, and pooling them over clients."""
+"""Exact statistics of what every BN layer sees: gathered, pooled over clients, and put into a model for a new site."""
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.device import where_exact
-from fedbn_flwr.norm.detect import bn_layers, channel_axes
+from fedbn_flwr.norm.detect import bn_layers, channel_axes, lacks
 from fedbn_flwr.norm.layers import HybridBatchNorm
+
+#: inputs below which `adapt` warns
+FEWEST = 20
 
 
 @dataclass(frozen=True)
@@ -26,15 +32,15 @@ class Moments:
         return self.variance * (self.count / (self.count - 1)) if unbiased and self.count > 1 else self.variance
 
 
-def gather(model: nn.Module, batches: Iterable[Tensor]) -> dict[str, Moments]:
+def gather(model: nn.Module, batches: Iterable[Tensor], training: bool = True) -> dict[str, Moments]:
     """Run batches of inputs through the model, and return the moments of every BN layer's inputs, by name.
 
-    Every BN layer normalizes as it does in training; nothing is learned, and the model is left as it was, running
-    statistics, counters and modes included. What is not BN is in eval mode, so that dropout neither draws random
-    numbers nor widens the variances, which are for evaluation.
+    Every BN layer normalizes as it does in training, or in evaluation; nothing is learned, and the model is left as it
+    was, running statistics, counters and modes included. What is not BN is in eval mode, so that dropout neither draws
+    random numbers nor widens the variances, which are for evaluation.
     """
     seen: dict[str, Moments] = {}
-    with torch.no_grad(), _only_bn_in_training(model), _recording(model, seen):
+    with torch.no_grad(), _only_bn_in_training(model, training), _recording(model, seen):
         for batch in batches:
             model(batch)
     return seen
@@ -47,6 +53,52 @@ def pool(records: Iterable[Mapping[str, Moments]]) -> dict[str, Moments]:
         for name, moments in record.items():
             pooled[name] = _merge(pooled[name], moments) if name in pooled else moments
     return pooled
+
+
+def adapt(model: nn.Module, inputs: Tensor | Iterable[Any], weight: float = 1.0) -> nn.Module:
+    """Return a copy of a model with the BN statistics of unlabeled inputs; nothing else differs.
+
+    `inputs` are a tensor, or batches of any sizes: tensors, or pairs that begin with one. All are kept in memory, and
+    the layers' outputs of one batch. The statistics are those of one forward pass in training mode over all inputs
+    together, with dropout off: each layer sees what the layers before it have normalized with their new statistics, as
+    in the model that is returned. So all batches go through the model once for each layer, and sizes do not matter.
+
+    A `weight` below 1 mixes (1 - weight) of the model's statistics with the new ones. n / (n + N) with n inputs counts
+    the model's as N samples (Schneider et al., NeurIPS 2020). A model without running statistics is a ValueError.
+    """
+    if lacking := lacks(model, "statistics"):
+        raise ValueError(f"adapt re-estimates BN's running statistics: {lacking}")
+    if not 0 < weight <= 1:
+        raise ValueError(f"adapt: weight must be above 0 and at most 1, got {weight}")
+    with torch.random.fork_rng(devices=[]):  # a loader draws from torch's generator
+        batches = [inputs] if isinstance(inputs, Tensor) else [_inputs_of(batch) for batch in inputs]
+    if (count := sum(map(len, batches))) < FEWEST:
+        if not count:
+            raise ValueError("adapt: there are no inputs")
+        warnings.warn(f"adapt: statistics of {count} inputs are noisy: give {FEWEST} or more", stacklevel=2)
+    adapted, known = deepcopy(model), dict[str, Moments]()
+    before, after = bn_layers(model), bn_layers(adapted)
+
+    def put(name: str, variance: Tensor) -> None:
+        for entry, value in (("running_mean", known[name].mean), ("running_var", variance)):
+            if (old := getattr(before[name], entry)) is not None:
+                getattr(after[name], entry).copy_(torch.lerp(where_exact(old).double(), value, weight))
+
+    for place in range(len(after)):
+        seen = gather(adapted, batches, training=False)  # in the order of the forward pass
+        for name in [*seen][place : place + 1]:
+            known[name] = seen[name]
+            put(name, seen[name].variance)  # biased, as in training; evaluation has the unbiased one
+    for name, moments in known.items():
+        put(name, moments.running_variance(unbiased=True))
+    return adapted
+
+
+def _inputs_of(batch: Any) -> Tensor:
+    first = batch[0] if isinstance(batch, tuple | list) and batch else batch
+    if not isinstance(first, Tensor):
+        raise ValueError(f"adapt: a batch must be a tensor, or a pair that begins with one, got {type(batch).__name__}")
+    return first
 
 
 def _merge(one: Moments, other: Moments) -> Moments:
@@ -82,14 +134,14 @@ def _recording(model: nn.Module, seen: dict[str, Moments]) -> Iterator[None]:
 
 
 @contextmanager
-def _only_bn_in_training(model: nn.Module) -> Iterator[None]:
+def _only_bn_in_training(model: nn.Module, training: bool) -> Iterator[None]:
     # Modes are set directly: `train()` of a frozen layer would not change it, and would remember the call.
     modes = {layer: layer.training for layer in model.modules()}
     buffers = [buffer for layer in bn_layers(model).values() for buffer in layer.buffers()]
     kept = [buffer.clone() for buffer in buffers]
     try:
         for layer in modes:
-            layer.training = isinstance(layer, _BatchNorm)
+            layer.training = training and isinstance(layer, _BatchNorm)
         yield
     finally:
         for layer, mode in modes.items():
