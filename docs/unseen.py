@@ -60,7 +60,7 @@ def measured(run: Mapping[str, Any]) -> Iterator[dict[str, object]]:
     ways = {**{str(count): order[:count] for count in COUNTS}, "two classes": drawn[:100], "all": order}
     for way, chosen in ways.items():
         batches = [((inputs[part] - mean) / std) for part in chosen.split(500)]
-        for pseudo in PSEUDO if way != "all" else (0,):
+        for pseudo in PSEUDO if way != "all" and run["strategy"] == "fedavg" else (0,):
             adapted = adapt(model, batches, len(chosen) / (len(chosen) + pseudo))
             yield row(way, evaluate(adapted, data.test, data.num_classes, "cpu").accuracy, pseudo)
 

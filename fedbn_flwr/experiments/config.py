@@ -42,10 +42,7 @@ class Config:
     partition: Annotated[
         str, "how training data are split: iid, classes:2, ...; empty: domain, or classes for data without domains"
     ] = ""
-    unseen: Annotated[
-        str,
-        "domain that nobody trains with, and that is tested instead of all; in comparisons `each`: one after another",
-    ] = ""
+    unseen: Annotated[str, "domain to test on, which nobody trains with; in comparisons `each`: all in turn"] = ""
     clients: Annotated[
         int,
         "number of clients, by default 5, or one per domain of data that are split so, or per node of a federation",

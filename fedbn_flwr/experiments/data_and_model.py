@@ -51,13 +51,13 @@ def unlabeled_inputs(config: Config, device: torch.device) -> dict[str, list[Ten
     if not config.unseen or config.validation or norm.lacks(shared_model(config), "statistics"):
         return {}
     train, (_, split) = load_data(config).train, data.leave_out(read_data(replace(config, unseen="")), config.unseen)
-    split, generator = replace(split, mean=train.mean, std=train.std), torch_generator(config.seed, "unlabeled")
-    rows, made = torch.randperm(len(split), generator=generator), dict[str, list[Tensor]]()
-    for name, count in (("20", 20), ("100", 100), ("all", len(split))):
-        if count <= len(split):
-            batches = split.batches(rows[:count], batch_sizes(split, count, 500), device)
-            made[name] = [inputs for inputs, _ in batches]
-    return made
+    split, counts = replace(split, mean=train.mean, std=train.std), {"20": 20, "100": 100, "all": len(split)}
+    rows = torch.randperm(len(split), generator=torch_generator(config.seed, "unlabeled"))
+    return {
+        name: [inputs for inputs, _ in split.batches(rows[:count], batch_sizes(split, count, 500), device)]
+        for name, count in counts.items()
+        if count <= len(split)
+    }
 
 
 class SharedData:

@@ -16,7 +16,7 @@ from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.data_and_model import load_data
 from fedbn_flwr.experiments.engines import ENGINES, engine_named, prepare
 from fedbn_flwr.experiments.given_objects import Method, Model, dataset_of, method_of, model_of
-from fedbn_flwr.experiments.method import import_plugins, owners, parse, read_data, resolve
+from fedbn_flwr.experiments.method import data_here, import_plugins, owners, parse, resolve
 from fedbn_flwr.experiments.output.console import Bars
 from fedbn_flwr.experiments.output.run_folder import command_line
 from fedbn_flwr.experiments.results.results import Results
@@ -171,10 +171,9 @@ def comparison(
     _refuse_ignored(texts, {**given, **grid})
     if given.get("unseen") == EACH:
         given = {key: value for key, value in given.items() if key != "unseen"}
-        try:
-            names = read_data(resolve({**given, "method": texts[0]}).config).domain_names or [EACH]
-        except (ValueError, OSError) as error:
-            raise UsageError(str(error)) from error
+        data = data_here(resolve({**given, "method": texts[0]}).config)
+        # the runs refuse `each` as a domain that there is not, or say that the data are not here
+        names = data.domain_names if data and data.domain_names else [EACH]
         texts = [f"{text}:unseen={name}" for name in names for text in texts]
     return Study({text: text for text in texts}, [Setting({}, given)], seeds, grid, grid_seeds, engine)
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedbn_flwr import state, wire
-from fedbn_flwr.client.evaluation import Evaluation, evaluate, mean_loss
+from fedbn_flwr.client.evaluation import evaluate, mean_loss
 from fedbn_flwr.client.learning_task import task_of
 from fedbn_flwr.data import Data
 from fedbn_flwr.norm import adapt
@@ -95,21 +95,18 @@ class Scorer:
     def score_global(self, values: state.State) -> Score:
         """Return the scores of one model on the test split, and after it was adapted if there is what to adapt to."""
         state.load(self._model, values)
-        basic = self._task.basic_score
-        result = self._evaluate(self._model)
+        data, basic, domains = self._data, self._task.basic_score, len(self._data.domain_names)
+        rest = data.test, data.num_classes, self._device, 500, domains, self._task, self._metrics
+        result = evaluate(self._model, *rest)
         scores: Score = {basic: result.accuracy, **result.scores, "loss": result.loss}
         by_class = {wire.CLASS + name: values for name, values in result.by_class.items()}
         scores |= class_means([by_class], self._metrics, self._class_names)
-        if self._data.domain_names:
-            by_name = zip(self._data.domain_names, result.domain_accuracy, result.tested.tolist(), strict=True)
+        if domains:
+            by_name = zip(data.domain_names, result.domain_accuracy, result.tested.tolist(), strict=True)
             scores[f"domain-{basic}"] = {name: accuracy for name, accuracy, there in by_name if there}
         for count, batches in self._unlabeled.items():
-            scores[f"{basic}-adapted-{count}"] = self._evaluate(adapt(self._model, batches)).accuracy
+            scores[f"{basic}-adapted-{count}"] = evaluate(adapt(self._model, batches), *rest).accuracy
         return scores
-
-    def _evaluate(self, model: nn.Module) -> Evaluation:
-        data, domains = self._data, len(self._data.domain_names)
-        return evaluate(model, data.test, data.num_classes, self._device, 500, domains, self._task, self._metrics)
 
     def _train_loss(self, values: state.State) -> Score:
         if self._trained is None:
