@@ -316,10 +316,12 @@ def unseen_rows(rows: Sequence[Row]) -> list[Row]:
         named.append({**row, "setting": domain or str(row.get("unseen", "")), "label": method + colon + more})
     domains = {row["setting"] for row in named}
     for key in dict.fromkeys((row["label"], row["seed"]) for row in named):
-        own = [row for row in finished(named) if (row["label"], row["seed"]) == key]
+        own = [row for row in named if (row["label"], row["seed"]) == key]
         if len(own) == len(domains) > 1:
-            numbers = [name for name in own[0] if all(isinstance(row.get(name), float) for row in own)]
-            means.append({**own[0], "setting": "mean", **{name: fmean(row[name] for row in own) for name in numbers}})
+            # the mean of runs of which one failed or is missing is no number
+            first = next((row for row in own if row["state"] != "finished"), own[0])
+            numbers = [name for name in first if all(isinstance(row.get(name), float) for row in own)]
+            means.append({**first, "setting": "mean", **{name: fmean(row[name] for row in own) for name in numbers}})
     return [*named, *means]
 
 

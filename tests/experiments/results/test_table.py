@@ -119,8 +119,8 @@ def test_a_method_of_which_a_run_failed_has_words_in_place_of_its_numbers() -> N
 def test_domains_that_nobody_trained_with_by_hand() -> None:
     """Means are over domains first, of each seed; intervals are over seeds."""
     scores: dict[str, dict[str, tuple[float | None, ...]]] = {
-        "a": {"x": (0.4, 0.5), "y": (0.6, 0.9)},
-        "b": {"x": (0.1, 0.2), "y": (0.3, None)},
+        "a": {"x": (0.4, 0.5), "y": (0.6, 0.9), "z": (0.8, 1.0)},
+        "b": {"x": (0.1, 0.2), "y": (0.3, 0.4), "z": (0.5, None)},
     }
     rows = [
         ended(f"{method}:unseen={domain}:mu=1", seed, **{**RUN, "accuracy": score, "accuracy-adapted-20": 0.5})
@@ -137,10 +137,12 @@ def test_domains_that_nobody_trained_with_by_hand() -> None:
         ("x", "a:mu=1"): "45.0 ± 63.5",
         ("y", "a:mu=1"): "75.0 ± 190.6",
         ("x", "b:mu=1"): "15.0 ± 63.5",
-        ("y", "b:mu=1"): "diverged at round 3",
-        # (40 + 60) / 2 and (50 + 90) / 2; of b, only the first seed has both
-        ("mean", "a:mu=1"): "60.0 ± 127.1",
-        ("mean", "b:mu=1"): "20.0",
+        ("y", "b:mu=1"): "35.0 ± 63.5",
+        ("z", "a:mu=1"): "90.0 ± 127.1",
+        ("z", "b:mu=1"): "diverged at round 3",
+        # (40 + 60 + 80) / 3 and (50 + 90 + 100) / 3
+        ("mean", "a:mu=1"): "70.0 ± 127.1",
+        ("mean", "b:mu=1"): "diverged at round 3",
     }
     assert lines[0]["adapted 20"].text == "50.0 ± 0.0"
     (alone,) = unseen_rows([ended("a", unseen="x", **RUN)])
