@@ -143,7 +143,9 @@ class Entry:
         """Return the scores on a domain that nobody trained with, each with half its 95 % interval."""
         values = {name: replace(value, deviation=value.interval) for name, value in self.values.items()}
         entry, names = replace(self, values=values), ("accuracy-mean-bn", *ADAPTED)
-        others = {name.removeprefix("accuracy-").replace("-", " "): entry.value(name) for name in names}
+        others = {
+            name.replace("accuracy-", "").replace("-bn", "-BN").replace("-", " "): entry.value(name) for name in names
+        }
         return {"as it is": entry.score(), **others}
 
     def mean(self, key: str, unit: float = 1, digits: int = 0, of: str = "") -> Cell:
