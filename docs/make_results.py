@@ -477,6 +477,54 @@ def claims() -> str:
     return f"{table(['claim', 'source', 'here', 'difference in points'], lines)}\n\n{text}"
 
 
+#: what is said of the statistics that a model is tested with, by the column `inputs` of unseen.csv
+STATISTICS = {
+    "none": "as it is",
+    "none, mean BN": "mean of the nodes'",
+    "20": "of 20",
+    "100": "of 100",
+    "all": "of all",
+}
+
+
+@cache
+def unseen_scores(data: str, inputs: str, pseudo: int = 0) -> dict[str, dict[str, dict[int, float]]]:
+    """Return accuracies on a domain that nobody trained with, by method, domain (or `mean` of all) and seed."""
+    scores: dict[str, dict[str, dict[int, float]]] = {}
+    for row in rows("unseen"):
+        if (row["data"], row["inputs"], row["pseudo"]) == (data, inputs, str(pseudo)):
+            at = scores.setdefault(row["method"], {}).setdefault(row["domain"], {})
+            at[int(row["seed"])] = float(row["accuracy, %"])
+    for by_domain in scores.values():
+        seeds = set.intersection(*map(set, by_domain.values()))
+        by_domain["mean"] = {seed: fmean(each[seed] for each in by_domain.values()) for seed in sorted(seeds)}
+    return scores
+
+
+def unseen(data: str) -> str:
+    """Return the accuracies on each domain that was left out, and their mean with half its 95 % interval."""
+    lines, domains = list[list[str]](), [*unseen_scores(data, "none")["fedavg"]]
+    for method in unseen_scores(data, "none"):
+        for inputs, words in STATISTICS.items():
+            if found := unseen_scores(data, inputs).get(method):
+                means = [f"{fmean(found[domain].values()):.1f}" for domain in domains[:-1]]
+                (value,) = compared({"": found["mean"]}).values()
+                mean = number_text(value.mean, value.interval if value.number > 1 else None, 1)
+                lines.append([f"`{method}`", words, *means, mean])
+    return table(["method", "statistics", *domains], lines)
+
+
+def mixtures() -> str:
+    """Return, for few and skewed samples, means over the domains with the model's statistics as N samples."""
+    lines = []
+    for data in dict.fromkeys(row["data"] for row in rows("unseen")):
+        for inputs in ("10", "20", "100", "two classes"):
+            ways = [unseen_scores(data, "none"), *(unseen_scores(data, inputs, n) for n in (0, 16, 64, 256))]
+            means = [f"{fmean(scores['fedavg']['mean'].values()):.1f}" for scores in ways]
+            lines.append([data, "100 of two classes" if inputs == "two classes" else inputs, *means])
+    return table(["data", "samples", "as it is", "new only", "N = 16", "N = 64", "N = 256"], lines)
+
+
 #: by the name of a table whose runs are not in runs.csv, the word in its corner
 PRINTED = {
     "silent nodes": "nodes that do not reply",
@@ -526,6 +574,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "diagnosis of Fashion-MNIST": lambda: diagnosis("fashion-mnist"),
     "standardized": standardized,
     "claims": claims,
+    **{f"unseen: {data}": partial(unseen, data) for data in ("digits-domains", "fashion-domains", "microphones")},
+    "mixtures": mixtures,
     **{name: partial(printed, name, corner) for name, corner in PRINTED.items()},
 }
 

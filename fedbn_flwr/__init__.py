@@ -1,8 +1,8 @@
 """Batch normalization in federated learning, on Flower and PyTorch.
 
 The library knows no strategy and no app. The strategies are imported from `fedbn_flwr.strategies`. `compare` and `run`
-start experiments, `rows` reads their folders. They are imported when they are asked for, because they need packages
-that the library does without.
+start experiments, `rows` reads their folders, `adapt` fits a model to a new site. They are imported when they are asked
+for, because they need packages that the library does without.
 """
 
 from importlib import import_module
@@ -20,13 +20,15 @@ if TYPE_CHECKING:
     from fedbn_flwr.experiments.laboratory import compare as compare
     from fedbn_flwr.experiments.laboratory import run as run
     from fedbn_flwr.experiments.results.folders import rows as rows
+    from fedbn_flwr.norm import adapt as adapt
 
-__all__ = ["__version__", "compare", "rows", "run"]
-_MODULES = {"compare": "laboratory", "run": "laboratory", "rows": "results.folders"}
+__all__ = ["__version__", "adapt", "compare", "rows", "run"]
+_LABORATORY = "experiments.laboratory"
+_MODULES = {"compare": _LABORATORY, "run": _LABORATORY, "rows": "experiments.results.folders", "adapt": "norm"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with extra("cli"):
-        return getattr(import_module(f"{__name__}.experiments.{_MODULES[name]}"), name)
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -8,7 +8,7 @@ from fedbn_flwr.data.augmentation import AUGMENTATIONS, parse_augmentation
 from fedbn_flwr.data.dataset_registry import DATASETS, SITES, DatasetRequest, register_dataset
 from fedbn_flwr.data.loading import load
 from fedbn_flwr.data.partition import PARTITIONS, PartitionRequest, partition, register_partition
-from fedbn_flwr.data.splits import Data, Split, normalized, renumbered, without_domains
+from fedbn_flwr.data.splits import Data, Split, leave_out, normalized, renumbered, without_domains
 
 __all__ = [
     "AUGMENTATIONS",
@@ -19,6 +19,7 @@ __all__ = [
     "DatasetRequest",
     "PartitionRequest",
     "Split",
+    "leave_out",
     "load",
     "normalized",
     "parse_augmentation",

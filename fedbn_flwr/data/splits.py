@@ -278,6 +278,23 @@ def normalized(data: Data, mean: Channels, std: Channels) -> Data:
     return replace(data, train=train, test=test)
 
 
+@lru_cache(maxsize=2)
+def leave_out(data: Data, domain: str) -> tuple[Data, Split]:
+    """Return the data without a domain's training samples, and these; the test samples are the domain's alone.
+
+    What was normalized by all training samples is normalized by those that are left.
+    """
+    if domain not in data.domain_names:
+        raise ValueError(f"{data.name} has no domain {domain!r}; it has {', '.join(data.domain_names) or 'none'}")
+    number, train = data.domain_names.index(domain), data.train
+    assert train.domains is not None
+    assert data.test.domains is not None
+    here, tested = (column.numpy(force=True) == number for column in (train.domains, data.test.domains))
+    left = replace(data, train=train.select(np.flatnonzero(~here)), test=data.test.select(np.flatnonzero(tested)))
+    is_own = np.allclose([*train.mean, *train.std], np.concatenate(train.measured()))
+    return left.standardized() if is_own else left, train.select(np.flatnonzero(here))
+
+
 def without_domains(data: Data) -> Data:
     """Return the data as one domain."""
     train, test = (replace(split, domains=None) for split in (data.train, data.test))

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Self
 
 from fedbn_flwr.client.evaluation import CLASS_METRICS
 from fedbn_flwr.client.training import OPTIMIZERS, PRECISIONS
-from fedbn_flwr.data import parse_augmentation
+from fedbn_flwr.data import SITES, parse_augmentation
 from fedbn_flwr.data.pixels import Channels
 from fedbn_flwr.plugins import did_you_mean
 from fedbn_flwr.plugins.options import ALL_OPTIONS, Pairs, Range, UsageError, Value, as_value, option_key, options_of
@@ -42,6 +42,7 @@ class Config:
     partition: Annotated[
         str, "how training data are split: iid, classes:2, ...; empty: domain, or classes for data without domains"
     ] = ""
+    unseen: Annotated[str, "domain to test on, which nobody trains with; in comparisons `each`: all in turn"] = ""
     clients: Annotated[
         int,
         "number of clients, by default 5, or one per domain of data that are split so, or per node of a federation",
@@ -166,6 +167,8 @@ class Config:
             raise UsageError(f"min-nodes must be at most clients, got {self.min_nodes} of {self.clients}")
         if self.sites and self.clients not in (0, len(self.sites)):
             raise UsageError(f"sites names {len(self.sites)} sites, but clients is {self.clients}")
+        if self.unseen and self.dataset == SITES:
+            raise UsageError("unseen leaves a domain of one data set out; to leave a site out, do not start its node")
         if self.fraction_train == 0:
             raise UsageError("fraction-train must be above 0")
         if not (self.local_steps or self.local_epochs):

@@ -9,13 +9,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
-from fedbn_flwr import data, models
+from fedbn_flwr import data, models, norm
+from fedbn_flwr.client.evaluation import batch_sizes
 from fedbn_flwr.data.pixels import Channels
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.method import read_data
 from fedbn_flwr.plugins.options import UsageError
+from fedbn_flwr.randomness import torch_generator
 
 CLASSIFICATION = "classification"
 #: the share of the training data and the draw of the validation split are the same for every seed
@@ -42,6 +44,23 @@ def load_data(config: Config) -> data.Data:
     return loaded.validation_split(config.validation, VALIDATION_SEED) if config.validation else loaded
 
 
+def unlabeled_inputs(config: Config, device: torch.device) -> dict[str, list[Tensor]]:
+    """Return, by their number, batches of training inputs of the domain that nobody trains with, to adapt BN to.
+
+    There are none where other data are tested, or if the model has no BN statistics.
+    """
+    if not config.unseen or config.validation or norm.lacks(shared_model(config), "statistics"):
+        return {}
+    train, (_, split) = load_data(config).train, data.leave_out(read_data(replace(config, unseen="")), config.unseen)
+    split, counts = replace(split, mean=train.mean, std=train.std), {"20": 20, "100": 100, "all": len(split)}
+    rows = torch.randperm(len(split), generator=torch_generator(config.seed, "unlabeled"))
+    return {
+        name: [inputs for inputs, _ in split.batches(rows[:count], batch_sizes(split, count, 500), device)]
+        for name, count in counts.items()
+        if count <= len(split)
+    }
+
+
 class SharedData:
     """The data of an experiment on their way to worker processes of this machine, which map the same memory."""
 
@@ -64,7 +83,7 @@ def _take_data(config: Config, packed: bytes) -> None:
 
 
 def _data_key(config: Config) -> str:
-    read = config.dataset, config.image_size, config.data_root, config.image_workers
+    read = config.dataset, config.unseen, config.image_size, config.data_root, config.image_workers
     return repr((*read, config.classes, config.mean, config.std, config.validation))
 
 

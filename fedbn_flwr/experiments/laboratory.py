@@ -18,7 +18,7 @@ from fedbn_flwr.experiments.choice import SEEDS, Grid
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.data_and_model import load_data
 from fedbn_flwr.experiments.engines import ENGINES, engine_named, prepare
-from fedbn_flwr.experiments.method import Method, import_plugins, method_of, owners, parse
+from fedbn_flwr.experiments.method import Method, data_here, import_plugins, method_of, owners, parse, resolve
 from fedbn_flwr.experiments.output.console import Bars
 from fedbn_flwr.experiments.output.run_folder import command_line
 from fedbn_flwr.experiments.results.results import Results
@@ -30,6 +30,8 @@ from fedbn_flwr.plugins.options import UsageError, as_given, option_key
 #: a name, a function or class that makes a model, or a model
 Model = str | Callable[..., nn.Module] | nn.Module
 RESULTS = "results-dir"
+#: stands for every domain of the data, one after another
+EACH = "each"
 #: how a call shows how far it has come: a bar, also lines where there is no terminal for a bar, or nothing
 Shown = bool | Literal["lines"]
 #: stands for what is not given; None may come from a loader that has forgotten `return`
@@ -201,6 +203,12 @@ def comparison(
     if twice := [text for text in texts if texts.count(text) > 1]:
         raise UsageError(f"methods names {twice[0]!r} twice")
     _refuse_ignored(texts, {**given, **grid})
+    if given.get("unseen") == EACH:
+        given = {key: value for key, value in given.items() if key != "unseen"}
+        data = data_here(resolve({**given, "method": texts[0]}).config)
+        # the runs refuse `each` as a domain that there is not, or say that the data are not here
+        names = data.domain_names if data and data.domain_names else [EACH]
+        texts = [f"{text}:unseen={name}" for name in names for text in texts]
     return Study({text: text for text in texts}, [Setting({}, given)], seeds, grid, grid_seeds, engine)
 
 

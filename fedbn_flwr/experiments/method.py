@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from fedbn_flwr.data import SITES, Data, Split, load
+from fedbn_flwr.data import SITES, Data, leave_out, load
 from fedbn_flwr.data.files import TORCHVISION
 from fedbn_flwr.experiments.choice import Choice
 from fedbn_flwr.experiments.config import Config
@@ -180,13 +180,15 @@ def resolve(values: Mapping[str, Any], federation: bool = False) -> Experiment:
 def read_data(config: Config) -> Data:
     """Return the data set as it is read: the same arguments give the same object."""
     size, root = config.image_size or None, config.data_root or None
-    return load(config.dataset, image_size=size, root=root, image_workers=config.image_workers)
+    loaded = load(config.dataset, image_size=size, root=root, image_workers=config.image_workers)
+    return leave_out(loaded, config.unseen)[0] if config.unseen else loaded
 
 
 def _with_clients(config: Config, federation: bool) -> Config:
     """Return the options with a partition, and with a number of clients unless a federation has its own."""
     unknown = not config.partition or (config.partition in ("domain", "city") and not (config.clients or federation))
-    train = _training_data(config) if unknown else None
+    known = data_here(config) if unknown else None
+    train = known.train if known else None
     domains = 0 if train is None or train.domains is None else len(train.domains.unique())
     classed = "iid" if train is not None and train.labels.is_floating_point() else "classes"
     partition = config.partition or ("domain" if domains else classed)
@@ -194,12 +196,12 @@ def _with_clients(config: Config, federation: bool) -> Config:
     return replace(config, partition=partition, clients=clients)
 
 
-def _training_data(config: Config) -> Split | None:
-    """Return the training data if they may have domains or float targets, and are here."""
+def data_here(config: Config) -> Data | None:
+    """Return the data if they may have domains or float targets, and are here."""
     if config.dataset in (SITES, *TORCHVISION):
         return None
     try:
-        return read_data(config).train
+        return read_data(config)
     except OSError:
         return None  # said when the data are needed
     except ValueError as error:

@@ -26,6 +26,7 @@ from fedbn_flwr.experiments.data_and_model import (
     rounds_within_budget,
     set_threads,
     shared_model,
+    unlabeled_inputs,
 )
 from fedbn_flwr.experiments.method import Experiment
 from fedbn_flwr.experiments.output.recorder import Journal, Progress, Summary
@@ -35,7 +36,7 @@ from fedbn_flwr.experiments.output.sinks import open_sinks
 from fedbn_flwr.experiments.runs import Run, asked_of
 from fedbn_flwr.experiments.sites.agreement import SitesGrid, agree, ask_sites
 from fedbn_flwr.plugins.options import UsageError
-from fedbn_flwr.state import arrays_of
+from fedbn_flwr.state import arrays_of, arrays_to_record
 from fedbn_flwr.strategies import wait_for_nodes
 from fedbn_flwr.traffic.counting_grid import CountingGrid
 from fedbn_flwr.wire import Instruction
@@ -97,6 +98,8 @@ def run(
             log(ERROR, "The run ended after round %d, what it leaves is in %s", summary["rounds-done"], folder)
             raise
     summary, arrays = journal.summary(experiment, nodes), journal.arrays or arrays
+    # what is kept of entries that stay on the nodes is their mean after the last round
+    arrays = arrays_to_record({**arrays_of(arrays), **strategy.state.personal})
     recovery.save_personal(arrays)
     files.finish(summary, arrays)
     return summary
@@ -128,7 +131,8 @@ def make_task(grid: Grid, config: Config, nodes: int, before: Mapping[str, Any])
     set_threads(config)
     trained = np.concatenate(make_partition(config, nodes)) if config.train_loss_global else None
     device = pick_device(config.device)
-    scorer = Scorer(shared_model(config), load_data(config), device, trained, config.class_metrics, config.objective)
+    about = trained, config.class_metrics, config.objective, unlabeled_inputs(config, device)
+    scorer = Scorer(shared_model(config), load_data(config), device, *about)
     return Task(config, grid, form_of(config), scorer, ConfigRecord(), [])
 
 

@@ -1,15 +1,21 @@
-"""Gathering exact statistics of what every BN layer sees, and pooling them over clients."""
+"""Exact statistics of what every BN layer sees: gathered, pooled over clients, and put into a model for a new site."""
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fedbn_flwr.device import where_exact
-from fedbn_flwr.norm.detect import bn_layers
+from fedbn_flwr.norm.detect import bn_layers, lacks
 from fedbn_flwr.norm.layers import HybridBatchNorm
+
+#: inputs below which `adapt` warns
+FEWEST = 20
 
 
 @dataclass(frozen=True)
@@ -25,21 +31,21 @@ class Moments:
         return self.variance * (self.count / (self.count - 1)) if unbiased and self.count > 1 else self.variance
 
 
-def gather(model: nn.Module, batches: Iterable[Tensor]) -> dict[str, Moments]:
+def gather(model: nn.Module, batches: Iterable[Tensor], training: bool = True) -> dict[str, Moments]:
     """Run batches of inputs through the model, and return the moments of every BN layer's inputs, by name.
 
-    Every BN layer normalizes as it does in training; nothing is learned, and the model is left as it was, running
-    statistics, counters and modes included. What is not BN is in eval mode, so that dropout neither draws random
-    numbers nor widens the variances, which are for evaluation.
+    Every BN layer normalizes as it does in training, or in evaluation; nothing is learned, and the model is left as it
+    was, running statistics, counters and modes included. What is not BN is in eval mode, so that dropout neither draws
+    random numbers nor widens the variances, which are for evaluation.
     """
-    with torch.no_grad(), gathering(model) as seen:
+    with torch.no_grad(), gathering(model, training) as seen:
         for batch in batches:
             model(batch)
     return seen
 
 
 @contextmanager
-def gathering(model: nn.Module) -> Iterator[dict[str, Moments]]:
+def gathering(model: nn.Module, training: bool = True) -> Iterator[dict[str, Moments]]:
     """While open, fill what is yielded with the moments that `gather` returns, whoever runs the model."""
     seen: dict[str, Moments] = {}
     names: dict[nn.Module, str] = {layer: name for name, layer in bn_layers(model).items()}
@@ -47,7 +53,7 @@ def gathering(model: nn.Module) -> Iterator[dict[str, Moments]]:
     kept = [(buffer, buffer.clone()) for layer in names for buffer in layer.buffers()]
 
     def record(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        layer.training = True  # whoever runs the model may have asked for another mode
+        layer.training = training  # whoever runs the model may have asked for another mode
         # by rows, one a channel: a third less time than `var_mean` over the other axes (small-cnn on one core)
         rows = where_exact(inputs[0]).transpose(0, 1).flatten(1).double()
         if isinstance(layer, HybridBatchNorm):
@@ -63,7 +69,7 @@ def gathering(model: nn.Module) -> Iterator[dict[str, Moments]]:
     try:
         # Modes are set directly: `train()` of a frozen layer would not change it, and would remember the call.
         for layer in modes:
-            layer.training = layer in names
+            layer.training = training and layer in names
         yield seen
     finally:
         for handle in handles:
@@ -81,6 +87,52 @@ def pool(records: Iterable[Mapping[str, Moments]]) -> dict[str, Moments]:
         for name, moments in record.items():
             pooled[name] = _merge(pooled[name], moments) if name in pooled else moments
     return pooled
+
+
+def adapt(model: nn.Module, inputs: Tensor | Iterable[Any], weight: float = 1.0) -> nn.Module:
+    """Return a copy of a model with the BN statistics of unlabeled inputs; nothing else differs.
+
+    `inputs` are a tensor, or batches of any sizes: tensors, or pairs that begin with one. All are kept in memory, and
+    the layers' outputs of one batch. The statistics are those of one forward pass in training mode over all inputs
+    together, with dropout off: each layer sees what the layers before it have normalized with their new statistics, as
+    in the model that is returned. So all batches go through the model once for each layer, and sizes do not matter.
+
+    A `weight` below 1 mixes (1 - weight) of the model's statistics with the new ones. n / (n + N) with n inputs counts
+    the model's as N samples (Schneider et al., NeurIPS 2020). A model without running statistics is a ValueError.
+    """
+    if lacking := lacks(model, "statistics"):
+        raise ValueError(f"adapt re-estimates BN's running statistics: {lacking}")
+    if not 0 < weight <= 1:
+        raise ValueError(f"adapt: weight must be above 0 and at most 1, got {weight}")
+    with torch.random.fork_rng(devices=[]):  # a loader draws from torch's generator
+        batches = [inputs] if isinstance(inputs, Tensor) else [_inputs_of(batch) for batch in inputs]
+    if (count := sum(map(len, batches))) < FEWEST:
+        if not count:
+            raise ValueError("adapt: there are no inputs")
+        warnings.warn(f"adapt: statistics of {count} inputs are noisy: give {FEWEST} or more", stacklevel=2)
+    adapted, known = deepcopy(model), dict[str, Moments]()
+    before, after = bn_layers(model), bn_layers(adapted)
+
+    def put(name: str, variance: Tensor) -> None:
+        for entry, value in (("running_mean", known[name].mean), ("running_var", variance)):
+            if (old := getattr(before[name], entry)) is not None:
+                getattr(after[name], entry).copy_(torch.lerp(where_exact(old).double(), value, weight))
+
+    for place in range(len(after)):
+        seen = gather(adapted, batches, training=False)  # in the order of the forward pass
+        for name in [*seen][place : place + 1]:
+            known[name] = seen[name]
+            put(name, seen[name].variance)  # biased, as in training; evaluation has the unbiased one
+    for name, moments in known.items():
+        put(name, moments.running_variance(unbiased=True))
+    return adapted
+
+
+def _inputs_of(batch: Any) -> Tensor:
+    first = batch[0] if isinstance(batch, tuple | list) and batch else batch
+    if not isinstance(first, Tensor):
+        raise ValueError(f"adapt: a batch must be a tensor, or a pair that begins with one, got {type(batch).__name__}")
+    return first
 
 
 def _merge(one: Moments, other: Moments) -> Moments:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedbn_flwr.data import Data, Split
+from fedbn_flwr.data import Data, Split, leave_out
 from fedbn_flwr.data.splits import stratified
 
 
@@ -107,6 +107,21 @@ def test_validation_split_loses_no_sample_and_is_a_function_of_the_seed() -> Non
     assert torch.equal(first.test.inputs, again.test.inputs)
     assert first.validation_split(0.5, 0) is first.validation_split(0.5, 0)
     assert not torch.equal(first.test.inputs, second.test.inputs)
+
+
+def test_a_domain_left_out_is_tested_and_not_trained_with() -> None:
+    data = make_data().standardized()
+    domains = data.train.domains
+    assert domains is not None
+    left, unlabeled = leave_out(data, "second")
+    assert torch.equal(left.train.inputs, data.train.inputs[domains == 0])
+    assert torch.equal(left.test.inputs, data.test.inputs[domains == 1])
+    assert torch.equal(unlabeled.inputs, data.train.inputs[domains == 1])
+    assert leave_out(data, "second")[0] is left
+    # nothing of the other domain is in what inputs are normalized by, unless the data bring that
+    assert (left.test.mean, left.test.std) == left.train.measured() != (data.train.mean, data.train.std)
+    own = replace(data, train=replace(data.train, mean=(0.5,) * 3), test=replace(data.test, mean=(0.5,) * 3))
+    assert leave_out(own, "first")[0].train.mean == (0.5,) * 3
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0, -0.5, 2.0, 0.001])

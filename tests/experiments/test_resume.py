@@ -28,6 +28,14 @@ CASES: dict[str, dict[str, Any]] = {
     "control variates": {"method": "scaffold", "engine": "stacked", "clients": "4", "fraction_train": "0.5"},
     "server optimizer": {"method": "fedavg", "server_optimizer": "yogi", "engine": "stacked"},
     "freeze round": {"method": "fixbn:freeze-round=2", "engine": "stacked"},
+    "unseen domain": {
+        "method": "fedbn",
+        "dataset": "digits-domains",
+        "unseen": "real",
+        "partition": "domain",
+        "clients": "4",
+        "engine": "stacked",
+    },
     "layer-wise": {"method": "fedtan", "engine": "stacked", "momentum": "0.9", "momentum_state": "global"},
 }
 #: what nodes keep, what the server keeps, and both

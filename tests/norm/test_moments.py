@@ -1,12 +1,16 @@
-"""Gathered statistics are those of the concatenated inputs, and gathering leaves no trace."""
+"""Gathered statistics are those of the concatenated inputs, and gathering leaves no trace; so do adapted models."""
+
+import warnings
+from copy import deepcopy
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from fedbn_flwr.norm import Moments, bn_layers, freeze, gather, gathering, pool, replace
+from fedbn_flwr.norm import Moments, adapt, bn_layers, freeze, gather, gathering, pool, replace
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -102,3 +106,104 @@ def test_whoever_runs_the_model_may_ask_for_another_mode_meanwhile() -> None:
             model.eval()(batch)
     wanted = gather(model, batches)
     assert all(torch.equal(seen[name].variance, wanted[name].variance) for name in ("0", "1"))
+
+
+# ---- adapting --------------------------------------------------------------------------------------------------------
+
+
+def trained_model() -> nn.Module:
+    """Return a model whose BN has statistics, and whose layers differ by an order from that of the forward pass."""
+    model = make_model()
+    model(normal(40, 2, 4, 4, seed=7) * 3 - 1)
+    return model
+
+
+def in_one_pass(model: nn.Module, inputs: Tensor) -> nn.Module:
+    """Return a copy after one forward pass in training mode over all inputs, whose statistics replace the old ones."""
+    model = deepcopy(model)
+    for layer in model.modules():
+        layer.train(isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d))
+    for layer in bn_layers(model).values():
+        layer.momentum = 1.0
+    model(inputs)
+    return model
+
+
+@pytest.mark.parametrize("sizes", [[60], [20, 20, 20], [3, 1, 40, 16], [1] * 60])
+def test_adapted_statistics_are_those_of_all_inputs_in_one_pass(sizes: list[int]) -> None:
+    model, inputs = trained_model(), normal(60, 2, 4, 4) * 2 + 5
+    expected, state = in_one_pass(model, inputs).state_dict(), adapt(model, inputs.split(sizes)).state_dict()
+    assert state.keys() == expected.keys()
+    for name in ("1.running_mean", "1.running_var", "6.running_mean", "6.running_var"):
+        torch.testing.assert_close(state[name], expected[name], rtol=1e-12, atol=1e-12)
+        assert not torch.allclose(state[name], model.state_dict()[name], rtol=0.01)
+
+
+def test_adapting_moves_nothing_else() -> None:
+    model = trained_model()
+    model.get_submodule("6").eval()
+    before, drawn = deepcopy(model.state_dict()), torch.get_rng_state()
+    loader = DataLoader(TensorDataset(normal(60, 2, 4, 4), torch.zeros(60)), batch_size=25, shuffle=True)
+    adapted = adapt(model, loader)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert [layer.training for layer in adapted.modules()] == [layer.training for layer in model.modules()]
+    moved = [name for name, value in adapted.state_dict().items() if not torch.equal(value, before[name])]
+    assert moved == ["1.running_mean", "1.running_var", "6.running_mean", "6.running_var"]
+    assert all(one is not other for one, other in zip(adapted.parameters(), model.parameters(), strict=True))
+    assert [one.requires_grad for one in adapted.parameters()] == [one.requires_grad for one in model.parameters()]
+
+
+def test_a_weight_is_between_the_models_statistics_and_the_new_ones() -> None:
+    """By hand: twenty values 1 and twenty 3 have the mean 2 and the unbiased variance 40 / 39; a quarter of that."""
+    layer, inputs = nn.BatchNorm1d(1).double(), torch.tensor([[1.0], [3.0]], dtype=torch.float64).repeat(20, 1)
+    adapted = adapt(layer, inputs, weight=0.25)
+    assert adapted.state_dict()["running_mean"].item() == pytest.approx(0.25 * 2)
+    assert adapted.state_dict()["running_var"].item() == pytest.approx(0.75 * 1 + 0.25 * 40 / 39)
+
+
+def test_upper_layers_see_what_mixed_statistics_below_make() -> None:
+    model, inputs, share = trained_model(), normal(60, 2, 4, 4) * 2 + 5, 0.3
+    state, old = adapt(model, inputs, share).state_dict(), model.state_dict()
+    below, first, *_, upper, _ = model.children()
+    assert isinstance(first, nn.BatchNorm2d)
+    hidden = below(inputs).detach()
+    variance, mean = torch.var_mean(hidden, dim=(0, 2, 3), correction=0)
+    mixed = (1 - share) * old["1.running_mean"] + share * mean, (1 - share) * old["1.running_var"] + share * variance
+    hidden = nn.functional.batch_norm(hidden, *mixed, first.weight, first.bias, eps=1e-5)
+    seen = upper(hidden.relu().flatten(1)).detach()
+    expected = (1 - share) * old["6.running_mean"] + share * seen.mean(0)
+    torch.testing.assert_close(state["6.running_mean"], expected, rtol=1e-12, atol=1e-12)
+
+
+def test_what_cannot_be_adapted_is_said_in_one_line() -> None:
+    inputs = normal(30, 2, 4, 4)
+    for kind in ("ln", "none"):
+        with pytest.raises(
+            ValueError, match=r"^adapt re-estimates BN's running statistics: the model has no BN layer$"
+        ):
+            adapt(make_model(kind), inputs)
+    with pytest.raises(ValueError, match=r"^adapt: weight must be above 0 and at most 1, got 0$"):
+        adapt(make_model(), inputs, weight=0)
+    with pytest.raises(ValueError, match=r"^adapt: there are no inputs$"):
+        adapt(make_model(), [])
+    with pytest.raises(
+        ValueError, match=r"^adapt: a batch must be a tensor, or a pair that begins with one, got dict$"
+    ):
+        adapt(make_model(), [{"img": inputs}])
+
+
+def test_few_inputs_are_warned_of() -> None:
+    with pytest.warns(UserWarning, match=r"^adapt: statistics of 19 inputs are noisy: give 20 or more$"):
+        adapt(make_model(), normal(19, 2, 4, 4).split(10))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        adapt(make_model(), normal(20, 2, 4, 4).split(10))
+
+
+def test_a_layer_that_no_input_comes_to_keeps_its_statistics() -> None:
+    model = trained_model()
+    model.add_module("aside", nn.ModuleList([nn.BatchNorm1d(3).double()]))
+    model.forward = lambda inputs: nn.Sequential(*[*model.children()][:-1])(inputs)
+    state = adapt(model, normal(30, 2, 4, 4)).state_dict()
+    assert state["aside.0.running_var"].tolist() == [1, 1, 1]

@@ -184,6 +184,7 @@ class Journal:
             "paper-bytes": sent.paper,
             "evaluation-payload-bytes": self._grid.evaluation.payload,
             "seconds": time.perf_counter() - self._started,
+            **({"unseen": config.unseen} if config.unseen else {}),
             **(experiment.choice.summary() if experiment.choice else {}),
             **({"rounds-skipped": skipped} if skipped else {}),
             **({"left-out": left_out} if left_out else {}),

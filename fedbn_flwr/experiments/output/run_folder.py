@@ -28,7 +28,7 @@ CONFIG, SUMMARY = "config.json", "summary.json"
 #: a file for each node with the entries of its own model that differ from the server's
 PERSONAL = "personal"
 #: said of `model.safetensors` where nodes have models of their own
-NOT_WHOLE = "model.safetensors lacks what nodes keep and is of no use alone; `export_personal` makes a node's model"
+NOT_WHOLE = "model.safetensors has at most the mean of what nodes keep; `export_personal` makes a node's model"
 
 
 class RunFolder:

@@ -5,18 +5,20 @@ Sites evaluate on their own test data.
 
 from collections.abc import Mapping, Sequence
 from math import isnan
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
 from flwr.app import ArrayRecord
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 from fedbn_flwr import state, wire
 from fedbn_flwr.client.evaluation import evaluate, mean_loss
 from fedbn_flwr.client.learning_task import task_of
 from fedbn_flwr.data import Data
+from fedbn_flwr.norm import adapt
 from fedbn_flwr.server.grids import PassingGrid
 from fedbn_flwr.server.replies import log_refused, read_each
 from fedbn_flwr.strategies import BaseStrategy, NodeReply
@@ -43,6 +45,8 @@ class Scorer:
       part in the last round (FedBS).
     - `domain-accuracy`: of the global model on every domain; where nodes have models of their own, of the models of
       the nodes that hold the domain.
+    - `accuracy-adapted-20`, `-100`, `-all`, of a domain that nobody trains with: of the one model, or of that with the
+      mean of what stays on the nodes, after `adapt` to so many of the domain's training samples.
     - `train-loss-global`, if asked for: the global model's loss on the union of the clients' training data; where nodes
       have models of their own, the mean of each model's loss on its node's data (FedTAN, Fig. 4 and 7).
     - `node-domain-accuracy`: every node's model on every domain (FedTAN, Fig. 8).
@@ -57,6 +61,7 @@ class Scorer:
         trained: NDArray[np.int64] | None = None,
         metrics: Sequence[str] = (),
         objective: str = "",
+        unlabeled: Mapping[str, Sequence[Tensor]] = MappingProxyType({}),
     ) -> None:
         self._model, self._data, self._device, self._metrics = model.to(device), data, device, metrics
         self._class_names = data.class_names or [str(number) for number in range(data.num_classes)]
@@ -65,6 +70,8 @@ class Scorer:
         self.metric = self._task.metric
         #: the training samples of all clients, if the loss on them is asked for
         self._trained = trained
+        #: by their number, batches of the tested domain to adapt to before it is tested
+        self._unlabeled = unlabeled
 
     def score(self, strategy: BaseStrategy, arrays: ArrayRecord) -> Score:
         """Return the scores of the state after a round."""
@@ -74,6 +81,8 @@ class Scorer:
             asked = {key: value for key, value in scores.items() if key.endswith("-personal")}
             values = state.from_record(arrays)
             return {**self.score_global(values), **self._train_loss(values), **asked}
+        if self._unlabeled:  # no node has the domain that is tested
+            scores.pop(f"domain-{basic}", None)
         scores |= class_means(
             [reply.metrics for reply in strategy.evaluation.replies], self._metrics, self._class_names
         )
@@ -81,21 +90,23 @@ class Scorer:
             own = {name: torch.from_numpy(value) for name, value in mean.items()}
             averaged = self.score_global({**state.from_record(arrays), **own})
             scores[f"{basic}-mean-bn"] = averaged[basic]
+            scores |= {name: score for name, score in averaged.items() if name.startswith(f"{basic}-adapted")}
         return scores
 
     def score_global(self, values: state.State) -> Score:
-        """Return the scores of one model on the test split."""
+        """Return the scores of one model on the test split, and after it was adapted if there is what to adapt to."""
         state.load(self._model, values)
-        test, basic, domains = self._data.test, self._task.basic_score, len(self._data.domain_names)
-        result = evaluate(
-            self._model, test, self._data.num_classes, self._device, 500, domains, self._task, self._metrics
-        )
+        data, basic, domains = self._data, self._task.basic_score, len(self._data.domain_names)
+        rest = data.test, data.num_classes, self._device, 500, domains, self._task, self._metrics
+        result = evaluate(self._model, *rest)
         scores: Score = {basic: result.accuracy, **result.scores, "loss": result.loss}
         by_class = {wire.CLASS + name: values for name, values in result.by_class.items()}
         scores |= class_means([by_class], self._metrics, self._class_names)
-        if self._data.domain_names:
-            by_name = zip(self._data.domain_names, result.domain_accuracy, result.tested.tolist(), strict=True)
+        if domains:
+            by_name = zip(data.domain_names, result.domain_accuracy, result.tested.tolist(), strict=True)
             scores[f"domain-{basic}"] = {name: accuracy for name, accuracy, there in by_name if there}
+        for count, batches in self._unlabeled.items():
+            scores[f"{basic}-adapted-{count}"] = evaluate(adapt(self._model, batches), *rest).accuracy
         return scores
 
     def _train_loss(self, values: state.State) -> Score:

@@ -2,14 +2,14 @@
 
 import shutil
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from fedbn_flwr import state
+from fedbn_flwr import norm, state
 from fedbn_flwr.clientapp import export_personal
 from fedbn_flwr.data.own_data import preprocess
 from fedbn_flwr.experiments.data_and_model import fresh_model, load_data, node_names, normalization
@@ -89,16 +89,20 @@ class Results:
             for key, each in rounds.items()
         }
 
-    def model(self, method: Method = "", seed: int | None = None) -> nn.Module:
+    def model(
+        self, method: Method = "", seed: int | None = None, adapt: Tensor | Iterable[Any] | None = None
+    ) -> nn.Module:
         """Return the model that a run has trained, in evaluation mode; by default that of the first run.
 
-        It takes inputs as training had them: `preprocess` makes them. A method with a model for each node is a
-        UsageError.
+        It takes inputs as training had them: `preprocess` makes them. With `adapt`, unlabeled inputs of a site that
+        did not take part, it has BN statistics of these. A method with a model for each node is a UsageError without
+        `adapt`; with it, the nodes' mean is adapted.
         """
         key = self._key_of(method, seed)
-        if self._runs[key].experiment.strategy_class.personal:
-            raise UsageError(f"{key[0]!r} has a model for each node: `models` returns them")
-        return self._filled(key, read_weights(self._runs[key].folder / "model.safetensors"))
+        if self._runs[key].experiment.strategy_class.personal and adapt is None:
+            raise UsageError(f"{key[0]!r} has a model for each node: `models` returns them, or `adapt` fits their mean")
+        model = self._filled(key, read_weights(self._runs[key].folder / "model.safetensors"))
+        return model if adapt is None else norm.adapt(model, adapt)
 
     def models(self, method: Method = "", seed: int | None = None) -> dict[int | str, nn.Module]:
         """Return each node's own model, in evaluation mode; by default those of the first run.

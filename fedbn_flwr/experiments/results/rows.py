@@ -12,6 +12,9 @@ Row = Mapping[str, Any]
 #: what a run can have come to; an unfinished one runs, or was interrupted
 STATES = ("finished", "failed", "unfinished", "waiting")
 
+#: scores on a domain that nobody trained with, after adapting to so many of its unlabeled samples
+ADAPTED = ("accuracy-adapted-20", "accuracy-adapted-100", "accuracy-adapted-all")
+
 
 def row_of(folder: Path, summary: Row | None = None, **place: Any) -> Row:
     """Return the row of one run: of its `summary`, by default that in its folder.

@@ -19,12 +19,14 @@ from fedbn_flwr.experiments.results.table import (
     COMPARISON,
     DOMAINS,
     REPRODUCED,
+    UNSEEN,
     WEAK,
     Cell,
     Table,
     cautions,
     count,
     table,
+    unseen_rows,
 )
 from fedbn_flwr.experiments.results.values import QUANTITIES, heading_of, is_share, values_of
 
@@ -159,11 +161,17 @@ def show_comparison(rows: Sequence[Row]) -> None:
     if done := finished(rows):
         first = typical(done)
         title = f"{first['dataset']}, {first['model']}, {first['partition']}, {first['rounds']:.0f} rounds"
-        compared = table(rows, COMPARISON, digits=1, caption=title)
-        hints = [f"{line} `--seeds 3` gives intervals." if line == WEAK else line for line in compared.footer]
-        terminal(replace(compared, footer=hints))
+        if "unseen" in first:
+            about = (
+                f"{title}: the domain that nobody trained with, ± half the 95 % interval; adapted to its training data"
+            )
+            terminal(table(unseen_rows(rows), UNSEEN, digits=1, caption=about))
+        else:
+            compared = table(rows, COMPARISON, digits=1, caption=title)
+            hints = [f"{line} `--seeds 3` gives intervals." if line == WEAK else line for line in compared.footer]
+            terminal(replace(compared, footer=hints))
         by_domain = "accuracy by domain, % (personal models: on their nodes' domain)"
-        if (domains := table(rows, DOMAINS, digits=1, caption=by_domain)).lines:
+        if (domains := table(rows, DOMAINS, digits=1, caption=by_domain)).lines and "unseen" not in first:
             terminal(domains)
     for row in rows:
         if row["error"]:

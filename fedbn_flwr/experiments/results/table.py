@@ -13,6 +13,7 @@ from typing import Any
 from fedbn_flwr.experiments.choice import ABOUT_EDGE, EDGE, chosen_of
 from fedbn_flwr.experiments.results.paper import Paper
 from fedbn_flwr.experiments.results.rows import (
+    ADAPTED,
     Row,
     about_absent,
     finished,
@@ -138,6 +139,15 @@ class Entry:
         cells = {name: self.value(name, has_spread=False) for name in names}
         return {**cells, "mean": self.value(AVERAGE, has_spread=False)}
 
+    def unseen(self) -> dict[str, Cell]:
+        """Return the scores on a domain that nobody trained with, each with half its 95 % interval."""
+        values = {name: replace(value, deviation=value.interval) for name, value in self.values.items()}
+        entry, names = replace(self, values=values), ("accuracy-mean-bn", *ADAPTED)
+        others = {
+            name.replace("accuracy-", "").replace("-bn", "-BN").replace("-", " "): entry.value(name) for name in names
+        }
+        return {"as it is": entry.score(), **others}
+
     def mean(self, key: str, unit: float = 1, digits: int = 0, of: str = "") -> Cell:
         """Return the mean over the finished runs of a number of their summaries, for each of another one."""
         runs = [row for row in finished(self.rows) if isinstance(row.get(key), int | float) and (not of or row.get(of))]
@@ -187,6 +197,7 @@ COLUMNS: dict[str, Callable[[Entry], dict[str, Cell]]] = {
     "domains": Entry.domains,
     "personal": lambda entry: {"personal": entry.value("accuracy-personal", has_spread=False)},
     "mean BN": lambda entry: {"mean BN": entry.value("accuracy-mean-bn", has_spread=False)},
+    "unseen": Entry.unseen,
     "chosen": lambda entry: {"chosen": entry.chosen()},
     "runs": lambda entry: {"runs": count(max((value.number for value in entry.values.values()), default=None))},
     "lr": lambda entry: {"lr": Cell() if entry.chosen().text else entry.rate()},
@@ -212,6 +223,7 @@ COMPARISON = ("method", "score", "personal", "mean BN", "versus", "chosen", "lr"
 RESULTS = ("setting", "method", "score", "difference", "printed", "others", "chosen", "runs")
 REPRODUCED = ("setting", "method", "quantity", "chosen", "here", "printed")
 DOMAINS = ("method", "domains")
+UNSEEN = ("setting", "method", "unseen", "chosen", "s")
 COSTS = ("setting", "method", "rounds", "exchanges", "MB sent", "MB a round", "seconds")
 RUNS = (
     *("setting", "method", "seed", "state", "rounds done", "of", "learning rate", "chosen", "score of run"),
@@ -295,6 +307,24 @@ def cautions(rows: Sequence[Row]) -> list[str]:
     absent, left = first.get("absent-classes"), {node for row in rows for node in row.get("left-out", ())}
     lines = [f"Caution: {about_absent(absent, first['partition'], first['clients'])}."] if absent else []
     return lines + [f"Caution: {len(left)} nodes were left out of rounds, which rounds.jsonl names."] * bool(left)
+
+
+def unseen_rows(rows: Sequence[Row]) -> list[Row]:
+    """Return rows with the domain that nobody trained with as setting; of several domains, also a method's means."""
+    named, means = list[Row](), list[Row]()
+    for row in rows:
+        method, _, rest = row["label"].partition(":unseen=")
+        domain, colon, more = rest.partition(":")
+        named.append({**row, "setting": domain or str(row.get("unseen", "")), "label": method + colon + more})
+    domains = {row["setting"] for row in named}
+    for key in dict.fromkeys((row["label"], row["seed"]) for row in named):
+        own = [row for row in named if (row["label"], row["seed"]) == key]
+        if len(own) == len(domains) > 1:
+            # the mean of runs of which one failed or is missing is no number
+            first = next((row for row in own if row["state"] != "finished"), own[0])
+            numbers = [name for name in first if all(isinstance(row.get(name), float) for row in own)]
+            means.append({**first, "setting": "mean", **{name: fmean(row[name] for row in own) for name in numbers}})
+    return [*named, *means]
 
 
 def curve_table(rows: Sequence[Row]) -> Table:

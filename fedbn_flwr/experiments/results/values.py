@@ -6,7 +6,7 @@ from math import isfinite, nan
 from statistics import fmean, stdev
 
 from fedbn_flwr.experiments.output.scoring import LOWER_IS_BETTER
-from fedbn_flwr.experiments.results.rows import Row, finished, metric_of
+from fedbn_flwr.experiments.results.rows import ADAPTED, Row, finished, metric_of
 from fedbn_flwr.plugins import extra
 
 #: setting, label of a method, column
@@ -46,6 +46,7 @@ QUANTITIES: dict[str, Read] = {
     # by which methods are compared: accuracy, unless data or objective have another one
     "score": lambda row, _: {metric_of(row): scale_of(metric_of(row)) * row[metric_of(row)]},
     **{key: _plain(key) for key in ("accuracy", "mean-iou", "accuracy-personal", "accuracy-mean-bn")},
+    **{key: _plain(key) for key in ADAPTED},
     # of every domain, and the mean over domains
     "domain-accuracy": _domains,
     **{key: _plain(key) for key in ("loss", "train-loss", "train-loss-global")},
@@ -84,6 +85,8 @@ class Value:
     difference: float = nan
     half_width: float = 0.0
     pairs: int = 0
+    #: half the width of the 95 % interval of the mean
+    interval: float = 0.0
 
     def __str__(self) -> str:
         return number_text(self.mean, self.deviation if self.number > 1 else None)
@@ -94,9 +97,9 @@ def compared(numbers: Mapping[str, Mapping[int, float]]) -> dict[str, Value]:
     values, first = {}, next(iter(numbers.values()), {})
     for method, by_seed in numbers.items():
         pairs = [number - first[seed] for seed, number in by_seed.items() if seed in first]
-        mean, deviation, _ = spread([*by_seed.values()])
+        mean, deviation, interval = spread([*by_seed.values()])
         difference, _, half_width = spread(pairs)
-        values[method] = Value(method, mean, deviation, len(by_seed), difference, half_width, len(pairs))
+        values[method] = Value(method, mean, deviation, len(by_seed), difference, half_width, len(pairs), interval)
     return values
 
 

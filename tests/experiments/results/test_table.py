@@ -10,7 +10,7 @@ import pytest
 from fedbn_flwr.experiments.output.console import console
 from fedbn_flwr.experiments.results.rows import Row, frame_of, row_of, typical
 from fedbn_flwr.experiments.results.show import FORMS, show, show_comparison
-from fedbn_flwr.experiments.results.table import COLUMNS, Cell, table
+from fedbn_flwr.experiments.results.table import COLUMNS, UNSEEN, Cell, table, unseen_rows
 from fedbn_flwr.experiments.results.values import compared, values_of
 
 # ---- values ----------------------------------------------------------------------------------------------------------
@@ -114,6 +114,39 @@ def test_a_method_of_which_a_run_failed_has_words_in_place_of_its_numbers() -> N
     (line,) = [line for line in table(rows).lines if line["method"].text == "fedbn"]
     assert line["accuracy, %"] == Cell("diverged at round 7")
     assert line["difference"] == Cell()
+
+
+def test_domains_that_nobody_trained_with_by_hand() -> None:
+    """Means are over domains first, of each seed; intervals are over seeds."""
+    scores: dict[str, dict[str, tuple[float | None, ...]]] = {
+        "a": {"x": (0.4, 0.5), "y": (0.6, 0.9), "z": (0.8, 1.0)},
+        "b": {"x": (0.1, 0.2), "y": (0.3, 0.4), "z": (0.5, None)},
+    }
+    rows = [
+        ended(f"{method}:unseen={domain}:mu=1", seed, **{**RUN, "accuracy": score, "accuracy-adapted-20": 0.5})
+        if score
+        else ended(f"{method}:unseen={domain}:mu=1", seed, error="it diverged", diverged=3)
+        for method, of_method in scores.items()
+        for domain, numbers in of_method.items()
+        for seed, score in enumerate(numbers)
+    ]
+    lines = table(unseen_rows(rows), UNSEEN, digits=1).lines
+    shown = {(line["setting"].text, line["method"].text): line["as it is"].text for line in lines}
+    # of two numbers, Student's t is 12.7062, and half the interval is that times half their distance
+    assert shown == {
+        ("x", "a:mu=1"): "45.0 ± 63.5",
+        ("y", "a:mu=1"): "75.0 ± 190.6",
+        ("x", "b:mu=1"): "15.0 ± 63.5",
+        ("y", "b:mu=1"): "35.0 ± 63.5",
+        ("z", "a:mu=1"): "90.0 ± 127.1",
+        ("z", "b:mu=1"): "diverged at round 3",
+        # (40 + 60 + 80) / 3 and (50 + 90 + 100) / 3
+        ("mean", "a:mu=1"): "70.0 ± 127.1",
+        ("mean", "b:mu=1"): "diverged at round 3",
+    }
+    assert lines[0]["adapted 20"].text == "50.0 ± 0.0"
+    (alone,) = unseen_rows([ended("a", unseen="x", **RUN)])
+    assert (alone["setting"], alone["label"]) == ("x", "a")
 
 
 def test_a_data_frame_has_the_same_table() -> None:
