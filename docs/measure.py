@@ -16,10 +16,9 @@ from make_results import best_rate
 
 from fedbn_flwr.experiments.engines import ENGINES
 from fedbn_flwr.experiments.output.run_folder import read_rounds
-from fedbn_flwr.experiments.recipes.commands import check_resources
 from fedbn_flwr.experiments.recipes.schema import read_recipe
 from fedbn_flwr.experiments.runs import Run, alone_in
-from fedbn_flwr.experiments.study import VALIDATION_SHARE, Setting, Study, quiet
+from fedbn_flwr.experiments.study import VALIDATION_SHARE, Setting, Study, checked, quiet
 
 TABLES, RESULTS = Path(__file__).parent / "measured", Path("results")
 CHOOSING, FIRST = (0, 1), 10
@@ -109,7 +108,7 @@ def record(cell: Cell, key: Mapping[str, str], seed: int, rate: float) -> None:
 def measure(name: str) -> None:
     """Run what the tables lack of a recipe, setting by setting, and there seed by seed."""
     recipe = read_recipe(name)
-    check_resources(recipe, recipe.study.runs(RESULTS))
+    checked(recipe.study, RESULTS)
     cells = [Cell(recipe.study, *each, RESULTS / name) for each in recipe.study.cells()]
     for setting in recipe.study.settings:
         place = {"recipe": recipe.name.rpartition("/")[2], "setting": setting.name}
