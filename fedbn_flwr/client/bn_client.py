@@ -111,8 +111,8 @@ class BNClient:
         if instruction.statistics == "own":
             own = moments.own_statistics(self.model, self._gather(instruction))
             state.load(self.model, {**self.model.state_dict(), **own})
-            kept = state.group_keys(self.model, instruction.keep_local) | own.keys()
-            self.memory.store(wire.PERSONAL, state.snapshot(self.model, kept))
+            local = self.memory.personal(state.group_keys(self.model, instruction.keep_local))
+            self.memory.store(wire.PERSONAL, {**local, **own})
         splits, wanted = (self.train_split, self.test_split), list(filter(None, instruction.class_metrics.split(",")))
         domains = max(int(split.domains.max()) + 1 if split.domains is not None else 0 for split in splits)
         result = evaluate(self.model, self.test_split, self.num_classes, self.device, 500, domains, self.task, wanted)

@@ -165,6 +165,8 @@ class Config:
             )
         if 0 < self.clients < self.min_nodes:
             raise UsageError(f"min-nodes must be at most clients, got {self.min_nodes} of {self.clients}")
+        if twice := [name for name in self.sites if self.sites.count(name) > 1]:
+            raise UsageError(f"sites names {twice[0]!r} twice")
         if self.sites and self.clients not in (0, len(self.sites)):
             raise UsageError(f"sites names {len(self.sites)} sites, but clients is {self.clients}")
         if self.unseen and self.dataset == SITES:

@@ -98,9 +98,9 @@ def run(
             log(ERROR, "The run ended after round %d, what it leaves is in %s", summary["rounds-done"], folder)
             raise
     summary, arrays = journal.summary(experiment, nodes), journal.arrays or arrays
+    recovery.save_personal(arrays)
     # what is kept of entries that stay on the nodes is their mean after the last round
     arrays = arrays_to_record({**arrays_of(arrays), **strategy.state.personal})
-    recovery.save_personal(arrays)
     files.finish(summary, arrays)
     return summary
 

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from logging import INFO, LogRecord
 
 from flwr.common import log
@@ -26,7 +26,9 @@ class SitesByName(PassingGrid):
     def get_node_ids(self) -> Iterable[int]:
         """Return the connected nodes that take part."""
         # older versions of Flower do not tell names
-        there: dict[int, str] = {node.node_id: node.name for node in getattr(self._grid, "get_nodes", tuple)()}
+        there: dict[int, str] = {
+            node.node_id: getattr(node, "name", "") for node in getattr(self._grid, "get_nodes", tuple)()
+        }
         there = there or dict.fromkeys(self._grid.get_node_ids(), "")
         if self._chosen and there and not any(there.values()):
             raise UsageError(f"sites={','.join(self._chosen)!r} chooses by name, and these nodes have no names")
@@ -54,7 +56,8 @@ def sites_by_name(grid: Grid, chosen: Sequence[str]) -> Iterator[SitesByName]:
     sites = SitesByName(grid, chosen)
 
     def rename(record: LogRecord) -> bool:
-        record.msg, record.args = with_names(record.getMessage(), sites.names), None
+        with suppress(TypeError, ValueError):  # of arguments that do not fit, logging speaks itself
+            record.msg, record.args = with_names(record.getMessage(), sites.names), None
         return True
 
     FLOWER_LOGGER.addFilter(rename)

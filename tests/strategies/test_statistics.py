@@ -178,6 +178,19 @@ def test_own_statistics_are_those_of_the_nodes_data_and_are_kept(strategy: Calla
         assert reply.metrics[wire.EVAL_LOSS] == pytest.approx(wanted, rel=1e-6)  # losses are added up in float32
 
 
+@pytest.mark.parametrize("strategy", [FedBN, MTFL])
+def test_own_statistics_change_nothing_of_what_nodes_train(strategy: Callable[..., BaseStrategy]) -> None:
+    """A node that is evaluated before it has trained still starts with the mean of what others keep."""
+    options: dict[str, Any] = {"fraction_train": 0.25, "min_train_nodes": 1}  # the mean is sent from round 3 on
+    options |= {"fraction_evaluate": 1.0, "mean_personal": True}
+    ends = [
+        Federation(make_model()).run(strategy(statistics=name, **options), 6, evaluate_every=1)
+        for name in ("running", "own")
+    ]
+    learned = dict(make_model().named_parameters()).keys()
+    assert all(torch.equal(ends[1][name], ends[0][name]) for name in learned)
+
+
 # ---- what does not go ----------------------------------------------------------------------------------------------
 
 

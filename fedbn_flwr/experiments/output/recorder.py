@@ -237,8 +237,10 @@ class Journal:
 
     def _absent(self, row: Mapping[str, Any]) -> str:
         """Return who is missing in a row, and why; empty if nobody is."""
-        names, late = self._grid.names, f"did not answer in {self._config.timeout:g} s"
+        names = self._grid.names
         refused = {names.get(refusal.node, refusal.node) for refusal in self._strategy.training.refused}
+        # a robust rule refuses a round of few nodes as a whole, as node 0
+        late = "was left out" if 0 in refused else f"did not answer in {self._config.timeout:g} s"
         missing = {who: "was left out" if who in refused else late for who in row.get("left-out", ())}
         if names:
             drawn = self._config.fraction_train < 1

@@ -1,11 +1,13 @@
 """Sites by the names under which they are registered: in the log, in results and in errors, and chosen by name."""
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from flwr.app import Error, Message, MessageType
+from flwr.common.logger import FLOWER_LOGGER
 from flwr.proto.node_pb2 import NodeInfo
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -14,7 +16,7 @@ from fedbn_flwr.experiments import UsageError, serve
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.output.run_folder import read_json, read_rounds
 from fedbn_flwr.experiments.sites.own_model import MODELS_VARIABLE
-from fedbn_flwr.server.site_names import SitesByName, with_names
+from fedbn_flwr.server.site_names import SitesByName, sites_by_name, with_names
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.strategies import CannotTrainError
 from tests.helpers.runs import model_bytes
@@ -93,6 +95,14 @@ def test_a_number_in_a_text_gets_its_name_and_no_other_number_does() -> None:
     assert with_names("node 12 of 110", {}) == "node 12 of 110"
 
 
+def test_a_record_that_logging_cannot_write_ends_no_run() -> None:
+    with sites_by_name(InProcessGrid(app, 1), ()), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logging, "raiseExceptions", False)  # it would print what is wrong with the record
+        patch.setattr(FLOWER_LOGGER, "handlers", [logging.NullHandler()])
+        patch.setattr(FLOWER_LOGGER, "propagate", False)
+        FLOWER_LOGGER.info("%d nodes", "no")
+
+
 def test_min_nodes_above_1_is_for_the_run_and_not_for_each_site(sites: list[str], tmp_path: Path) -> None:
     options = {**OPTIONS, "clients": 3, "min-nodes": 2, "results-dir": str(tmp_path)}
     assert serve(Registered(sites, options), options)["rounds"] == 1
@@ -117,6 +127,17 @@ def test_each_rounds_line_names_who_is_missing_and_why(
     assert lines(caplog, "west (node 1002) is left out of this round: ") == [
         "west (node 1002) is left out of this round: it failed: no power"
     ]
+
+
+def test_a_round_that_a_rule_refuses_leaves_sites_out_in_time(
+    sites: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {**OPTIONS, "clients": 3, "min-nodes": 1, "robust": "median", "rounds": 2, "results-dir": str(tmp_path)}
+    grid = Registered(sites, options)
+    grid.failing = {2: {"west"}}
+    serve(grid, options)
+    (line,) = (line for line in lines(caplog, "Round 2 of 2: "))
+    assert line.endswith("; 0 of 3 sites: north was left out, south was left out, west was left out")
 
 
 def test_a_site_that_is_not_drawn_is_not_missing(
@@ -191,6 +212,8 @@ def test_a_site_whose_number_has_no_share_says_so(tmp_path: Path, caplog: pytest
 
 
 def test_names_that_cannot_be_chosen(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="sites names 'west' twice"):
+        Config(sites=("north", "west", "west"))
     with pytest.raises(UsageError, match="sites names 2 sites, but clients is 3"):
         Config(sites=("north", "west"), clients=3)
     with pytest.raises(UsageError, match="sites='north' chooses by name, and these nodes have no names"):
