@@ -131,7 +131,8 @@ def _warn_once(line: str) -> None:
 
 def check_simulation(experiment: Experiment) -> None:
     """Check a run that brings its own nodes, and so must know how many."""
-    if experiment.config.dataset == data.SITES or experiment.config.sites:
+    refuse_sites(experiment.config)
+    if experiment.config.dataset == data.SITES:
         raise UsageError("the data set 'sites' is at the sites of a deployment: submit the run with `flwr run`")
     check(experiment)
     names = load_data(experiment.config).class_names
@@ -140,6 +141,12 @@ def check_simulation(experiment: Experiment) -> None:
         _warn_once(f"classes differ only by upper case or spaces, and count as different ones: {', '.join(alike)}")
     if classes := absent_classes(experiment.config):
         _warn_once(about_absent(classes, experiment.config.partition, experiment.config.clients))
+
+
+def refuse_sites(config: Config) -> None:
+    """Refuse to choose sites where there are none."""
+    if config.sites:
+        raise UsageError(f"sites={','.join(config.sites)!r} chooses sites of a deployment, and a simulation has none")
 
 
 def refuse_own_nodes(config: Config) -> None:

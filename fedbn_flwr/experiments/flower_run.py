@@ -11,7 +11,7 @@ from typing import Any
 from flwr.common import log
 from flwr.serverapp import Grid
 
-from fedbn_flwr.experiments.checks import refuse_own_nodes
+from fedbn_flwr.experiments.checks import refuse_own_nodes, refuse_sites
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.engines import ENGINES, run_with_grid
 from fedbn_flwr.experiments.method import ENGINE, Experiment, resolve
@@ -90,6 +90,7 @@ def choose_engine(grid: Grid, given: str, experiment: Experiment, folder: Path) 
             )
         refuse_own_nodes(experiment.config)
         return DEPLOYED
+    refuse_sites(experiment.config)
     before = (read_json(folder / CONFIG) or {}).get("asked", {}).get("engine") if has_results(folder) else None
     cluster = os.environ.get("RAY_ADDRESS")
     if given != AUTO:

@@ -122,6 +122,8 @@ def test_names_and_clusters_are_refused_before_a_folder_is_made(
         flower_run(tmp_path / "none", engine="stakked")
     with pytest.raises(UsageError, match="workers=2 only works with the engines 'stacked' and 'inprocess'"):
         flower_run(tmp_path / "none", workers="2")
+    with pytest.raises(UsageError, match="sites='north' chooses sites of a deployment, and a simulation has none"):
+        flower_run(tmp_path / "none", engine="stacked", sites="north")
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     with pytest.raises(UsageError, match=r"RAY_ADDRESS=10.0.0.1:6379: .* use `fedbn-flwr run`"):
         flower_run(tmp_path / "none", engine="stacked")
