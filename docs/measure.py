@@ -54,6 +54,11 @@ class Cell:
     label: str
     folder: Path
 
+    @property
+    def choosing(self) -> dict[str, float]:
+        """Return the options of runs that choose: on held-out data, of which only the end counts."""
+        return {"validation": VALIDATION_SHARE, "evaluate-every": self.setting.options["rounds"]}
+
     def run(self, seed: int, rate: float, **changes: float) -> tuple[Path, dict[str, Any]]:
         """Run what is not finished; return the folder and its summary."""
         experiment = self.study.experiment(self.setting, self.label, seed, {"lr": rate, "workers": 1, **changes})
@@ -79,7 +84,7 @@ def chosen_rate(cell: Cell, key: Mapping[str, str]) -> float:
     while True:
         for seed in CHOOSING:
             missing = [rate for rate in rates if rate not in held_out(key, seed)]
-            found = {rate: cell.run(seed, rate, validation=VALIDATION_SHARE)[1] for rate in missing}
+            found = {rate: cell.run(seed, rate, **cell.choosing)[1] for rate in missing}
             scores = {f"{rate:g}": percent(summary) or "diverged" for rate, summary in found.items()}
             append("rates", [{**key, "seeds": seed, **scores}] if scores else [])
         best = best_rate({rate: [held_out(key, seed)[rate] for seed in CHOOSING] for rate in rates})
