@@ -64,6 +64,8 @@ class ClientApp(NodeApp):
 
         def decorate(handler: Handler) -> Handler:
             if action == "gather":
+                if mods:
+                    raise ValueError("a handler that gathers has no mods of its own: give them to ClientApp(mods=...)")
                 self._gathering = handler
             elif action != "default":
                 NodeApp.train(self, action, mods=mods)(handler)

@@ -302,7 +302,8 @@ class BaseStrategy(FlowerFedAvg):
         if not now.replies:
             now.lose(state)
             self.lose_round()
-            return None, None
+            left = self._as_evaluated(now.current, ())
+            return None if left is now.current else arrays_to_record(left), None
         now.refuse_infinite_losses(state)
         state.lost, state.ever_trained = LostRounds(), True
         pooled = self._pool(usable)
@@ -411,12 +412,16 @@ class BaseStrategy(FlowerFedAvg):
         return self.round.sent
 
     def _as_evaluated(self, merged: Arrays, nodes: Sequence[int]) -> Arrays:
-        """Return the new state with statistics of its own, in the rounds after which these are looked at or frozen."""
+        """Return the new state with statistics of its own, in the rounds after which these are looked at or frozen.
+
+        `nodes` have trained in this round. If none has, the model may still have the statistics of training.
+        """
         now = self.round
         is_due = self.gathers_always or self.evaluates(now.number) or now.number == self.state.frozen_after
         if self.statistics != "exact" or not is_due or now.instruction.freeze in ("statistics", "both"):
             return merged
-        asked = nodes if self.gathers_always else sorted(now.grid.get_node_ids())
+        if not (asked := nodes if self.gathers_always else sorted(now.grid.get_node_ids())):
+            return merged
         packages = self.package(asked, arrays_to_record(merged))
         models = {node: groups[self.arrayrecord_key] for node, groups in packages.items()}
         memory = self.state.stages.setdefault("statistics", {})

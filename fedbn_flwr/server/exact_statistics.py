@@ -23,7 +23,7 @@ from fedbn_flwr import wire
 from fedbn_flwr.layerwise.exchange import why_unusable
 from fedbn_flwr.norm import Moments
 from fedbn_flwr.server.grids import ask_nodes
-from fedbn_flwr.server.pooling import Averager, Sent
+from fedbn_flwr.server.pooling import Averager, Sent, name_dominant
 from fedbn_flwr.server.replies import CannotTrainError, Expected, RefusedError, log_refused, parse_replies, read_each
 from fedbn_flwr.server.round import Round
 from fedbn_flwr.state import Arrays
@@ -58,6 +58,7 @@ def with_exact_statistics(
         raise CannotTrainError(f"no node could gather BN statistics: {next(iter(refused), 'none answered')}")
     memory["gathered"] = True
     log_refused(refused)
+    name_dominant(replies, {node: max(layer.count for layer in layers.values()) for node, layers in seen.items()})
     pooled = averager.unite(list(seen.values()), now.number)
     if not pooled:
         log(WARNING, "BN statistics stay as they were: nodes' answers could not be pooled")

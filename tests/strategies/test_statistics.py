@@ -3,9 +3,10 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 from torch import nn
 
 from fedbn_flwr import state, wire
@@ -28,7 +29,9 @@ from fedbn_flwr.strategies import (
 )
 from fedbn_flwr.traffic.counting_grid import CountingGrid
 from tests.clientapp.test_own_loop import own_app, plain_loop
+from tests.helpers.faults import failed, spoiling
 from tests.helpers.harness import CLASSES, SIZES, Federation, Traffic, distance, make_model, make_split, parts
+from tests.helpers.nonsense import sends
 from tests.helpers.references import pooled_moments
 
 #: how far sums in another order may be from the reference, in float64
@@ -147,6 +150,26 @@ def test_frozen_affine_parameters_leave_statistics_to_be_gathered() -> None:
     nodes = Federation(make_model(), grid=Traffic)
     nodes.run(FixBN(freeze_round=1, freeze="affine", statistics="exact"), 3, evaluate_every=3)
     assert gathers(nodes) == [1] * 4 + [3] * 4
+
+
+def test_a_model_that_nobody_trained_in_a_round_gets_its_statistics_all_the_same() -> None:
+    """Round 1 is not evaluated: its model, with the statistics of training, stays for the end."""
+    everybody_fails = spoiling(failed, lambda _, server_round: server_round == 2)
+    final = Federation(make_model(), grid=everybody_fails).run(FedAvg(statistics="exact", evaluate_every=2), 2, **WHOLE)
+    trained = Federation(make_model()).run(FedAvg(), 1, **WHOLE)
+    assert_has(final, statistics_of(everywhere(trained)))
+    assert all(torch.equal(final[name], trained[name]) for name in dict(make_model().named_parameters()))
+
+
+def test_a_node_that_says_it_saw_more_than_all_others_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    def changed(content: RecordDict) -> None:
+        seen: Any = content.array_records.get(wire.MOMENTS, {})
+        for name in [name for name in seen if name.endswith("/count")]:
+            seen[name] = Array(np.array(2000.0))
+
+    Federation(make_model(), grid=sends(changed)).run(FedAvg(statistics="exact"), 1)
+    share = 100 * 2000 / (2000 + 16 * (sum(SIZES) - SIZES[1]))
+    assert f"{share:.1f} % of all weights" in caplog.text
 
 
 def test_heterofl_is_fedavg_with_static_bn_and_exact_statistics() -> None:
@@ -284,6 +307,11 @@ def test_a_loop_that_has_only_training_is_refused_in_the_first_round(made: Calla
     wanted = r'no node could train in round 1: .*register a handler with @app.train\("gather"\), or with @app.evaluate'
     with pytest.raises(CannotTrainError, match=wanted):
         Federation(make_model(kind)).run(made(), 9, grid=InProcessGrid(app, len(SIZES)))
+
+
+def test_a_handler_that_gathers_takes_no_mods() -> None:
+    with pytest.raises(ValueError, match="has no mods of its own: give them to ClientApp"):
+        ClientApp(model=make_model).train("gather", mods=[lambda *_: None])(lambda *_: None)  # type: ignore[arg-type]
 
 
 def test_a_handler_that_runs_another_model_is_named() -> None:
