@@ -43,7 +43,7 @@ def with_exact_statistics(
 ) -> Arrays:
     """Return a new state with statistics from these nodes, each of which gets its model; `memory` lasts for the run.
 
-    Nodes that fail are left out, and named in the log. An error says why if none has ever answered.
+    Nodes that fail are left out, and named in the log. An error says why if none has ever answered, though some train.
     """
     config = ConfigRecord({**now.other_config, **now.instruction.to_config()})
     contents = {node: RecordDict({wire.ARRAYS: model, wire.CONFIG: config}) for node, model in models.items()}
@@ -54,7 +54,7 @@ def with_exact_statistics(
     sent = [(reply.node, reply.records[wire.MOMENTS]) for reply in replies]
     seen, unusable = read_each(sent, lambda _, arrays: _read_moments(arrays, state))
     refused += unusable
-    if not seen and not memory:
+    if not seen and not memory and now.replies:
         raise CannotTrainError(f"no node could gather BN statistics: {next(iter(refused), 'none answered')}")
     memory["gathered"] = True
     log_refused(refused)

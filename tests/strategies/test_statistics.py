@@ -29,7 +29,7 @@ from fedbn_flwr.strategies import (
 )
 from fedbn_flwr.traffic.counting_grid import CountingGrid
 from tests.clientapp.test_own_loop import own_app, plain_loop
-from tests.helpers.faults import failed, spoiling
+from tests.helpers.faults import FaultyReply, failed, spoiling
 from tests.helpers.harness import CLASSES, SIZES, Federation, Traffic, distance, make_model, make_split, parts
 from tests.helpers.nonsense import sends
 from tests.helpers.references import pooled_moments
@@ -159,6 +159,18 @@ def test_a_model_that_nobody_trained_in_a_round_gets_its_statistics_all_the_same
     trained = Federation(make_model()).run(FedAvg(), 1, **WHOLE)
     assert_has(final, statistics_of(everywhere(trained)))
     assert all(torch.equal(final[name], trained[name]) for name in dict(make_model().named_parameters()))
+
+
+def test_a_round_in_which_nobody_answers_at_all_leaves_the_model_as_it_was() -> None:
+    class Dark(FaultyReply):
+        def is_spoiled(self, message: Message) -> bool:
+            return message.content[wire.CONFIG]["server-round"] == 2
+
+        def spoiled(self, message: Message, reply: Message) -> Message:
+            return failed(message, reply)
+
+    final = Federation(make_model(), grid=Dark).run(FedAvg(statistics="exact", evaluate_every=2), 2)
+    assert distance(final, Federation(make_model()).run(FedAvg(), 1)) == 0
 
 
 def test_a_node_that_says_it_saw_more_than_all_others_is_named(caplog: pytest.LogCaptureFixture) -> None:
