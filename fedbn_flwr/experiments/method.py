@@ -192,7 +192,7 @@ def _with_clients(config: Config, federation: bool) -> Config:
     domains = 0 if train is None or train.domains is None else len(train.domains.unique())
     classed = "iid" if train is not None and train.labels.is_floating_point() else "classes"
     partition = config.partition or ("domain" if domains else classed)
-    clients = config.clients or (0 if federation else domains or CLIENTS)
+    clients = config.clients or (0 if federation else len(config.sites) or domains or CLIENTS)
     return replace(config, partition=partition, clients=clients)
 
 

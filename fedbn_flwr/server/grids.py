@@ -125,6 +125,8 @@ class PassingGrid(Grid):
         self._grid = grid
         #: the names of sites by node, if a grid behind this one learns them
         self.names: dict[int, str] = grid.names if isinstance(grid, PassingGrid) else {}
+        #: connected nodes that a grid behind this one hides, because their data do not fit
+        self.unfit: set[int] = grid.unfit if isinstance(grid, PassingGrid) else set()
 
     def outgoing(self, messages: list[Message]) -> list[Message]:
         """Return what is sent in the place of messages."""

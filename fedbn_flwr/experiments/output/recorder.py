@@ -245,7 +245,9 @@ class Journal:
         if names:
             drawn = self._config.fraction_train < 1
             here = {names.get(node) for node in (self._grid.get_node_ids() if drawn else self._strategy.training.nodes)}
-            missing |= dict.fromkeys(sorted({*self._config.sites, *names.values()} - {*here, *missing}), "was away")
+            unfit, away = {names.get(node) for node in self._grid.unfit}, {*self._config.sites, *names.values()}
+            for who in sorted(away - {*here, *missing}):
+                missing[who] = "was refused" if who in unfit else "was away"
         said = ", ".join(f"{who} {why}" for who, why in missing.items())
         return f"; {row['nodes']} of {row['nodes'] + len(missing)} sites: {said}" if missing else ""
 

@@ -148,14 +148,13 @@ class SitesGrid(PassingGrid):
         super().__init__(grid)
         self._agreement = agreement
         self._accepted = dict(agreement.sites)
-        self._refused: set[int] = set()
 
     def get_node_ids(self) -> Iterable[int]:
         """Return the connected nodes that can take part."""
         connected = list(self._grid.get_node_ids())
         # a refused site is asked again when it comes back
-        self._refused &= set(connected)
-        new = [node for node in connected if node not in self._accepted and node not in self._refused]
+        self.unfit &= set(connected)
+        new = [node for node in connected if node not in self._accepted and node not in self.unfit]
         if new:
             self._meet(new, connected)
         return [node for node in connected if node in self._accepted]
@@ -166,7 +165,7 @@ class SitesGrid(PassingGrid):
             reason = self._agreement.objection(node, answer, present)
             if isinstance(answer, str) or reason:
                 log(WARNING, "Node %d cannot take part: %s", node, reason)
-                self._refused.add(node)
+                self.unfit.add(node)
             else:
                 log(INFO, "Site %d (node %d): %s", answer.site, node, spoken(answer))
                 self._accepted[node] = answer

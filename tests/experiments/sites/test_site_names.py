@@ -13,7 +13,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from apps.client import app
 from fedbn_flwr.experiments import UsageError, serve
+from fedbn_flwr.experiments.checks import check_simulation
 from fedbn_flwr.experiments.config import Config
+from fedbn_flwr.experiments.method import resolve
 from fedbn_flwr.experiments.output.run_folder import read_json, read_rounds
 from fedbn_flwr.experiments.sites.own_model import MODELS_VARIABLE
 from fedbn_flwr.server.site_names import SitesByName, sites_by_name, with_names
@@ -129,6 +131,17 @@ def test_each_rounds_line_names_who_is_missing_and_why(
     ]
 
 
+def test_a_site_that_comes_late_and_without_its_data_was_refused(
+    sites: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {**OPTIONS, "clients": 3, "min-nodes": 1, "rounds": 2, "results-dir": str(tmp_path)}
+    grid = Registered([*sites[:2], f"folder:{tmp_path}/nowhere"], options)
+    grid.away = {1: {"west"}}
+    serve(grid, options)
+    assert [line.partition("; ")[2] for line in lines(caplog, "Round 2 of 2")] == ["2 of 3 sites: west was refused"]
+    assert lines(caplog, "west (node 1002) cannot take part: ")
+
+
 def test_a_round_that_a_rule_refuses_leaves_sites_out_in_time(
     sites: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -218,3 +231,5 @@ def test_names_that_cannot_be_chosen(tmp_path: Path) -> None:
         Config(sites=("north", "west"), clients=3)
     with pytest.raises(UsageError, match="sites='north' chooses by name, and these nodes have no names"):
         SitesByName(InProcessGrid(app, 2), ["north"]).get_node_ids()
+    with pytest.raises(UsageError, match="sites='north' chooses sites of a deployment, and a simulation has none"):
+        check_simulation(resolve({"sites": "north"}))
