@@ -249,7 +249,12 @@ class Journal:
             for who in sorted(away - {*here, *missing}):
                 missing[who] = "was refused" if who in unfit else "was away"
         said = ", ".join(f"{who} {why}" for who, why in missing.items())
-        return f"; {row['nodes']} of {row['nodes'] + len(missing)} sites: {said}" if missing else ""
+        text = f"; {row['nodes']} of {row['nodes'] + len(missing)} sites: {said}" if missing else ""
+        tested = self._strategy.evaluation
+        silent = {*tested.nodes} - {node for reply in tested.replies for node in reply.nodes}
+        if tested.number == row["round"] and (others := {names.get(node, node) for node in silent} - {*missing}):
+            text += f"; {', '.join(sorted(map(str, others)))} did not evaluate"
+        return text
 
     def _traffic(self) -> dict[str, int]:
         sent = self._grid.training - self._before

@@ -131,6 +131,20 @@ def test_each_rounds_line_names_who_is_missing_and_why(
     ]
 
 
+def test_a_site_that_trains_and_does_not_evaluate_is_named(
+    sites: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Unscored(Registered):
+        def _answer(self, message: Message) -> Message:
+            evaluates = message.metadata.message_type == MessageType.EVALUATE
+            fails = evaluates and self.site_names[message.metadata.dst_node_id] == "west"
+            return Message(Error(0, "no power"), reply_to=message) if fails else super()._answer(message)
+
+    options = {**OPTIONS, "clients": 3, "results-dir": str(tmp_path)}
+    serve(Unscored(sites, options), options)
+    assert [line.partition("; ")[2] for line in lines(caplog, "Round 1 of 1: ")] == ["west did not evaluate"]
+
+
 def test_a_site_that_comes_late_and_without_its_data_was_refused(
     sites: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
