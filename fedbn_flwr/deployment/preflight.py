@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
+from errno import ENOSPC
 from http.client import HTTPException, HTTPSConnection
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -30,6 +31,8 @@ AHEAD, BEHIND = 5, 305
 #: days that a certificate should last
 DAYS = 14
 PATIENCE = 10.0
+#: bytes for which every folder must have room
+NEEDED = 2**20
 Verdict = Literal["ok", "warning", "failed"]
 
 
@@ -114,9 +117,12 @@ def _registered(kit: Path, env: Mapping[str, str]) -> Iterator[Check]:
 def _folders(kit: Path, env: Mapping[str, str]) -> Iterator[Check]:
     for name in WRITTEN:
         try:
-            with tempfile.TemporaryFile(dir=_place(kit, name)):
-                pass
+            with tempfile.TemporaryFile(dir=_place(kit, name), buffering=0) as file:
+                if file.write(bytes(NEEDED)) < NEEDED:
+                    raise OSError(ENOSPC, os.strerror(ENOSPC))
         except OSError as error:
+            if error.errno == ENOSPC:
+                raise DeploymentError(f"the disk of {name} is full: make room") from error
             raise DeploymentError(
                 f"{name} cannot be written by user {_user()} ({error.strerror}): `docker compose run --rm init`, or as "
                 f"root `fedbn-flwr site init`, gives the kit to FEDBN_USER={env.get('FEDBN_USER', '10001:10001')}"
@@ -204,7 +210,8 @@ def _data(_: Path, env: Mapping[str, str]) -> Iterator[Check]:
     homes = [folder] if (folder / "train").is_dir() else sorted(path.parent for path in folder.glob("*/train"))
     if not homes:
         names = sorted(path.name for path in folder.iterdir())
-        yield Check("data", "warning", f"no folder of images a class in {folder}; it has: {', '.join(names[:10])}")
+        text = f"neither train/CLASS/ nor test/CLASS/ in {folder}; it has: {', '.join(names[:10]) or 'nothing'}"
+        yield Check("data", "warning" if env.get("FEDBN_READ") else "failed", text)
     for home in homes:
         for role in ("train", "test"):
             folders = sorted((home / role).glob("*/"))

@@ -7,11 +7,15 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from errno import ENOSPC
+from os import strerror
 from pathlib import Path
 from typing import Any
 
 from flwr.app import Message, RecordDict
 
+#: stands for a line that cannot be read, such as one that a machine wrote when its power failed
+BROKEN: dict[str, Any] = {"run": "unknown", "round": 0, "message": "unreadable lines", "app": "", "bytes": 0}
 #: the record with the layouts of packed arrays (`fedbn_flwr.wire.packed`, which needs torch, and a SuperNode has none)
 _PACKED = "packed"
 
@@ -61,16 +65,23 @@ class SentLog:
             "bytes": size,
             **more,
         }
-        with self._path.open("a") as file:
-            file.write(json.dumps(row, default=str) + "\n")
+        line = json.dumps(row, default=str).encode() + b"\n"
+        with self._path.open("ab", buffering=0) as file:
+            end = file.tell()
+            if file.write(line) < len(line):  # the next line would be lost in this one
+                file.truncate(end)
+                raise OSError(ENOSPC, strerror(ENOSPC), str(self._path))
 
 
 def read_log(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a log; the last one may be in the making."""
+    """Yield the lines of a log; the last one may be in the making, and one that is broken is named."""
     with path.open() as file:
         for line in file:
             if line.endswith("\n"):
-                yield json.loads(line)
+                try:
+                    yield json.loads(line)
+                except ValueError:
+                    yield BROKEN
 
 
 def _described(sent: Message) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from fedbn_flwr.deployment import preflight as module
 from fedbn_flwr.deployment.cli import main
 from fedbn_flwr.deployment.keys import make_server_certificate
 from tests.helpers.checkout import ROOT
+from tests.helpers.processes import largest_file
 from tests.helpers.tls_server import TLSServer
 
 
@@ -147,3 +148,22 @@ def test_classes_are_counted(kit: Path, tmp_path: Path) -> None:
     assert shown == [("ok", f"{data}/train: covid 3, normal 2"), ("ok", f"{data}/test: covid 1, normal 1")]
     (data / "test" / "covid" / "0.png").unlink()
     assert checks(kit)["data"] == ("failed", f"{data}/test: covid 0, normal 1")
+
+
+@pytest.mark.parametrize("names", [("Train", "Test"), ()])
+def test_data_without_train_and_test_are_refused(names: tuple[str, ...], kit: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    for name in names:
+        (data / name / "covid").mkdir(parents=True)
+    data.mkdir(exist_ok=True)
+    change(kit, FEDBN_DATA=str(data))
+    there = ", ".join(sorted(names)) or "nothing"
+    text = f"neither train/CLASS/ nor test/CLASS/ in {data}; it has: {there}"
+    assert checks(kit)["data"] == ("failed", text)
+    change(kit, FEDBN_READ="own.module:read")  # which may read anything
+    assert checks(kit)["data"] == ("warning", text)
+
+
+def test_a_full_disk_is_named(kit: Path) -> None:
+    with largest_file(1000):
+        assert checks(kit)["folders"] == ("failed", "the disk of log is full: make room")

@@ -24,6 +24,7 @@ from fedbn_flwr.deployment.sent_log import SentLog, read_log, rows_of
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.wire import LAYERWISE
 from fedbn_flwr.wire.packed import pack
+from tests.helpers.processes import largest_file
 
 MODULE = importlib.import_module("flwr.supernode.start_client_internal")
 APP = b"an app"
@@ -142,6 +143,26 @@ def test_a_message_that_cannot_be_recorded_is_not_sent(tmp_path: Path) -> None:
     node = SuperNode(tmp_path / "no" / "folder" / "sent.jsonl")
     node.reply(node.receive(model()), RecordDict())
     assert node.sent == []
+
+
+def test_a_full_disk_costs_no_line_but_the_one_that_has_no_room(tmp_path: Path) -> None:
+    log = tmp_path / "sent.jsonl"
+    node = SuperNode(log)
+    node.reply(node.receive(model()), RecordDict())
+    with largest_file(log.stat().st_size + 10):
+        node.reply(node.receive(model()), RecordDict())
+    node.reply(node.receive(model()), RecordDict())
+    assert len(node.sent) == 2
+    assert [row["message"] for row in read_log(log)] == ["train", "train"]
+
+
+def test_a_line_that_a_failure_of_power_cut_off_is_named(tmp_path: Path) -> None:
+    log = tmp_path / "sent.jsonl"
+    log.write_text('{"time": "2026-11-26T0')
+    node = SuperNode(log)
+    for _ in range(2):
+        node.reply(node.receive(model()), RecordDict())
+    assert [line.split("  ")[2] for line in rows_of(read_log(log))] == ["unreadable lines", "train"]
 
 
 @pytest.mark.parametrize("after", [0, 1, 2])

@@ -2,9 +2,10 @@
 
 import os
 import signal
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from resource import RLIMIT_FSIZE, getrlimit, setrlimit
 
 from tests.helpers.waiting import wait_until
 
@@ -67,3 +68,14 @@ def _environment(process: int) -> list[bytes]:
     with suppress(OSError):
         return Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
     return []
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Let this process write files of at most so many bytes, as if the disk were full then."""
+    before, hard = getrlimit(RLIMIT_FSIZE)
+    setrlimit(RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        setrlimit(RLIMIT_FSIZE, (before, hard))
