@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -264,11 +265,9 @@ def test_a_file_without_a_sites_model_is_named(tmp_path: Path) -> None:
             load_own_model(tmp_path / name)
 
 
-def test_a_site_opens_no_file_that_a_run_names() -> None:
-    at = at_site(
-        Config(dataset="sites", init_from="/weights.pt", data_root="/data", classes=("a", "b")), "folder:/images"
-    )
-    assert (at.init_from, at.data_root, at.dataset, at.partition) == ("", "", "folder:/images", "union")
+def test_a_site_opens_no_file_that_a_run_names(sites: list[str]) -> None:
+    at = at_site(Config(dataset="sites", init_from="/weights.pt", data_root="/data", classes=("a", "b")), sites[0])
+    assert (at.init_from, at.data_root, at.dataset, at.partition) == ("", "", sites[0], "union")
 
 
 # ---- mistakes --------------------------------------------------------------------------------------------------------
@@ -296,7 +295,7 @@ def test_what_cannot_be_ends_the_run_before_round_1(
 BAD_DATA = [
     ("", 'this site has no data: its SuperNode needs data="folder:/PATH" in --node-config'),
     ("folder:images", "the site's data must be an absolute path, as in folder:/data, not 'folder:images'"),
-    ("folder:/nowhere/at/all", "found neither train/CLASS/ nor DOMAIN/train/CLASS/ nor DOMAIN/CLASS/ in it"),
+    ("folder:/nowhere/at/all", "the site's data have neither train/CLASS/ nor test/CLASS/ in /nowhere/at/all"),
     ("digits", "the site's data 'digits' have no class names"),
     ("no.such.module:function", "unknown data set 'no.such.module:function'"),
 ]
@@ -308,6 +307,14 @@ def test_data_are_checked_at_the_site(spec: str, reason: str, sites: list[str], 
         run_at_sites(tmp_path / "results", [sites[0], spec])
     assert reason in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_folders_of_other_names_are_no_domains(sites: list[str], tmp_path: Path) -> None:
+    """Here `Train/CLASS/` and `Test/CLASS/`: a test image must not become one to train on."""
+    for role in ("train", "test"):
+        shutil.copytree(Path(sites[1].removeprefix("folder:")) / role, tmp_path / "data" / role.title())
+    with pytest.raises(UsageError, match="the site's data have neither train/CLASS/ nor test/CLASS/ in"):
+        run_at_sites(tmp_path / "results", [sites[0], f"folder:{tmp_path / 'data'}"])
 
 
 def test_images_of_another_size_are_refused_or_made_equal(sites: list[str], tmp_path: Path) -> None:
