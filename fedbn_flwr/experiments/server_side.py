@@ -36,8 +36,9 @@ from fedbn_flwr.experiments.output.sinks import open_sinks
 from fedbn_flwr.experiments.runs import Run, asked_of
 from fedbn_flwr.experiments.sites.agreement import SitesGrid, agree, ask_sites
 from fedbn_flwr.plugins.options import UsageError
+from fedbn_flwr.server.grids import PassingGrid
 from fedbn_flwr.state import arrays_of, arrays_to_record
-from fedbn_flwr.strategies import wait_for_nodes
+from fedbn_flwr.strategies import CannotTrainError, wait_for_nodes
 from fedbn_flwr.traffic.counting_grid import CountingGrid
 from fedbn_flwr.wire import Instruction
 
@@ -178,7 +179,12 @@ def count_nodes(grid: Grid, config: Config) -> int:
     With `min_nodes` the run starts without the clients that are still absent after `node_timeout` seconds.
     """
     wanted, fewest = max(config.clients, config.min_nodes, 1), config.min_nodes or max(config.clients, 1)
-    nodes = len(wait_for_nodes(grid, wanted, config.node_timeout, fewest))
+    try:
+        nodes = len(wait_for_nodes(grid, wanted, config.node_timeout, fewest))
+    except CannotTrainError as error:
+        there = grid.names.values() if isinstance(grid, PassingGrid) else ()
+        others = ", ".join(site for site in config.sites if site not in there)
+        raise CannotTrainError(f"{error}{f'; not connected: {others}' * bool(others)}") from None
     if nodes > config.clients > 0:
         raise UsageError(
             f"the federation has {nodes} nodes, the experiment {config.clients} clients: they must be equal "

@@ -33,14 +33,13 @@ def wait_for_nodes(grid: Grid, wanted: int, patience: float, fewest: int | None 
     """
     began = said = time.monotonic()
     while len(nodes := sorted(grid.get_node_ids())) < wanted:
-        now = time.monotonic()
+        now, there = time.monotonic(), f": {', '.join(f'node {node}' for node in nodes)}" * bool(nodes)
         if now > began + patience:
             if len(nodes) >= (wanted if fewest is None else fewest):
                 break
-            there = f": {', '.join(f'node {node}' for node in nodes)}" * bool(nodes)
             raise CannotTrainError(f"{len(nodes)} of {wanted} nodes connected within {patience:g} seconds{there}")
         if now > said + SAY_EVERY:
-            log(INFO, "Waiting for nodes: %d of %d are connected", len(nodes), wanted)
+            log(INFO, "Waiting for nodes: %d of %d are connected%s", len(nodes), wanted, there)
             said = now
         time.sleep(0.5)
     return nodes

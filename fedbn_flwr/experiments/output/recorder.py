@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from logging import INFO
 from math import inf, nan
 from statistics import fmean
@@ -140,7 +140,8 @@ class Journal:
             self._last = time.perf_counter()
             return None
         self._round, self.arrays = server_round, arrays
-        row = {"round": server_round, **self._training(), **self._traffic(), **self._strategy.training.measured}
+        missing = self._missing()
+        row = {"round": server_round, **self._training(missing), **self._traffic(), **self._strategy.training.measured}
         score = self._scored(server_round, arrays)
         self._files.round({**row, **score})
         for sink in self._sinks:
@@ -150,7 +151,7 @@ class Journal:
             self._files.dynamics(rows)
         shown = {"train-loss": row["train-loss"], **score}
         numbers = ", ".join(f"{name} {value:.4g}" for name, value in shown.items() if isinstance(value, float))
-        place, absent = (server_round, self._config.rounds), self._absent(row)
+        place, absent = (server_round, self._config.rounds), self._absent(missing, row)
         log(INFO, "Round %d of %d: %s, %.3g s%s", *place, numbers, row["seconds"], absent)
         if self._progress:
             self._progress(server_round, self._config.rounds, self._score.get(self._scorer.metric))
@@ -219,36 +220,39 @@ class Journal:
             return f"stop-after={config.stop_after}: no better score since round {self._best_round}"
         return ""
 
-    def _training(self) -> dict[str, Any]:
+    def _training(self, missing: Collection[int | str]) -> dict[str, Any]:
         replies = self._strategy.training.replies
-        used = [node for reply in replies for node in reply.nodes]
-        left_out = [self._grid.names.get(node, node) for node in sorted({*self._strategy.training.nodes} - {*used})]
         # a client of another package may report no loss
         losses = [(reply.metrics.get(wire.TRAIN_LOSS), reply.num_examples) for reply in replies]
         reported = [(loss, count) for loss, count in losses if isinstance(loss, float)]
         loss = sum(loss * count for loss, count in reported) / max(sum(count for _, count in reported), 1)
         self._train_loss = loss if reported else self._train_loss
         return {
-            "nodes": len(used),
+            "nodes": sum(len(reply.nodes) for reply in replies),
             "train-loss": loss if reported else None,
             "seconds": time.perf_counter() - self._last,
-            **({"left-out": left_out} if left_out else {}),
+            **({"left-out": [*missing]} if missing else {}),
         }
 
-    def _absent(self, row: Mapping[str, Any]) -> str:
-        """Return who is missing in a row, and why; empty if nobody is."""
-        names = self._grid.names
-        refused = {names.get(refusal.node, refusal.node) for refusal in self._strategy.training.refused}
+    def _missing(self) -> dict[int | str, str]:
+        """Return who is missing in the training of a round, and why."""
+        names, training = self._grid.names, self._strategy.training
+        refused = {refusal.node for refusal in training.refused}
         # a robust rule refuses a round of few nodes as a whole, as node 0
         late = "was left out" if 0 in refused else f"did not answer in {self._config.timeout:g} s"
-        missing = {who: "was left out" if who in refused else late for who in row.get("left-out", ())}
+        silent = sorted({*training.nodes} - {node for reply in training.replies for node in reply.nodes})
+        missing = {names.get(node, node): "was left out" if node in refused else late for node in silent}
         if names:
             drawn = self._config.fraction_train < 1
-            here = {names.get(node) for node in (self._grid.get_node_ids() if drawn else self._strategy.training.nodes)}
+            here = {names.get(node) for node in (self._grid.get_node_ids() if drawn else training.nodes)}
             unfit, away = {names.get(node) for node in self._grid.unfit}, {*self._config.sites, *names.values()}
             for who in sorted(away - {*here, *missing}):
                 missing[who] = "was refused" if who in unfit else "was away"
-        said = ", ".join(f"{who} {why}" for who, why in missing.items())
+        return missing
+
+    def _absent(self, missing: Mapping[int | str, str], row: Mapping[str, Any]) -> str:
+        """Return in words who is missing, also in the evaluation; empty if nobody is."""
+        said, names = ", ".join(f"{who} {why}" for who, why in missing.items()), self._grid.names
         text = f"; {row['nodes']} of {row['nodes'] + len(missing)} sites: {said}" if missing else ""
         tested = self._strategy.evaluation
         silent = {*tested.nodes} - {node for reply in tested.replies for node in reply.nodes}

@@ -80,10 +80,15 @@ def ask_sites(grid: Grid, nodes: Sequence[int], timeout: float) -> Answers:
 
 
 def agree(config: Config, answers: Answers) -> Agreement:
-    """Return what the sites agree on; a UsageError names the first site that cannot take part, and why."""
+    """Return what the sites agree on; a UsageError names the first site that cannot take part, and why.
+
+    With `min_nodes`, the others may suffice where a site does not describe its data: `SitesGrid` asks it again.
+    """
     sites = {node: answer for node, answer in answers.items() if isinstance(answer, SiteData)}
-    if without := [node for node in answers if node not in sites]:
-        raise UsageError(f"node {without[0]}: {answers[without[0]]}")
+    for node in [node for node in answers if node not in sites]:
+        if not 0 < config.min_nodes <= len(sites):
+            raise UsageError(f"node {node}: {answers[node]}")
+        log(WARNING, "Node %d is not there at the start: %s", node, answers[node])
     if not config.classes:
         names = sorted({name for site in sites.values() for name in site.class_names})
         raise UsageError(

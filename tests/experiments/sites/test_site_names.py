@@ -125,7 +125,8 @@ def test_each_rounds_line_names_who_is_missing_and_why(
         "2 of 3 sites: south was away",
         "0 of 3 sites: west was left out, north was away, south was away",
     ]
-    assert [row.get("left-out") for row in read_rounds(tmp_path)] == [None, ["west"], None, ["west"]]
+    missing = [row.get("left-out") for row in read_rounds(tmp_path)]
+    assert missing == [None, ["west"], ["south"], ["west", "north", "south"]]
     assert lines(caplog, "west (node 1002) is left out of this round: ") == [
         "west (node 1002) is left out of this round: it failed: no power"
     ]
@@ -195,6 +196,24 @@ def test_results_have_names(
     assert "accuracy" in events.Tags()["scalars"]
 
 
+def test_a_site_that_cannot_answer_at_the_start_is_asked_again_if_others_suffice(
+    sites: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Slow(Registered):
+        """West fails the first time."""
+
+        def _answer(self, message: Message) -> Message:
+            fails = message.metadata.dst_node_id == 1002 and not self.failing
+            self.failing = self.failing or {9: {"west"}} if fails else self.failing
+            return Message(Error(0, "Node Unavailable"), reply_to=message) if fails else super()._answer(message)
+
+    options = {**OPTIONS, "clients": 3, "min-nodes": 2, "results-dir": str(tmp_path)}
+    serve(Slow(sites, options), options)
+    (line,) = lines(caplog, "west (node 1002) is not there at the start: ")
+    assert line.endswith("it cannot say what its data are: Node Unavailable")
+    assert [row["nodes"] for row in read_rounds(tmp_path)] == [3]
+
+
 def test_errors_have_names(sites: list[str], tmp_path: Path) -> None:
     options = {**OPTIONS, "clients": 3, "results-dir": str(tmp_path / "one")}
     with pytest.raises(UsageError, match=r"^west \(node 1002\): it cannot|^west \(node 1002\): "):
@@ -203,6 +222,9 @@ def test_errors_have_names(sites: list[str], tmp_path: Path) -> None:
     grid.away = {1: {"south"}}
     with pytest.raises(CannotTrainError, match=r"^2 of 3 .*: north \(node 1000\), west \(node 1002\)$"):
         serve(grid, options)
+    misspelt = {**options, "clients": 0, "sites": "north,wset"}
+    with pytest.raises(CannotTrainError, match=r"^1 of 2 .*: north \(node 1000\); not connected: wset$"):
+        serve(grid, misspelt)
     options = {**OPTIONS, "clients": 3, "rounds": 2, "results-dir": str(tmp_path / "two")}
     grid = Registered(sites, options)
     grid.away = {2: {"north"}}
