@@ -8,7 +8,7 @@ never left out of a mean: its cell says so.
 import csv
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from statistics import fmean
@@ -526,6 +526,55 @@ def mixtures() -> str:
     return table(["data", "samples", "as it is", "new only", "N = 16", "N = 64", "N = 256"], lines)
 
 
+def both_statistics(setting: str) -> Iterator[tuple[str, str, Place, str, set[int]]]:
+    """Yield methods with running and with exact statistics: name, word, place, label, and the seeds of both."""
+    for method in AS_THEY_ARE:
+        both = (("running", ("factorial", setting), method), ("exact", ("statistics", setting), f"{method}, exact"))
+        seeds = [runs().get((*place, label), {}).keys() for _, place, label in both]
+        for word, place, label in both if all(seeds) else ():
+            yield f"`{NAMES[method]}`", word, place, label, set.intersection(*map(set, seeds))
+
+
+def evaluations(setting: str) -> str:
+    """Return the accuracies over the rounds and at the end, with running and with exact statistics."""
+    lines, shown = list[list[str]](), ("10", "20", "30", "40", "50")
+    for name, word, place, label, seeds in both_statistics(setting):
+        curve: dict[str, dict[int, float]] = {}
+        for row in rows("curves"):
+            if (row["setting"], row["method"]) == (", ".join(place), label) and int(row["seed"]) in seeds:
+                curve.setdefault(row["round"], {})[int(row["seed"])] = float(row["accuracy, %"])
+        over = {seed: fmean(each[seed] for each in curve.values()) for seed in seeds}
+        ended = {seed: runs()[(*place, label)][seed] for seed in seeds}
+        ends = [str(value) for value in (*compared({"": ended}).values(), *compared({"": over}).values())]
+        (sent,) = {row["exchanges"] for row in rows() if key_of(row) == (*place, label)}
+        means = [f"{fmean(curve[at].values()):.1f}" for at in shown]
+        lines.append([name, word, f"{rates_used()[(*place, label)]:g}", *means, *ends, sent])
+    heads = [
+        "method",
+        "statistics",
+        "rate",
+        "after 10",
+        *shown[1:4],
+        "50 rounds",
+        "after 100",
+        "mean of ten",
+        "exchanges",
+    ]
+    return table(heads, lines)
+
+
+def choices_by_statistics(setting: str) -> str:
+    """Return held-out accuracies by rate, which choose it, with running and with exact statistics."""
+    lines = []
+    for name, word, place, label, _ in both_statistics(setting):
+        tried = rates()[(*place, label)]
+        cells = [
+            "diverged" if any(x != x for x in tried[rate]) else f"{fmean(tried[rate]):.1f}" for rate in sorted(tried)
+        ]
+        lines.append([name, word, *cells])
+    return table(["method", "statistics", *(f"{rate:g}" for rate in sorted(tried))], lines)
+
+
 #: by the name of a table whose runs are not in runs.csv, the word in its corner
 PRINTED = {
     "silent nodes": "nodes that do not reply",
@@ -577,6 +626,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "claims": claims,
     **{f"unseen: {data}": partial(unseen, data) for data in ("digits-domains", "fashion-domains", "microphones")},
     "mixtures": mixtures,
+    "statistics, two classes": lambda: evaluations("two classes"),
+    "statistics, IID": lambda: evaluations("i.i.d."),
+    "statistics and rates": lambda: choices_by_statistics("two classes"),
     **{name: partial(printed, name, corner) for name, corner in PRINTED.items()},
 }
 
