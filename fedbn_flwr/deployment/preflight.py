@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
-from errno import ENOSPC
+from errno import EDQUOT, ENOSPC
 from http.client import HTTPException, HTTPSConnection
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -121,7 +121,7 @@ def _folders(kit: Path, env: Mapping[str, str]) -> Iterator[Check]:
                 if file.write(bytes(NEEDED)) < NEEDED:
                     raise OSError(ENOSPC, os.strerror(ENOSPC))
         except OSError as error:
-            if error.errno == ENOSPC:
+            if error.errno in (ENOSPC, EDQUOT):
                 raise DeploymentError(f"the disk of {name} is full: make room") from error
             raise DeploymentError(
                 f"{name} cannot be written by user {_user()} ({error.strerror}): `docker compose run --rm init`, or as "
@@ -210,7 +210,7 @@ def _data(_: Path, env: Mapping[str, str]) -> Iterator[Check]:
     homes = [folder] if (folder / "train").is_dir() else sorted(path.parent for path in folder.glob("*/train"))
     if not homes:
         names = sorted(path.name for path in folder.iterdir())
-        text = f"neither train/CLASS/ nor test/CLASS/ in {folder}; it has: {', '.join(names[:10]) or 'nothing'}"
+        text = f"there is no {folder / 'train'} for train/CLASS/; there is: {', '.join(names[:10]) or 'nothing'}"
         yield Check("data", "warning" if env.get("FEDBN_READ") else "failed", text)
     for home in homes:
         for role in ("train", "test"):

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from errno import ENOSPC
-from os import strerror
+from os import SEEK_END, strerror
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from flwr.app import Message, RecordDict
@@ -36,7 +37,7 @@ class SentLog:
     """Appends to a file; without a file it records nothing."""
 
     def __init__(self, path: Path | None) -> None:
-        self._path = path
+        self._path, self._lock = path, Lock()
         #: what is not answered yet, by the message's id, and the latest step that takes the side channel
         self.asked: dict[str, Asked] = {}
         self._step = Asked("", 0, "")
@@ -66,16 +67,19 @@ class SentLog:
             **more,
         }
         line = json.dumps(row, default=str).encode() + b"\n"
-        with self._path.open("ab", buffering=0) as file:
-            end = file.tell()
-            if file.write(line) < len(line):  # the next line would be lost in this one
+        # what a full disk or a failure of power has cut off must not take the next line with it
+        with self._lock, self._path.open("ab+", buffering=0) as file:
+            end = file.seek(0, SEEK_END)
+            file.seek(max(end - 1, 0))
+            line = b"\n" * (file.read(1) not in (b"", b"\n")) + line
+            if file.write(line) < len(line):
                 file.truncate(end)
                 raise OSError(ENOSPC, strerror(ENOSPC), str(self._path))
 
 
 def read_log(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a log; the last one may be in the making, and one that is broken is named."""
-    with path.open() as file:
+    """Yield the lines of a log; the last one may be in the making, and for one that is cut off stands `BROKEN`."""
+    with path.open(errors="replace") as file:
         for line in file:
             if line.endswith("\n"):
                 try:

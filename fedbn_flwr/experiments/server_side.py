@@ -182,7 +182,7 @@ def count_nodes(grid: Grid, config: Config) -> int:
     try:
         nodes = len(wait_for_nodes(grid, wanted, config.node_timeout, fewest))
     except CannotTrainError as error:
-        there = grid.names.values() if isinstance(grid, PassingGrid) else ()
+        there = [grid.names.get(node) for node in grid.get_node_ids()] if isinstance(grid, PassingGrid) else []
         others = ", ".join(site for site in config.sites if site not in there)
         raise CannotTrainError(f"{error}{f'; not connected: {others}' * bool(others)}") from None
     if nodes > config.clients > 0:

@@ -307,7 +307,7 @@ class BaseStrategy(FlowerFedAvg):
         now.refuse_infinite_losses(state)
         state.lost, state.ever_trained = LostRounds(), True
         pooled = self._pool(usable)
-        name_dominant(usable, pooled.weights)
+        name_dominant(pooled.weights, {node: count for reply in usable for node, count in reply.counts.items()})
         merged = self._as_evaluated(self.update(pooled), sorted(pooled.weights))
         return arrays_to_record(merged), now.mean_metrics(self.train_metrics_aggr_fn, self.weighted_by_key)
 

@@ -56,12 +56,14 @@ def with_exact_statistics(
     refused += unusable
     if not seen and not memory and now.replies:
         raise CannotTrainError(f"no node could gather BN statistics: {next(iter(refused), 'none answered')}")
-    memory["gathered"] = True
     log_refused(refused)
-    name_dominant(replies, {node: max(layer.count for layer in layers.values()) for node, layers in seen.items()})
+    if seen:
+        memory["gathered"] = True
+    counts = {node: max(layer.count for layer in layers.values()) for node, layers in seen.items()}
+    name_dominant(counts, counts, "values of a BN layer")
     pooled = averager.unite(list(seen.values()), now.number)
     if not pooled:
-        log(WARNING, "BN statistics stay as they were: nodes' answers could not be pooled")
+        log(WARNING, "BN statistics stay as they were: there are no nodes' answers that could be pooled")
     entries = moments.running_statistics(pooled)
     return {**state, **{name: value.numpy().astype(state[name].dtype) for name, value in entries.items()}}
 
@@ -71,7 +73,8 @@ def _read_moments(arrays: Mapping[str, np.ndarray], state: Arrays) -> dict[str, 
 
     Moments are in float64, but the pool becomes running statistics of the model, which may be in float32.
     """
-    seen = moments.unpack(arrays)
+    if not (seen := moments.unpack(arrays)):
+        raise RefusedError("it sent no moments")
     for layer, values in seen.items():
         entries = moments.running_statistics({layer: values})
         own = [state[name] for name in entries if name in state and state[name].shape == entries[name].shape]

@@ -162,17 +162,15 @@ def weights_by_node(replies: Sequence[NodeReply], weights: Sequence[float], weig
     return by_node
 
 
-def name_dominant(replies: Sequence[NodeReply], by_node: Mapping[int, float]) -> None:
+def name_dominant(weights: Mapping[int, float], counts: Mapping[int, float], what: str = "examples") -> None:
     """Warn of a node that has more weight than all the others of a round together: it may lie.
 
     Of one node or two, one nearly always has.
     """
-    if len(by_node) < 3:
-        return
-    counts, total = {node: count for reply in replies for node, count in reply.counts.items()}, sum(by_node.values())
-    for node in [node for node, weight in by_node.items() if weight > total - weight]:
-        share = "Node %d has %.1f %% of all weights, and says that it has %g examples"
-        log(WARNING, share, node, 100 * by_node[node] / total, counts.get(node, 0))
+    total = sum(weights.values())
+    for node in [node for node, weight in weights.items() if weight > total - weight and len(weights) > 2]:
+        share = "Node %d has %.1f %% of all weights, and says that it has %g %s"
+        log(WARNING, share, node, 100 * weights[node] / total, counts.get(node, 0), what)
 
 
 def average(states: Sequence[Mapping[str, NDArray[Any]]], weights: Sequence[float]) -> Arrays:

@@ -158,7 +158,7 @@ def test_data_without_train_and_test_are_refused(names: tuple[str, ...], kit: Pa
     data.mkdir(exist_ok=True)
     change(kit, FEDBN_DATA=str(data))
     there = ", ".join(sorted(names)) or "nothing"
-    text = f"neither train/CLASS/ nor test/CLASS/ in {data}; it has: {there}"
+    text = f"there is no {data}/train for train/CLASS/; there is: {there}"
     assert checks(kit)["data"] == ("failed", text)
     change(kit, FEDBN_READ="own.module:read")  # which may read anything
     assert checks(kit)["data"] == ("warning", text)

@@ -162,7 +162,10 @@ def test_a_line_that_a_failure_of_power_cut_off_is_named(tmp_path: Path) -> None
     node = SuperNode(log)
     for _ in range(2):
         node.reply(node.receive(model()), RecordDict())
-    assert [line.split("  ")[2] for line in rows_of(read_log(log))] == ["unreadable lines", "train"]
+    assert [line.split("  ")[2:4] for line in rows_of(read_log(log))] == [
+        ["unreadable lines", "messages 1"],
+        ["train", "messages 2"],
+    ]
 
 
 @pytest.mark.parametrize("after", [0, 1, 2])

@@ -68,7 +68,7 @@ def test_who_has_more_than_all_others_together_is_named(
     counts: tuple[int, ...], named: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     replies = [said(node, count) for node, count in enumerate(counts, 1)]
-    name_dominant(replies, weights_by_node(replies, counts, "examples"))
+    name_dominant(weights_by_node(replies, counts, "examples"), {})
     assert [text.split()[1] for text in caplog.messages] == [str(node) for node in named]
 
 

@@ -173,6 +173,32 @@ def test_a_round_in_which_nobody_answers_at_all_leaves_the_model_as_it_was() -> 
     assert distance(final, Federation(make_model()).run(FedAvg(), 1)) == 0
 
 
+def test_nodes_that_never_gather_end_the_run_also_after_a_round_without_answers() -> None:
+    class Untold(FaultyReply):
+        def is_spoiled(self, message: Message) -> bool:
+            is_gather = message.metadata.message_type == wire.GATHER
+            return is_gather or message.content[wire.CONFIG]["server-round"] == 2
+
+        def spoiled(self, message: Message, reply: Message) -> Message:
+            return failed(message, reply)
+
+    with pytest.raises(CannotTrainError, match=r"no node could gather BN statistics: .* no power"):
+        Federation(make_model(), grid=Untold).run(FedAvg(statistics="exact", evaluate_every=2), 4)
+
+
+def test_answers_without_moments_are_refused() -> None:
+    class Empty(FaultyReply):
+        def is_spoiled(self, message: Message) -> bool:
+            return message.metadata.message_type == wire.GATHER
+
+        def spoiled(self, message: Message, reply: Message) -> Message:
+            reply.content[wire.MOMENTS] = ArrayRecord({})
+            return reply
+
+    with pytest.raises(CannotTrainError, match=r"no node could gather BN statistics: .* it sent no moments"):
+        Federation(make_model(), grid=Empty).run(FedAvg(statistics="exact"), 1)
+
+
 def test_a_node_that_says_it_saw_more_than_all_others_is_named(caplog: pytest.LogCaptureFixture) -> None:
     def changed(content: RecordDict) -> None:
         seen: Any = content.array_records.get(wire.MOMENTS, {})
@@ -181,7 +207,7 @@ def test_a_node_that_says_it_saw_more_than_all_others_is_named(caplog: pytest.Lo
 
     Federation(make_model(), grid=sends(changed)).run(FedAvg(statistics="exact"), 1)
     share = 100 * 2000 / (2000 + 16 * (sum(SIZES) - SIZES[1]))
-    assert f"{share:.1f} % of all weights" in caplog.text
+    assert f"{share:.1f} % of all weights, and says that it has 2000 values of a BN layer" in caplog.text
 
 
 def test_heterofl_is_fedavg_with_static_bn_and_exact_statistics() -> None:

@@ -243,8 +243,8 @@ class Journal:
         silent = sorted({*training.nodes} - {node for reply in training.replies for node in reply.nodes})
         missing = {names.get(node, node): "was left out" if node in refused else late for node in silent}
         if names:
-            drawn = self._config.fraction_train < 1
-            here = {names.get(node) for node in (self._grid.get_node_ids() if drawn else training.nodes)}
+            connected = self._grid.get_node_ids() if self._config.fraction_train < 1 else ()
+            here = {names.get(node) for node in (*training.nodes, *connected)}
             unfit, away = {names.get(node) for node in self._grid.unfit}, {*self._config.sites, *names.values()}
             for who in sorted(away - {*here, *missing}):
                 missing[who] = "was refused" if who in unfit else "was away"
@@ -252,8 +252,12 @@ class Journal:
 
     def _absent(self, missing: Mapping[int | str, str], row: Mapping[str, Any]) -> str:
         """Return in words who is missing, also in the evaluation; empty if nobody is."""
-        said, names = ", ".join(f"{who} {why}" for who, why in missing.items()), self._grid.names
-        text = f"; {row['nodes']} of {row['nodes'] + len(missing)} sites: {said}" if missing else ""
+        names, reasons = self._grid.names, [f"{who} {why}" for who, why in missing.items()]
+        of_all = names and self._config.fraction_train == 1
+        total = max(row["nodes"] + len(missing), self._config.clients if of_all else 0)
+        if unknown := total - row["nodes"] - len(missing):
+            reasons.append(f"{unknown} never connected")
+        text = f"; {row['nodes']} of {total} sites: {', '.join(reasons)}" if reasons else ""
         tested = self._strategy.evaluation
         silent = {*tested.nodes} - {node for reply in tested.replies for node in reply.nodes}
         if tested.number == row["round"] and (others := {names.get(node, node) for node in silent} - {*missing}):

@@ -306,7 +306,7 @@ def cautions(rows: Sequence[Row]) -> list[str]:
     first = typical(rows) if rows else {}
     absent, left = first.get("absent-classes"), {node for row in rows for node in row.get("left-out", ())}
     lines = [f"Caution: {about_absent(absent, first['partition'], first['clients'])}."] if absent else []
-    return lines + [f"Caution: {len(left)} nodes were left out of rounds, which rounds.jsonl names."] * bool(left)
+    return lines + [f"Caution: {len(left)} nodes were missing in rounds; rounds.jsonl names them."] * bool(left)
 
 
 def unseen_rows(rows: Sequence[Row]) -> list[Row]:

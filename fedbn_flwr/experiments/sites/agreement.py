@@ -82,7 +82,7 @@ def ask_sites(grid: Grid, nodes: Sequence[int], timeout: float) -> Answers:
 def agree(config: Config, answers: Answers) -> Agreement:
     """Return what the sites agree on; a UsageError names the first site that cannot take part, and why.
 
-    With `min_nodes`, the others may suffice where a site does not describe its data: `SitesGrid` asks it again.
+    With `min_nodes`, a site may fail to describe its data if enough others do: `SitesGrid` asks that site again.
     """
     sites = {node: answer for node, answer in answers.items() if isinstance(answer, SiteData)}
     for node in [node for node in answers if node not in sites]:
@@ -169,7 +169,7 @@ class SitesGrid(PassingGrid):
             present = {known: site for known, site in self._accepted.items() if known in connected}
             reason = self._agreement.objection(node, answer, present)
             if isinstance(answer, str) or reason:
-                log(WARNING, "Node %d cannot take part: %s", node, reason)
+                log(WARNING, "Node %d cannot take part until its SuperNode starts again: %s", node, reason)
                 self.unfit.add(node)
             else:
                 log(INFO, "Site %d (node %d): %s", answer.site, node, spoken(answer))

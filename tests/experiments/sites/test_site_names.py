@@ -132,6 +132,35 @@ def test_each_rounds_line_names_who_is_missing_and_why(
     ]
 
 
+def test_a_site_that_never_came_is_counted_in_every_round(
+    sites: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {**OPTIONS, "clients": 3, "min-nodes": 2, "rounds": 2, "results-dir": str(tmp_path)}
+    grid = Registered(sites, options)
+    grid.away = {1: {"west"}, 2: {"west"}}
+    serve(grid, options)
+    assert [line.partition("; ")[2] for line in lines(caplog, "Round ") if " of 2: " in line] == [
+        "2 of 3 sites: 1 never connected"
+    ] * 2
+
+
+def test_a_site_that_leaves_after_its_training_was_there(
+    sites: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Leaving(Registered):
+        def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+            messages = list(messages)
+            replies = super().send_and_receive(messages, timeout=timeout)
+            if messages[0].metadata.message_type == MessageType.TRAIN:
+                gone = {self.site_names[message.metadata.dst_node_id] for message in messages}
+                self.away = {self._round: gone, self._round + 1: gone}
+            return replies
+
+    options = {**OPTIONS, "fraction-train": 0.4, "min-nodes": 1, "results-dir": str(tmp_path)}
+    serve(Leaving(sites, options), options)
+    assert [line for line in lines(caplog, "Round 1 of 1") if ";" in line] == []
+
+
 def test_a_site_that_trains_and_does_not_evaluate_is_named(
     sites: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -154,7 +183,7 @@ def test_a_site_that_comes_late_and_without_its_data_was_refused(
     grid.away = {1: {"west"}}
     serve(grid, options)
     assert [line.partition("; ")[2] for line in lines(caplog, "Round 2 of 2")] == ["2 of 3 sites: west was refused"]
-    assert lines(caplog, "west (node 1002) cannot take part: ")
+    assert lines(caplog, "west (node 1002) cannot take part until its SuperNode starts again: ")
 
 
 def test_a_round_that_a_rule_refuses_leaves_sites_out_in_time(

@@ -87,8 +87,10 @@ def test_later_sites_are_asked_once_and_shown_if_they_fit(caplog: pytest.LogCapt
     nodes.connected = {1000, 1003}
     assert list(grid.get_node_ids()) == [1000, 1003]
     assert warnings(caplog) == [
-        "Node 1002 cannot take part: class 'dead' is not one of the run's classes: ill, well",
-        "Node 1003 cannot take part: node 1001 has its site number 1: give each site its own number",
+        "Node 1002 cannot take part until its SuperNode starts again: "
+        "class 'dead' is not one of the run's classes: ill, well",
+        "Node 1003 cannot take part until its SuperNode starts again: "
+        "node 1001 has its site number 1: give each site its own number",
     ]
 
 

@@ -295,7 +295,7 @@ def test_what_cannot_be_ends_the_run_before_round_1(
 BAD_DATA = [
     ("", 'this site has no data: its SuperNode needs data="folder:/PATH" in --node-config'),
     ("folder:images", "the site's data must be an absolute path, as in folder:/data, not 'folder:images'"),
-    ("folder:/nowhere/at/all", "the site's data have neither train/CLASS/ nor test/CLASS/ in /nowhere/at/all"),
+    ("folder:/nowhere/at/all", "must be in train/CLASS/ and test/CLASS/, and there is no /nowhere/at/all/train"),
     ("digits", "the site's data 'digits' have no class names"),
     ("no.such.module:function", "unknown data set 'no.such.module:function'"),
 ]
@@ -313,7 +313,7 @@ def test_folders_of_other_names_are_no_domains(sites: list[str], tmp_path: Path)
     """Here `Train/CLASS/` and `Test/CLASS/`: a test image must not become one to train on."""
     for role in ("train", "test"):
         shutil.copytree(Path(sites[1].removeprefix("folder:")) / role, tmp_path / "data" / role.title())
-    with pytest.raises(UsageError, match="the site's data have neither train/CLASS/ nor test/CLASS/ in"):
+    with pytest.raises(UsageError, match=r"must be in train/CLASS/ and test/CLASS/, and there is no .*/data/train"):
         run_at_sites(tmp_path / "results", [sites[0], f"folder:{tmp_path / 'data'}"])
 
 

@@ -80,7 +80,7 @@ def test_nodes_of_a_worker_whose_device_fails_are_named(
         failing.unlink()
     assert [row["left-out"] for row in rounds(tmp_path)] == [[1001, 1003]] * 3
     assert results(tmp_path)["summary"]["left-out"] == {"1001": 3, "1003": 3}
-    assert "2 nodes were left out of rounds" in " ".join(capsys.readouterr().out.split())
+    assert "2 nodes were missing in rounds" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_run_that_died_goes_on_with_the_same_bits(tmp_path: Path) -> None:
