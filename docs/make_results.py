@@ -565,14 +565,16 @@ def evaluations(setting: str) -> str:
 
 def choices_by_statistics(setting: str) -> str:
     """Return held-out accuracies by rate, which choose it, with running and with exact statistics."""
-    lines = []
-    for name, word, place, label, _ in both_statistics(setting):
-        tried = rates()[(*place, label)]
-        cells = [
-            "diverged" if any(x != x for x in tried[rate]) else f"{fmean(tried[rate]):.1f}" for rate in sorted(tried)
-        ]
-        lines.append([name, word, *cells])
-    return table(["method", "statistics", *(f"{rate:g}" for rate in sorted(tried))], lines)
+    tried = {(name, word): rates()[(*place, label)] for name, word, place, label, _ in both_statistics(setting)}
+    every = sorted({rate for scores in tried.values() for rate in scores})
+
+    def held_out(scores: list[float]) -> str:
+        return "diverged" if any(score != score for score in scores) else f"{fmean(scores):.1f}"
+
+    lines = [
+        [*key, *(held_out(scores[rate]) if rate in scores else "" for rate in every)] for key, scores in tried.items()
+    ]
+    return table(["method", "statistics", *(f"{rate:g}" for rate in every)], lines)
 
 
 #: by the name of a table whose runs are not in runs.csv, the word in its corner
