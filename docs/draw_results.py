@@ -32,6 +32,8 @@ DRAWN = (
     "FedAvg+GN-WS",
     "FedTAN carried+BN-WS",
 )
+#: the same with other statistics, in the picture of long runs
+EXACT = "FedTAN, exact"
 LABELS = ("one class", "two classes", "Dirichlet 0.1", "Dirichlet 0.3", "i.i.d.")
 #: methods of README's picture
 FACTORIAL = ("FedAvg", "FedAvg+GN-WS", "FixBN", "FedWon", "FedTAN", "FedTAN+BN-WS", "FedTAN carried+BN-WS")
@@ -72,7 +74,7 @@ def draw_curves(setting: str, axes: Sequence[str], path: Path) -> None:
     """Draw the accuracy of the methods that have all axes: round, exchanges, bytes or seconds."""
     seconds = {row["method"]: float(row["seconds a round"]) for row in read("seconds")}
     # group normalization with standardized weights has no times
-    names = [name for name in DRAWN if name in seconds or "seconds" not in axes]
+    names = [name for name in (*DRAWN, EXACT) if name in seconds or "seconds" not in axes]
     lines: dict[str, dict[str, list[dict[str, str]]]] = {name: defaultdict(list) for name in names}
     for row in read("curves"):
         if row["setting"] == setting and row["method"] in lines:
@@ -80,9 +82,7 @@ def draw_curves(setting: str, axes: Sequence[str], path: Path) -> None:
             lines[row["method"]][row["seed"]].append(row)
     with figure(path, len(axes), (4.0 * len(axes), 5)) as (picture, panels):
         for panel, axis in zip(panels, axes, strict=True):
-            for index, (method, seeds) in enumerate(lines.items()):
-                if not seeds:
-                    continue
+            for index, (method, seeds) in enumerate((name, seeds) for name, seeds in lines.items() if seeds):
                 runs = [
                     ([float(row[axis]) for row in rows], [float(row[SCORE]) for row in rows]) for rows in seeds.values()
                 ]
