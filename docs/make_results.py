@@ -545,7 +545,8 @@ def evaluations(setting: str) -> str:
                 curve.setdefault(row["round"], {})[int(row["seed"])] = float(row["accuracy, %"])
         over = {seed: fmean(each[seed] for each in curve.values()) for seed in seeds}
         ended = {seed: runs()[(*place, label)][seed] for seed in seeds}
-        ends = [str(value) for value in (*compared({"": ended}).values(), *compared({"": over}).values())]
+        values = (*compared({"": ended}).values(), *compared({"": over}).values())
+        ends = [number_text(value.mean, value.deviation, 1) for value in values]
         (sent,) = {row["exchanges"] for row in rows() if key_of(row) == (*place, label)}
         means = [f"{fmean(curve[at].values()):.1f}" for at in shown]
         lines.append([name, word, f"{rates_used()[(*place, label)]:g}", *means, *ends, sent])
