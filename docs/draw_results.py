@@ -3,7 +3,7 @@
 python docs/draw_results.py
 
 `runs.csv` has the last accuracy of every run of the recipes `here/...`, as their `summary.json` has it. `curves.csv` is
-that of `fedbn-flwr report --format csv`. `seconds.csv` has the median seconds of a round over ten rounds.
+that of `fedbn-flwr report --format csv`. `seconds.csv` has the median seconds of a round.
 """
 
 import csv
@@ -73,7 +73,7 @@ def read(name: str) -> list[dict[str, str]]:
 def draw_curves(setting: str, axes: Sequence[str], path: Path) -> None:
     """Draw the accuracy of the methods that have all axes: round, exchanges, bytes or seconds."""
     seconds = {row["method"]: float(row["seconds a round"]) for row in read("seconds")}
-    # group normalization with standardized weights has no times
+    # some methods have no times
     names = [name for name in (*DRAWN, EXACT) if name in seconds or "seconds" not in axes]
     lines: dict[str, dict[str, list[dict[str, str]]]] = {name: defaultdict(list) for name in names}
     for row in read("curves"):

@@ -340,8 +340,8 @@ def first_screen() -> str:
         return float(sent[name][column]) / float(sent["FedAvg"][column])
 
     def costs(name: str) -> str:
-        time = f"{seconds[name] / seconds['FedAvg']:.1f}" if name in seconds else "-"
-        return f"{share('exchanges', name):g}, {share('MB sent', name):.2f}, {time}"
+        time = seconds[name] / seconds["FedAvg"]
+        return f"{share('exchanges', name):g}, {share('MB sent', name):.2f}, {time:.1f}"
 
     lines = [
         [
