@@ -46,8 +46,9 @@ def at_site(config: Config, own_data: str) -> Config:
     kind, _, path = own_data.partition(":")
     if kind == "folder" and not Path(path).is_absolute():
         raise UsageError(f"the site's data must be an absolute path, as in folder:/data, not {own_data!r}")
-    if kind == "folder" and not ((folder := Path(path)) / "train").is_dir() and not [*folder.glob("*/train")]:
-        raise UsageError(f"the site's data must be in train/CLASS/ and test/CLASS/, and there is no {folder / 'train'}")
+    train = Path(path, "train")
+    if kind == "folder" and not train.is_dir() and not any(Path(path).glob("*/train")):
+        raise UsageError(f"the site's data must be in train/CLASS/ and test/CLASS/, and there is no {train}")
     # the server has read `init-from`, and sends what was in it
     alone: dict[str, Any] = {"partition": "union", "clients": 1, "min_nodes": 0, "sites": ()}
     return replace(config, dataset=own_data, data_root="", init_from="", **alone)
