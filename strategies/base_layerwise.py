@@ -1,12 +1,13 @@
 """Base of the strategies whose clients share BN statistics, layer by layer, in their first local step."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from logging import INFO, WARNING
 from typing import Any, ClassVar
 
 from flwr.app import Message, RecordDict
 from flwr.common import log
+from flwr.serverapp import Grid
 
 from fedbn_flwr import wire
 from fedbn_flwr.layerwise import take_step
@@ -22,17 +23,14 @@ from .fedavg import FedAvg
 #: attempts at a layer-wise step, each without the nodes that failed, before the round is skipped
 MAX_ATTEMPTS = 3
 
-Contents = Mapping[int, RecordDict]
-
 
 class Layerwise(FedAvg):
     """FedAvg with BN whose mean and variance, in each client's first local step of a round, are those of all clients.
 
     Each BN layer stops the step of every client until the server has combined the requests of all clients, under the
     weights with which it will average their models (see `fedbn_flwr.layerwise.SharedBatchNorm`). After the last answer
-    a client takes its remaining E - 1 local steps, and replies with its model. All of it happens in `collect`: Flower
-    has nothing to send. Each exchange may take `exchange_timeout` seconds, the last one with the remaining local steps
-    too.
+    a client takes its remaining E - 1 local steps, and replies with its model. All of it happens in `ask`. Each
+    exchange may take `exchange_timeout` seconds, the last one with the remaining local steps too.
 
     If a node fails in the middle of the step, or sends what cannot be combined, the step starts again from the
     received model, with the other nodes: MAX_ATTEMPTS times in all, then the round is skipped. A node that fails only
@@ -56,11 +54,22 @@ class Layerwise(FedAvg):
             return instruction
         return replace(instruction, layerwise=self.mode)
 
-    def collect(self, replies: Iterable[Message]) -> Iterable[Message]:
+    def ask(self, grid: Grid, messages: Sequence[Message], timeout: float) -> Iterable[Message]:
         """Take the nodes that wait for each other through their step, and return what they sent at its end."""
         if not self.round.instruction.waits_for_others:
-            return super().collect(replies)
-        return self._train({message.metadata.dst_node_id: message.content for message in self.round.sent})
+            return super().ask(grid, messages, timeout)
+        for attempt in range(1, MAX_ATTEMPTS + 1):
+            try:
+                return self._take_step(grid, messages, attempt)
+            except NodesFailedError as failure:
+                messages = [message for message in messages if message.metadata.dst_node_id not in failure.nodes]
+                few = self.averager.refuse_few(len(messages), self.round.number)
+                reasons = [*few, *failure.reasons]
+                if few or not messages:
+                    break
+        log(WARNING, "Round %d is skipped, its layer-wise step failed %d times", self.round.number, attempt)
+        self.round.refused += reasons
+        return []
 
     def _weigh_participants(self, participants: Sequence[Participant]) -> list[float]:
         """Return the weights of the nodes' models before there are models: p_i, up to a common factor."""
@@ -97,53 +106,34 @@ class Layerwise(FedAvg):
                 )
                 return
 
-    def _train(self, contents: Contents) -> list[Message]:
-        """Return the replies of the nodes that do not fail; none after MAX_ATTEMPTS."""
-        for attempt in range(1, MAX_ATTEMPTS + 1):
-            try:
-                return self._take_step(contents, attempt)
-            except NodesFailedError as failure:
-                contents = {node: content for node, content in contents.items() if node not in failure.nodes}
-                few = self.averager.refuse_few(len(contents), self.round.number)
-                reasons = [*few, *failure.reasons]
-                if few or not contents:
-                    break
-        log(WARNING, "Round %d is skipped, its layer-wise step failed %d times", self.round.number, attempt)
-        self.round.refused += reasons
-        return []
-
-    def _take_step(self, contents: Contents, attempt: int) -> list[Message]:
+    def _take_step(self, grid: Grid, messages: Sequence[Message], attempt: int) -> list[Message]:
         """Take the nodes through the step, without messages for exchanges where the grid can.
 
         A grid that takes the step by itself leaves the nodes as before where it fails. Unless the failure names nodes,
         the step is then taken by messages, which find out which node failed, and so are later attempts.
         """
         why_slow = ""
-        try:
-            if (transport := self._open_on_grid(contents, attempt)) is not None:
-                return self._answer(transport)
-        except NodesFailedError:
-            raise
-        except Exception as error:
-            failed = "Round %d: the nodes' common step failed, it is taken by messages: %s"
-            log(INFO, failed, self.round.number, error)
-            why_slow = str(error)
+        if isinstance(grid, LayerwiseGrid) and not self.round.by_messages:
+            try:
+                if (transport := grid.open_step(messages)) is not None:
+                    self.round.sent = list(messages)
+                    return self._answer(transport)
+            except NodesFailedError:
+                raise
+            except Exception as error:
+                failed = "Round %d: the nodes' common step failed, it is taken by messages: %s"
+                log(INFO, failed, self.round.number, error)
+                why_slow = str(error)
         self.round.by_messages = True
         # only the last of a step's replies holds more than requests
         expected = replace(self.round.expected, binding=(), groups=(), weighted_by=wire.NUM_EXAMPLES)
-        by_messages = MessageTransport(self.round.grid, contents, attempt, self.exchange_timeout, expected)
+        contents = {message.metadata.dst_node_id: message.content for message in messages}
+        by_messages = MessageTransport(grid, contents, attempt, self.exchange_timeout, expected)
         replies = self._answer(by_messages)
         self.round.sent = by_messages.sent
         if why_slow:
             log(WARNING, "Layer-wise steps go by messages, which are slower: %s", why_slow)
         return replies
-
-    def _open_on_grid(self, contents: Contents, attempt: int) -> NodesTransport | None:
-        """Open the step on a grid that takes steps without messages; None if it, or one behind it, cannot."""
-        if self.round.by_messages or not isinstance(self.round.grid, LayerwiseGrid):
-            return None
-        self.round.sent = [Message(content, node, wire.LAYERWISE) for node, content in contents.items()]
-        return self.round.grid.open_step(self.round.sent)
 
     def _answer(self, transport: NodesTransport) -> list[Message]:
         """Answer all exchanges of a step, and return the nodes' replies."""

@@ -1,12 +1,13 @@
 """Strategies in which a part of the model never leaves the client: BN, its statistics, its affine part, or all."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from logging import WARNING
 from typing import Annotated, Any, ClassVar
 
 from flwr.app import ArrayRecord, Message
 from flwr.common import log
+from flwr.serverapp import Grid
 
 from fedbn_flwr import wire
 from fedbn_flwr.server.grids import ask_nodes
@@ -76,9 +77,9 @@ class PartialSharing(FedAvg):
             packages[node][self.arrayrecord_key] = make_record(shared)
         return packages
 
-    def collect(self, replies: Iterable[Message]) -> list[Message]:
+    def ask(self, grid: Grid, messages: Sequence[Message], timeout: float) -> list[Message]:
         """Let nodes that have lost their entries train from the server's, in this round; return all replies."""
-        replies = list(super().collect(replies))
+        replies = list(super().ask(grid, messages, timeout))
         nodes = sorted({reply.metadata.src_node_id for reply in replies if lacks_state(reply)})
         if not nodes:
             return replies
@@ -96,7 +97,7 @@ class PartialSharing(FedAvg):
                 sent.append(message)
         self.round.sent = sent + again
         usable = [reply for reply in replies if not lacks_state(reply)]
-        return [*usable, *ask_nodes(self.round.grid, again, self.exchange_timeout).values()]
+        return [*usable, *ask_nodes(grid, again, self.exchange_timeout).values()]
 
     def update(self, pooled: Pooled) -> Arrays:
         """Average what is shared; the server's values of the rest are the participants' mean, where it is known."""

@@ -1,6 +1,6 @@
 """Checkpoints of a run: all that the rounds after one depend on, in a folder that appears and disappears as a whole.
 
-`Recovery` writes them during a run, and takes one up.
+`Saver` writes them during a run, and takes one up.
 """
 
 import io
@@ -13,16 +13,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 from flwr.serverapp import Grid
 from torch import Tensor
 
 from fedbn_flwr import wire
 from fedbn_flwr.client.node_memory import NAMESPACE, Memory
-from fedbn_flwr.experiments.method import Experiment
-from fedbn_flwr.experiments.output.recorder import Journal
-from fedbn_flwr.experiments.output.run_folder import PERSONAL
+from fedbn_flwr.experiments.config import Config
+from fedbn_flwr.experiments.output.recorder import Standing
 from fedbn_flwr.plugins.options import UsageError
+from fedbn_flwr.server.method_state import pack_state, unpack_state
+from fedbn_flwr.server.round import Round
 from fedbn_flwr.simulation.in_process import LocalGrid
 from fedbn_flwr.simulation.node_contexts import FIRST_NODE_ID, StateFolder
 from fedbn_flwr.state import Arrays, arrays_of, arrays_to_record, to_record
@@ -44,7 +45,7 @@ PARTIAL, OLD = f"{PREFIX}partial", f"{PREFIX}old"
 
 
 #: the number of the form in which checkpoints hold a run
-FORMAT = 3
+FORMAT = 4
 #: what is to be raised after the present round, since a signal has asked this process to end
 STOPPING: list[type[KeyboardInterrupt]] = []
 
@@ -56,9 +57,9 @@ class Checkpoint:
     server_round: int
     #: the global model
     model: Arrays
-    #: the strategy's state, and the record's `state_dict`
+    #: the strategy's state, and how far the run has come
     strategy: Mapping[str, Any]
-    journal: Mapping[str, Any]
+    standing: Mapping[str, Any]
     #: the numbers of the runs that went on with each other, where nodes keep their states themselves
     history: str = ""
     #: the sizes of the files with nodes' states, by name; known once they are written
@@ -172,26 +173,15 @@ def _converted(value: Any, convert: Callable[[Any], Any]) -> Any:
     return convert(value)
 
 
-class StopRun(Exception):  # noqa: N818  # nothing is wrong
-    """The run ends after the round that has been recorded; a strategy's loop has no other way out."""
-
-
-class Recovery:
+class Saver:
     """Gathers into a checkpoint what a run's strategy, record and nodes hold, and gives it back to them.
 
     Random streams are not among it: they are functions of seed, node and round.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        experiment: Experiment,
-        grid: Grid,
-        strategy: BaseStrategy,
-        journal: Journal,
-    ) -> None:
-        self._folder, self._experiment = folder, experiment
-        self._grid, self._strategy, self._journal = grid, strategy, journal
+    def __init__(self, folder: Path, config: Config, grid: Grid, strategy: BaseStrategy, standing: Standing) -> None:
+        self._folder, self._config = folder, config
+        self._grid, self._strategy, self._standing = grid, strategy, standing
         self._history, self._last = History((), str(grid.run.run_id)), 0
         #: when the latest checkpoint was complete, and the seconds that it took
         self._ended, self._took = monotonic(), 0.0
@@ -200,65 +190,53 @@ class Recovery:
 
     def tell(self, config: ConfigRecord) -> ConfigRecord:
         """Add to the configuration of messages what nodes must know that keep their states themselves."""
-        asked = self._experiment.config
-        if (asked.checkpoint_every or asked.resume) and not isinstance(self._grid, LocalGrid):
+        if (self._config.checkpoint_every or self._config.resume) and not isinstance(self._grid, LocalGrid):
             config.update({STATE_HISTORY: self._history.to_text(), CHECKPOINT: self._last})
             self._configs.append(config)
         return config
 
-    def record(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
-        """Record a round, then write a checkpoint if it is time for one, or a signal stops the run (an `evaluate_fn`).
-
-        StopRun ends the run.
-        """
-        metrics = self._journal.record(server_round, arrays)
-        stops = bool(STOPPING) and 0 < server_round < self._experiment.config.rounds
-        if stops or (server_round and self._is_due(server_round)):
-            begun = monotonic()
-            content = arrays_of(arrays), self._strategy.state_dict(), self._journal.state_dict()
-            checkpoint = Checkpoint(server_round, *content, self._history.to_text())
-            save_states = self._grid.save_states if isinstance(self._grid, LocalGrid) else None
-            write_checkpoint(self._folder, checkpoint, save_states)
-            for config in self._configs:
-                config[CHECKPOINT] = server_round
-            self._ended = monotonic()
-            self._took = self._ended - begun
-        if self._journal.stopped_by:  # also before the first round of a run that died between its last one and its end
-            raise StopRun
-        if stops:
-            raise STOPPING[0]
-        return metrics
-
-    def _is_due(self, server_round: int) -> bool:
-        every = self._experiment.config.checkpoint_every
+    def is_due(self, server_round: int) -> bool:
+        """Return whether it is time for a checkpoint."""
+        every = self._config.checkpoint_every
         if every == AUTOMATIC:
             return monotonic() - self._ended >= TRAINING_PER_SAVING * self._took
         return every > 0 and server_round % every == 0
 
-    def save_personal(self, arrays: ArrayRecord) -> None:
-        """Write what nodes' own models have in place of the server's `arrays`; nodes elsewhere keep theirs."""
-        strategy, grid, folder = self._strategy, self._grid, self._folder / PERSONAL
-        if not (strategy.personal and isinstance(grid, LocalGrid)):
-            return
-        if strategy.stays != "none":
-            grid.save_states(folder, wire.PERSONAL)
-            return
-        files = StateFolder(folder, range(0))
-        kept = {context.node_id: Memory(context.state).recall(wire.PERSONAL) for context in grid.contexts()}
-        strategy.round.grid = grid  # there was no round if the run died after its last one
-        for node, groups in strategy.package(list(grid.get_node_ids()), arrays).items():
-            own = make_record({**groups[strategy.arrayrecord_key], **to_record(kept.get(node, {}))})
-            files[node - FIRST_NODE_ID] = RecordDict({f"{NAMESPACE}/{wire.PERSONAL}": own})
+    def save(self, now: Round) -> None:
+        """Write a checkpoint after a round."""
+        begun = monotonic()
+        content = arrays_of(now.arrays), self._strategy.state_dict(), pack_state(self._standing, {})
+        checkpoint = Checkpoint(now.number, *content, self._history.to_text())
+        save_states = self._grid.save_states if isinstance(self._grid, LocalGrid) else None
+        write_checkpoint(self._folder, checkpoint, save_states)
+        for config in self._configs:
+            config[CHECKPOINT] = now.number
+        self._ended = monotonic()
+        self._took = self._ended - begun
 
     def restore(self, saved: Checkpoint) -> ArrayRecord:
         """Bring everything into the state of a checkpoint; return its model."""
-        arrays = arrays_to_record(saved.model)
         descriptions = self._strategy.describe(self._grid, sorted(self._grid.get_node_ids()))
         nodes = {description.partition: node for node, description in descriptions.items()}
         self._strategy.load_state_dict(saved.strategy, nodes)
-        self._journal.load_state_dict(saved.journal, arrays)
+        unpack_state(self._standing, saved.standing, {})
         self._history = History.parse(saved.history).then(saved.server_round, self._grid.run.run_id)
         self._last = saved.server_round
         if isinstance(self._grid, LocalGrid):
             self._grid.restore_states(_latest(self._folder) / NODES)
-        return arrays
+        return arrays_to_record(saved.model)
+
+
+def save_personal(folder: Path, grid: Grid, strategy: BaseStrategy, arrays: ArrayRecord) -> None:
+    """Write what nodes' own models have in place of the server's `arrays`; nodes elsewhere keep theirs."""
+    if not (strategy.personal and isinstance(grid, LocalGrid)):
+        return
+    if strategy.stays != "none":
+        grid.save_states(folder, wire.PERSONAL)
+        return
+    files = StateFolder(folder, range(0))
+    kept = {context.node_id: Memory(context.state).recall(wire.PERSONAL) for context in grid.contexts()}
+    strategy.round.grid = grid  # there was no round if the run died after its last one
+    for node, groups in strategy.package(list(grid.get_node_ids()), arrays).items():
+        own = make_record({**groups[strategy.arrayrecord_key], **to_record(kept.get(node, {}))})
+        files[node - FIRST_NODE_ID] = RecordDict({f"{NAMESPACE}/{wire.PERSONAL}": own})

@@ -14,7 +14,14 @@ from flwr.serverapp import Grid
 from fedbn_flwr import state
 from fedbn_flwr.client import pick_device
 from fedbn_flwr.data import SITES
-from fedbn_flwr.experiments.checkpoint import Recovery, StopRun, clear, read_checkpoint, refuse_other_model
+from fedbn_flwr.experiments.checkpoint import (
+    STOPPING,
+    Saver,
+    clear,
+    read_checkpoint,
+    refuse_other_model,
+    save_personal,
+)
 from fedbn_flwr.experiments.checks import check
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.data_and_model import (
@@ -29,14 +36,15 @@ from fedbn_flwr.experiments.data_and_model import (
     unlabeled_inputs,
 )
 from fedbn_flwr.experiments.method import Experiment
-from fedbn_flwr.experiments.output.recorder import Journal, Progress, Summary
-from fedbn_flwr.experiments.output.run_folder import CONFIG, RunFolder, read_json
+from fedbn_flwr.experiments.output.recorder import Journal, Progress, Standing, Summary
+from fedbn_flwr.experiments.output.run_folder import CONFIG, PERSONAL, RunFolder, read_json
 from fedbn_flwr.experiments.output.scoring import Scorer, SiteScorer
 from fedbn_flwr.experiments.output.sinks import open_sinks
 from fedbn_flwr.experiments.runs import Run, asked_of
 from fedbn_flwr.experiments.sites.agreement import SitesGrid, agree, ask_sites
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.server.grids import PassingGrid
+from fedbn_flwr.server.round import Round
 from fedbn_flwr.state import arrays_of, arrays_to_record
 from fedbn_flwr.strategies import CannotTrainError, wait_for_nodes
 from fedbn_flwr.traffic.counting_grid import CountingGrid
@@ -68,38 +76,56 @@ def run(
         clear(folder)
         files = RunFolder(folder)
         files.config(experiment.to_mapping(), asked, task.sites)
-    strategy = experiment.make_strategy(nodes)
-    counted = CountingGrid(task.grid)
+    strategy, standing = experiment.make_strategy(nodes), Standing()
     # what sites have said of their data bounds the counts that they may send later
     strategy.state.train_counts.update(task.counts)
+    saver = Saver(folder, task.config, task.grid, strategy, standing)
+    arrays = saver.restore(saved) if saved else initial
+    counted = CountingGrid(task.grid, standing.training, standing.evaluation)
+    train_config = ConfigRecord({**instruction_of(task.config).to_config(always=("lr",)), **task.facts})
+    evaluate_config = ConfigRecord({**evaluation_of(experiment).to_config(), **task.facts})
     with open_sinks(task.config.log_to, folder, experiment.to_mapping(), files.rounds_done) as sinks:
-        journal = Journal(files, strategy, counted, task.scorer, task.config, sinks, progress)
-        recovery = Recovery(folder, experiment, task.grid, strategy, journal)
-        arrays = recovery.restore(saved) if saved else initial
+        journal, scorer = Journal(files, strategy, counted, task.config, sinks, standing), task.scorer
+        rounds, metric = task.config.rounds, scorer.metric
+
+        def on_round(now: Round) -> bool:
+            nonlocal arrays
+            arrays = now.arrays
+            score = scorer.score(strategy, arrays) if strategy.evaluates(now.number) else {}
+            journal.record(now, score)
+            standing.take(now.number, score, metric, task.config)
+            if progress:
+                progress(now.number, rounds, standing.score.get(metric))
+            stops = bool(STOPPING) and now.number < rounds
+            if stops or saver.is_due(now.number):
+                saver.save(now)
+            return stops or bool(standing.stopped_by)
+
         try:
-            strategy.start(
-                counted,
-                arrays,
-                task.config.rounds,
-                rounds_done=files.rounds_done,
-                timeout=task.config.timeout,
-                train_config=recovery.tell(
-                    ConfigRecord({**instruction_of(task.config).to_config(always=("lr",)), **task.facts})
-                ),
-                evaluate_config=recovery.tell(ConfigRecord({**evaluation_of(experiment).to_config(), **task.facts})),
-                evaluate_fn=recovery.record,
-            )
-        except StopRun:
-            log(INFO, "The run ends early: %s", journal.stopped_by)
+            if not standing.stopped_by:  # a run may die between its last round and its end
+                strategy.start(
+                    counted,
+                    arrays,
+                    rounds,
+                    task.config.timeout,
+                    saver.tell(train_config),
+                    saver.tell(evaluate_config),
+                    rounds_done=standing.round,
+                    on_round=on_round,
+                )
         except OSError:  # the disk, and no fault of the run: it can go on
             raise
         except Exception as error:
-            summary = journal.summary_of_failure(experiment, nodes, error)
-            files.finish(summary, journal.arrays)
-            log(ERROR, "The run ended after round %d, what it leaves is in %s", summary["rounds-done"], folder)
+            summary = journal.summary_of_failure(experiment, nodes, metric, error)
+            files.finish(summary, arrays if standing.round else None)
+            log(ERROR, "The run ended after round %d, what it leaves is in %s", standing.round, folder)
             raise
-    summary, arrays = journal.summary(experiment, nodes), journal.arrays or arrays
-    recovery.save_personal(arrays)
+    if standing.stopped_by:
+        log(INFO, "The run ends early: %s", standing.stopped_by)
+    elif standing.round < rounds:
+        raise STOPPING[0]
+    summary = journal.summary(experiment, nodes, metric)
+    save_personal(folder / PERSONAL, task.grid, strategy, arrays)
     # what is kept of entries that stay on the nodes is their mean after the last round
     arrays = arrays_to_record({**arrays_of(arrays), **strategy.state.personal})
     files.finish(summary, arrays)

@@ -1,16 +1,20 @@
 """A round of federated learning on Flower, and the hooks that a method overrides."""
 
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from logging import INFO
 from math import inf
 from typing import Annotated, Any, ClassVar, NoReturn, Self
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
+from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from flwr.serverapp.strategy import Result
+from flwr.serverapp.strategy.strategy_utils import log_strategy_start_info
 
 from fedbn_flwr import wire
 from fedbn_flwr.plugins.options import Range
@@ -18,7 +22,7 @@ from fedbn_flwr.server.constructor_options import MomentumKind, OptimizerKind, S
 from fedbn_flwr.server.exact_statistics import GATHERED, with_exact_statistics
 from fedbn_flwr.server.grids import wait_for_nodes
 from fedbn_flwr.server.lr_schedule import read_schedule
-from fedbn_flwr.server.method_state import LaterRounds, LostRounds, MethodState, merged_type, pack_state, unpack_state
+from fedbn_flwr.server.method_state import LostRounds, MethodState, merged_type, pack_state, unpack_state
 from fedbn_flwr.server.optimizers import ServerOptimizer
 from fedbn_flwr.server.pooling import MOMENTUM, Averager, Pooled, PooledGroup, Sent, Stage, Start, name_dominant, pool
 from fedbn_flwr.server.privacy import Privacy
@@ -39,14 +43,14 @@ WRAPPED = (
 class BaseStrategy(FlowerFedAvg):
     """Instruct clients, send them arrays, check their replies and let a method make the new state of them.
 
-    A round is Flower's (`Strategy.start`): `configure_train` makes the messages, the grid takes them to the nodes and
-    brings replies, `aggregate_train` makes the new state of them, and the evaluation follows. A method overrides hooks
+    `start` is the loop over the rounds: `configure_train` makes the messages, `ask` takes them to the nodes and brings
+    their replies, `aggregate_train` makes the new state of these, and the evaluation follows. A method overrides hooks
     and calls `super()`, so that methods can be combined. In the order in which a round calls them:
 
     - `own_norm`: the normalizer that the method brings, before there is a model,
     - `instruct`: what clients do in this round,
     - `package`: the arrays that nodes get,
-    - `collect`: the replies, here those that the grid brought,
+    - `ask`: the replies to the messages, which it takes to the nodes,
     - `weigh`: how much each reply counts,
     - `update`: the new global state, made of what was pooled; it knows nothing of who pooled,
     - `lose_round`: takes the place of `update` after a round without a usable reply,
@@ -224,9 +228,9 @@ class BaseStrategy(FlowerFedAvg):
             groups[wire.MOMENTUM] = arrays_to_record(self.state.momentum)
         return {node: dict(groups) for node in nodes}
 
-    def collect(self, replies: Iterable[Message]) -> Iterable[Message]:
-        """Return the round's replies: those that came, or others that the method has asked for."""
-        return replies
+    def ask(self, grid: Grid, messages: Sequence[Message], timeout: float) -> Iterable[Message]:
+        """Take the messages of training to the nodes, and return the replies, at most `timeout` seconds later."""
+        return grid.send_and_receive(messages, timeout=timeout)
 
     @abstractmethod
     def weigh(self, replies: Sequence[NodeReply]) -> list[float]:
@@ -261,39 +265,63 @@ class BaseStrategy(FlowerFedAvg):
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
         *,
         rounds_done: int = 0,
+        on_round: Callable[[Round], bool] | None = None,
     ) -> Result:
         """Run all rounds, or those after `rounds_done`; fractions of a run refer to `num_rounds`.
 
-        Before going on after some rounds, `load_state_dict` takes up what `state_dict` returned after them.
+        Before going on after some rounds, `load_state_dict` takes up what `state_dict` returned after them. `on_round`
+        is called with every round at its end; if it returns True, the run ends there.
         """
         self.num_rounds, self.started = num_rounds, True
-        left, configs = num_rounds - rounds_done, (timeout, train_config, evaluate_config)
-        evaluate = evaluate_fn and (lambda number, state: evaluate_fn(number + rounds_done if number else 0, state))
-        run = LaterRounds(self, rounds_done).start if rounds_done else super().start
-        result = run(grid, initial_arrays, left, *configs, evaluate)
+        log(INFO, "Starting %s strategy:", type(self).__name__)
+        log_strategy_start_info(num_rounds, initial_arrays, train_config, evaluate_config)
+        self.summary()
+        configs = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
+        arrays, result, began = initial_arrays, Result(), time.perf_counter()
+        if evaluate_fn and not rounds_done:
+            _note("Initial global evaluation results", result.evaluate_metrics_serverapp, 0, evaluate_fn(0, arrays))
+        for number in range(rounds_done + 1, num_rounds + 1):
+            log(INFO, "")
+            log(INFO, "[ROUND %s/%s]", number, num_rounds)
+            messages = list(self.configure_train(number, arrays, configs[0], grid))
+            trained, metrics = self.aggregate_train(number, self.ask(grid, messages, timeout) if messages else ())
+            arrays = self.gather(arrays if trained is None else trained)
+            _note("Aggregated MetricRecord", result.train_metrics_clientapp, number, metrics)
+            messages = list(self.configure_evaluate(number, arrays, configs[1], grid))
+            replies = grid.send_and_receive(messages, timeout=timeout) if messages else ()
+            metrics = self.aggregate_evaluate(number, replies)
+            _note("Aggregated MetricRecord", result.evaluate_metrics_clientapp, number, metrics)
+            if evaluate_fn:
+                _note("Global evaluation", result.evaluate_metrics_serverapp, number, evaluate_fn(number, arrays))
+            result.arrays = arrays
+            if on_round and on_round(self.training.end(arrays)):
+                break
         if self.stays != "none":
-            self.state.name_untrained(self.round.current)
+            self.state.name_untrained(self.training.current)
+        log(INFO, "Strategy execution finished in %.2fs; final results:", time.perf_counter() - began)
+        for line in str(result).splitlines():
+            log(INFO, "\t%s", line)
         return result
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
-        """Instruct the drawn nodes; nodes that take a layer-wise step are asked by `collect`, and not by Flower."""
+        """Instruct the drawn nodes."""
         if not self.started:
             raise RuntimeError(WRAPPED.format(type(self).__name__))
         if self.fraction_train == 0.0:
             return []
         self.training = self._begin_round(server_round, arrays, config, grid, MessageType.TRAIN)
         nodes = self.draw_nodes(grid, server_round, self.fraction_train, self.min_train_nodes)
-        messages = self._make_messages(nodes, arrays, config, MessageType.TRAIN)
-        return [] if self.round.instruction.waits_for_others else messages
+        kind = wire.LAYERWISE if self.round.instruction.waits_for_others else MessageType.TRAIN
+        return self._make_messages(nodes, arrays, config, kind)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Update the state with the usable replies; a round without one leaves the model as it was."""
         state, now = self.state, self.round
-        usable = now.read(self.collect(replies), state, ends=not state.ever_trained)
+        usable = now.read(replies, state, ends=not state.ever_trained)
         for reply in usable:
             self.partitions |= reply.nodes
             state.obeyed |= dict.fromkeys(now.expected.binding, True)
@@ -302,14 +330,29 @@ class BaseStrategy(FlowerFedAvg):
         if not now.replies:
             now.lose(state)
             self.lose_round()
-            left = self._as_evaluated(now.current, ())
-            return None if left is now.current else arrays_to_record(left), None
+            return None, None
         now.refuse_infinite_losses(state)
         state.lost, state.ever_trained = LostRounds(), True
         pooled = self._pool(usable)
         name_dominant(pooled.weights, {node: count for reply in usable for node, count in reply.counts.items()})
-        merged = self._as_evaluated(self.update(pooled), sorted(pooled.weights))
-        return arrays_to_record(merged), now.mean_metrics(self.train_metrics_aggr_fn, self.weighted_by_key)
+        merged = arrays_to_record(self.update(pooled))
+        return merged, now.mean_metrics(self.train_metrics_aggr_fn, self.weighted_by_key)
+
+    def gather(self, arrays: ArrayRecord) -> ArrayRecord:
+        """Return the round's new state with statistics of its own, after rounds in which these are looked at or frozen.
+
+        If no node has trained in the round, the state may still have the statistics of training.
+        """
+        now = self.training
+        is_due = self.gathers_always or self.evaluates(now.number) or now.number == self.state.frozen_after
+        if self.statistics != "exact" or not is_due or now.instruction.freeze in ("statistics", "both"):
+            return arrays
+        trained = sorted(node for reply in now.replies for node in reply.nodes)
+        if not (asked := trained if self.gathers_always else sorted(now.grid.get_node_ids())):
+            return arrays
+        models = {node: groups[self.arrayrecord_key] for node, groups in self.package(asked, arrays).items()}
+        memory = self.state.stages.setdefault("statistics", {})
+        return with_exact_statistics(arrays, models, now, self.averager, self.exchange_timeout, memory)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -411,22 +454,6 @@ class BaseStrategy(FlowerFedAvg):
             self.round.sent.append(Message(content, node, kind))
         return self.round.sent
 
-    def _as_evaluated(self, merged: Arrays, nodes: Sequence[int]) -> Arrays:
-        """Return the new state with statistics of its own, in the rounds after which these are looked at or frozen.
-
-        `nodes` have trained in this round. If none has, the model may still have the statistics of training.
-        """
-        now = self.round
-        is_due = self.gathers_always or self.evaluates(now.number) or now.number == self.state.frozen_after
-        if self.statistics != "exact" or not is_due or now.instruction.freeze in ("statistics", "both"):
-            return merged
-        if not (asked := nodes if self.gathers_always else sorted(now.grid.get_node_ids())):
-            return merged
-        packages = self.package(asked, arrays_to_record(merged))
-        models = {node: groups[self.arrayrecord_key] for node, groups in packages.items()}
-        memory = self.state.stages.setdefault("statistics", {})
-        return with_exact_statistics(merged, models, now, self.averager, self.exchange_timeout, memory)
-
     def _pool(self, replies: Sequence[NodeReply]) -> Pooled:
         """Return the replies as one, with what the stages make of the mean of the models."""
         parameters = partial(self.roster.parameters, self.round.grid, self.round.current)
@@ -436,3 +463,10 @@ class BaseStrategy(FlowerFedAvg):
         self.state.shared = dict.fromkeys(pooled.model, True)
         self.state.momentum = pooled.groups.get(wire.MOMENTUM) or self.state.momentum
         return pooled
+
+
+def _note(what: str, history: dict[int, MetricRecord], number: int, metrics: MetricRecord | None) -> None:
+    """Log a round's metrics, and keep them if there are any."""
+    log(INFO, "\t└──> %s: %s", what, metrics)
+    if metrics is not None:
+        history[number] = metrics

@@ -26,7 +26,7 @@ from fedbn_flwr.server.grids import ask_nodes
 from fedbn_flwr.server.pooling import Averager, Sent, name_dominant
 from fedbn_flwr.server.replies import CannotTrainError, Expected, RefusedError, log_refused, parse_replies, read_each
 from fedbn_flwr.server.round import Round
-from fedbn_flwr.state import Arrays
+from fedbn_flwr.state import Arrays, arrays_of, arrays_to_record
 from fedbn_flwr.wire import moments
 
 #: what nodes send beside the model
@@ -34,17 +34,18 @@ GATHERED = Sent("gathered statistics")
 
 
 def with_exact_statistics(
-    state: Arrays,
+    arrays: ArrayRecord,
     models: Mapping[int, ArrayRecord],
     now: Round,
     averager: Averager,
     timeout: float,
     memory: dict[str, Any],
-) -> Arrays:
+) -> ArrayRecord:
     """Return a new state with statistics from these nodes, each of which gets its model; `memory` lasts for the run.
 
     Nodes that fail are left out, and named in the log. An error says why if none has ever answered, though some train.
     """
+    state = arrays_of(arrays)
     config = ConfigRecord({**now.other_config, **now.instruction.to_config()})
     contents = {node: RecordDict({wire.ARRAYS: model, wire.CONFIG: config}) for node, model in models.items()}
     messages = [Message(content, node, wire.GATHER) for node, content in contents.items()]
@@ -65,7 +66,8 @@ def with_exact_statistics(
     if not pooled:
         log(WARNING, "BN statistics stay as they were: there are no nodes' answers that could be pooled")
     entries = moments.running_statistics(pooled)
-    return {**state, **{name: value.numpy().astype(state[name].dtype) for name, value in entries.items()}}
+    gathered = {name: value.numpy().astype(state[name].dtype) for name, value in entries.items()}
+    return arrays_to_record({**state, **gathered})
 
 
 def _read_moments(arrays: Mapping[str, np.ndarray], state: Arrays) -> dict[str, Moments]:

@@ -1,12 +1,11 @@
-"""What a strategy keeps from round to round, as one value, and rounds that go on in another process."""
+"""What a strategy keeps from round to round, as one value."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from logging import WARNING
 from typing import Any
 
 from flwr.common import log
-from flwr.serverapp.strategy import Strategy
 
 from fedbn_flwr.layerwise.exchange import Why
 from fedbn_flwr.server.replies import CannotTrainError, DivergedError, Refusal
@@ -115,24 +114,3 @@ def unpack_state(state: Any, packed: Mapping[str, Any], nodes: Mapping[int, int]
         if "by node" in item.metadata:
             value = {nodes[partition]: each for partition, each in value.items() if partition in nodes}
         setattr(state, item.name, value)
-
-
-def _passed_on(hook: str) -> Callable[..., Any]:
-    """Return a method that calls a hook of the strategy with the number of the later round."""
-    return lambda self, server_round, *rest: getattr(self._strategy, hook)(server_round + self._done, *rest)
-
-
-class LaterRounds(Strategy):
-    """Calls a strategy with round numbers that go on after `rounds_done`; Flower's loop and result count from 1."""
-
-    def __init__(self, strategy: Strategy, rounds_done: int) -> None:
-        self._strategy, self._done = strategy, rounds_done
-
-    configure_train = _passed_on("configure_train")
-    aggregate_train = _passed_on("aggregate_train")
-    configure_evaluate = _passed_on("configure_evaluate")
-    aggregate_evaluate = _passed_on("aggregate_evaluate")
-
-    def summary(self) -> None:
-        """Pass on."""
-        self._strategy.summary()

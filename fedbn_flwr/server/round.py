@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from logging import WARNING
 from math import inf, isfinite
+from time import perf_counter
 from typing import Any, Self
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -37,8 +38,12 @@ class Round:
     number: int = 0
     #: the way to the nodes, which hooks may also ask; there is none before the first round
     grid: Grid = None  # type: ignore[assignment]
-    #: the global state that the round starts from
+    #: when it began, by `perf_counter`, and how long it took when it has ended
+    began: float = field(default_factory=perf_counter)
+    seconds: float = 0.0
+    #: the global state that the round starts from, and the one that it ends with
     current: Arrays = field(default_factory=dict)
+    arrays: ArrayRecord = field(default_factory=ArrayRecord)
     #: the user's options, and from `instruct` on the method's orders
     instruction: Instruction = field(default_factory=Instruction)
     #: whether the user's options have a learning rate; without one, clients have their own
@@ -66,7 +71,14 @@ class Round:
         config["server-round"] = number
         order_keys = Instruction.wire_keys()
         other_config = {key: value for key, value in config.items() if key not in order_keys}
-        return cls(number, grid, arrays_of(arrays), Instruction.from_config(config), "lr" in config, other_config)
+        now = cls(number, grid, current=arrays_of(arrays), instruction=Instruction.from_config(config))
+        now.has_rate, now.other_config = "lr" in config, other_config
+        return now
+
+    def end(self, arrays: ArrayRecord) -> Self:
+        """Take note of the state that the round ends with; return the round."""
+        self.arrays, self.seconds = arrays, perf_counter() - self.began
+        return self
 
     def read(self, messages: Iterable[Message], state: MethodState, ends: bool = False) -> list[NodeReply]:
         """Read and return the usable replies; if there is none and that `ends` the run, its error says why.

@@ -97,9 +97,10 @@ class CountingGrid(PassingGrid):
     Asking nodes who they are is neither: a run that is resumed does it again.
     """
 
-    def __init__(self, grid: Grid) -> None:
+    def __init__(self, grid: Grid, training: Traffic | None = None, evaluation: Traffic | None = None) -> None:
+        """Count into these, or from 0."""
         super().__init__(grid)
-        self.training, self.evaluation = Traffic(), Traffic()
+        self.training, self.evaluation = training or Traffic(), evaluation or Traffic()
 
     def open_step(self, messages: Sequence[Message]) -> CountedTransport | None:
         """Open a layer-wise step that is counted, where the grid offers steps without messages."""

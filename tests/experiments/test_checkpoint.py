@@ -131,7 +131,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "of an earlier version": (
         f"{LAST}/server.pt",
         lose_format,
-        "its format is 1, and this version goes on with 3 only",
+        "its format is 1, and this version goes on with 4 only",
     ),
     "a node's state truncated": (f"{LAST}/nodes/1.records", truncate, "is damaged: nodes/1.records should have "),
     "a node's state lost": (f"{LAST}/nodes/0.records", Path.unlink, "is damaged: nodes/0.records should have "),

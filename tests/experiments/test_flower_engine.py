@@ -13,6 +13,7 @@ from fedbn_flwr.experiments.client_side import client_fn
 from fedbn_flwr.experiments.flower_run import RESULTS_VARIABLE
 from fedbn_flwr.experiments.output.recorder import Journal
 from fedbn_flwr.experiments.output.run_folder import read_json
+from fedbn_flwr.server.round import Round
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from tests.helpers.flower_simulation import InMemoryGrid
 from tests.helpers.runs import OPTIONS, results, run
@@ -85,10 +86,10 @@ def test_an_unfinished_run_goes_on_with_its_engine(key: str, tmp_path: Path, mon
     flower_run(tmp_path / "whole", engine="stacked", **options)
     record = Journal.record
 
-    def fails(journal: Journal, server_round: int, arrays: Any) -> Any:
-        if server_round == 3:
+    def fails(journal: Journal, now: Round, score: Any) -> Any:
+        if now.number == 3:
             raise OSError("the disk is full")
-        return record(journal, server_round, arrays)
+        return record(journal, now, score)
 
     monkeypatch.setattr(Journal, "record", fails)
     with pytest.raises(OSError, match="the disk is full"):

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flwr.app import ArrayRecord, MetricRecord
 
 from fedbn_flwr.experiments import checkpoint, main
 from fedbn_flwr.experiments.checkpoint import Checkpoint, write_checkpoint
 from fedbn_flwr.experiments.output.recorder import Journal
 from fedbn_flwr.experiments.results.folders import read_parts
 from fedbn_flwr.experiments.results.rows import rounds_of
+from fedbn_flwr.server.round import Round
 from tests.helpers.checkout import BIN, ROOT
 from tests.helpers.runs import command, results, run, run_in, summary_bytes
 
@@ -197,9 +197,9 @@ def test_checkpoints_cost_a_small_share_of_the_time(tmp_path: Path, monkeypatch:
         clock[0] += 1 / 16
         saved.append(checkpoint.server_round)
 
-    def timed_record(journal: Journal, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+    def timed_record(journal: Journal, now: Round, score: Any) -> None:
         clock[0] += 1
-        return record(journal, server_round, arrays)
+        record(journal, now, score)
 
     monkeypatch.setattr(checkpoint, "monotonic", lambda: clock[0])
     monkeypatch.setattr(checkpoint, "write_checkpoint", timed_write)
@@ -214,11 +214,11 @@ def test_the_first_signal_ends_a_run_after_its_round_and_the_second_one_at_once(
 ) -> None:
     record, seen, times = Journal.record, list[int](), [1]
 
-    def asked_to_end(journal: Journal, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
-        seen.append(server_round)
-        for _ in range(times[0] if server_round in (3, 6) else 0):
+    def asked_to_end(journal: Journal, now: Round, score: Any) -> None:
+        seen.append(now.number)
+        for _ in range(times[0] if now.number in (3, 6) else 0):
             os.kill(os.getpid(), number)
-        return record(journal, server_round, arrays)
+        record(journal, now, score)
 
     monkeypatch.setattr(Journal, "record", asked_to_end)
     # checkpoints cost too much, by the clock, to be made unasked

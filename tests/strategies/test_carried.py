@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fedbn_flwr import norm, state, wire
 from fedbn_flwr.data import Split
 from fedbn_flwr.layerwise.carried import CarriedValues
-from fedbn_flwr.server.grids import identify
+from fedbn_flwr.server.grids import PassingGrid, identify
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.strategies import FedAvg, FedBN, FedDNA, FedTAN, FedTANII
 from fedbn_flwr.traffic.counting_grid import CountingGrid
@@ -581,7 +581,12 @@ def test_a_node_that_has_lost_its_bn_gets_the_corrections_of_its_round_again() -
     before = {name: array.numpy() for name, array in message.content.array_records[wire.CARRIED].items()}
     identify(message)
     lost = RecordDict({wire.REPORT: ConfigRecord({wire.LACKS_STATE: True})})
-    list(strategy.collect([Message(lost, reply_to=message)]))
+
+    class Forgetful(PassingGrid):
+        def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> list[Message]:
+            return [Message(lost, reply_to=message)]
+
+    strategy.ask(Forgetful(nodes.grid), strategy.round.sent, 1.0)
     again = strategy.round.sent[-1]
     assert again.metadata.dst_node_id == message.metadata.dst_node_id
     assert set(again.content["arrays"]) == set(nodes.initial)

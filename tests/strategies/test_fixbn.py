@@ -50,8 +50,8 @@ def test_the_largest_counts_once_half_of_the_recent_clients_report() -> None:
 
 def test_it_freezes_at_the_latest_although_a_round_is_lost() -> None:
     class WithoutTheSecond(FixBN):
-        def collect(self, replies: Any) -> Any:
-            return [] if self.round.number == 2 else super().collect(replies)
+        def ask(self, *given: Any) -> Any:
+            return [] if self.round.number == 2 else super().ask(*given)
 
     strategy = WithoutTheSecond(freeze_round="auto", threshold=0.0, latest=0.5, fraction_evaluate=0.0)
     Federation(make_model()).run(strategy, 4)

@@ -12,7 +12,7 @@ HOOKS = {
     "own_norm",
     "instruct",
     "package",
-    "collect",
+    "ask",
     "weigh",
     "update",
     "lose_round",

@@ -321,9 +321,9 @@ def test_the_port_is_open_in_a_step_only() -> None:
     channel = options()
 
     class Strategy(FedTAN):
-        def collect(self, replies: Any) -> Any:
+        def ask(self, *given: Any) -> Any:
             before = is_open(channel.port)
-            messages = super().collect(replies)
+            messages = super().ask(*given)
             opened.append((before, is_open(channel.port)))
             return messages
 

@@ -11,8 +11,9 @@ from torch import nn
 
 from fedbn_flwr import state
 from fedbn_flwr.client import BNClient
-from fedbn_flwr.experiments.output.recorder import DynamicsTable
+from fedbn_flwr.experiments.output.recorder import dynamics_of
 from fedbn_flwr.experiments.output.run_folder import read_rounds
+from fedbn_flwr.server.round import Round
 from fedbn_flwr.strategies import NodeReply
 from fedbn_flwr.wire import ARRAYS, DYNAMICS, Instruction
 from tests.helpers.runs import model_bytes, run, run_in
@@ -104,8 +105,7 @@ def test_the_rows_of_a_round_by_hand() -> None:
         NodeReply(node, node, 1, {f"{DYNAMICS}1": [float("nan"), distance, 0.5]}, {}, RecordDict())
         for node, distance in enumerate((1.0, 4.0))
     ]
-    table = DynamicsTable()
-    table.begin(arrays([1.0, 2.0], [0.0, 0.0]))
-    (row,) = table.rows(1, arrays([4.0, 0.0], [0.0, -0.5]), replies, 0.7)
+    before, after = arrays([1.0, 2.0], [0.0, 0.0]), arrays([4.0, 0.0], [0.0, -0.5])
+    (row,) = dynamics_of(Round(1, current=state.arrays_of(before), arrays=after, replies=replies), 0.7)
     assert (row["global-change"], row["local-distance"], row["window-variance"]) == (5.5, 2.5, 0.5)
     assert math.isnan(row["batch-change"])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import Context, Message, RecordDict
 from flwr.supercore.run import Run
 from safetensors.torch import load_file, save_file
 from sklearn.metrics import f1_score, roc_auc_score
@@ -26,6 +26,7 @@ from fedbn_flwr.experiments.sites.agreement import Agreement, Answers, agree
 from fedbn_flwr.experiments.sites.own_model import MODELS_VARIABLE, load_own_model
 from fedbn_flwr.models import build
 from fedbn_flwr.plugins.options import as_value
+from fedbn_flwr.server.round import Round
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.wire.packed import is_packed, unpack
 from tests.helpers.deaths import Death
@@ -190,10 +191,10 @@ def test_a_run_goes_on_with_what_the_sites_agreed_on(
     given = options_for(tmp_path / "run", **options)
     record = Journal.record
 
-    def die(journal: Journal, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
-        if server_round == 3:
+    def die(journal: Journal, now: Round, score: Any) -> None:
+        if now.number == 3:
             raise Death
-        return record(journal, server_round, arrays)
+        record(journal, now, score)
 
     monkeypatch.setenv(STATE_VARIABLE, str(tmp_path / "whole-states"))
     for _ in range(2):
