@@ -16,6 +16,7 @@ from benchmarks.results import BARE, Row, line_of, machine, rows_of, table, writ
 from fedbn_flwr.client import pick_device
 from fedbn_flwr.device import count_cores
 from fedbn_flwr.experiments.engines import one_step
+from fedbn_flwr.experiments.material import Material
 from fedbn_flwr.experiments.output.run_folder import make_folder
 from fedbn_flwr.simulation.stacked.memory_budget import clients_that_fit
 
@@ -119,7 +120,7 @@ class Bench:
             effort = Effort(asked.repetitions, asked.seconds, asked.most_rounds)
             rows = rows_of(case, measure(case, [*fresh, *lasting], effort))
         if asked.precisions:
-            fitting = clients_that_fit(one_step(case.experiment().config), pick_device(case.device))
+            fitting = clients_that_fit(one_step(Material.of(case.experiment().config)), pick_device(case.device))
             rows = [{**row, "fitting": fitting} for row in rows]
         self.rows += rows
         write(self.folder / "bench.json", self.rows)

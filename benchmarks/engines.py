@@ -31,11 +31,11 @@ from fedbn_flwr.client.training import autocast, products
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.device import count_cores
 from fedbn_flwr.experiments.client_side import bound_client_fn
-from fedbn_flwr.experiments.data_and_model import fresh_model, load_data, make_partition
 from fedbn_flwr.experiments.engines import open_grid
-from fedbn_flwr.experiments.method import Experiment
+from fedbn_flwr.experiments.material import Material
 from fedbn_flwr.experiments.server_side import instruction_of
 from fedbn_flwr.simulation import WorkersGrid
+from fedbn_flwr.strategies import BaseStrategy
 from fedbn_flwr.traffic.counting_grid import CountingGrid
 
 Engine = Callable[[Sequence[Case], Clock], None]
@@ -130,14 +130,17 @@ def serve(engine: str, threads: int, cases: Sequence[Case], driver: Connection) 
     ENGINES[engine]([replace(case, threads=threads) for case in cases], Clock(driver))
 
 
-def _run(case: Case, make: Callable[[Experiment, Path], AbstractContextManager[Grid]], clock: Clock) -> None:
+def _run(
+    case: Case, make: Callable[[Material, BaseStrategy, Path], AbstractContextManager[Grid]], clock: Clock
+) -> None:
     # worker processes end after the case, which counts their memory
     with ExitStack() as stack, clock.case() as notes:
         experiment = case.experiment()
-        grid = stack.enter_context(make(experiment, Path("unused")))
+        material, strategy = Material.of(experiment.config), experiment.make_strategy(case.clients)
+        initial = state.to_record(material.model.state_dict())
+        grid = stack.enter_context(make(material, strategy, Path("unused")))
         notes["workers"] = len(grid.process_ids) if isinstance(grid, WorkersGrid) else 1
-        initial = state.to_record(fresh_model(experiment.config).state_dict())
-        experiment.make_strategy(case.clients).start(
+        strategy.start(
             CountingGrid(grid),
             initial,
             ENDLESS,
@@ -151,13 +154,12 @@ def _app(case: Case) -> ClientApp:
 
 
 def _bare_loop(case: Case) -> BareLoop:
-    config = case.experiment().config
-    device = pick_device(config.device)
-    split = load_data(config).train
+    material = Material.of(case.experiment().config)
+    config, split, device = material.config, material.data.train, material.device
     return BareLoop(
-        fresh_model(config).to(device),
+        material.model.to(device),
         split.batch(torch.arange(len(split)), device),
-        [torch.from_numpy(part).to(device) for part in make_partition(config, case.clients)],
+        [torch.from_numpy(part).to(device) for part in material.partition],
         local_steps=case.local_steps,
         batch_size=case.batch_size,
         lr=config.lr,

@@ -18,8 +18,8 @@ from typing import Any
 from benchmarks.cases import Case
 from benchmarks.engines import own_cluster
 from fedbn_flwr import norm, state
-from fedbn_flwr.experiments.data_and_model import fresh_model
 from fedbn_flwr.experiments.engines import node_grid, open_on_cluster
+from fedbn_flwr.experiments.material import Material
 from fedbn_flwr.experiments.server_side import instruction_of
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.simulation.stacked.grid import StackedGrid
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         for workers in WORKERS:
             case = Case(options.model, "fedtan", CLIENTS, 1, device="cpu", threads=1, workers=workers)
-            exchanges = 2 * len(norm.bn_layers(fresh_model(case.experiment().config)))
+            exchanges = 2 * len(norm.bn_layers(Material.of(case.experiment().config).model))
             for delay, seconds in _times(case, options.turns).items():
                 low, middle, high = (f"{value:.4f}" for value in quantiles(seconds, n=4, method="inclusive"))
                 table.writerow([case.model, CLIENTS, workers, f"{delay:g}", exchanges, middle, low, high])
@@ -55,11 +55,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _times(case: Case, turns: int) -> dict[float, list[float]]:
     """Return the seconds of rounds by delay; the delays take turns, the first two of which do not count."""
     experiment, ends = case.experiment(), list[float]()
-    make_grid = partial(_late_grid, partial(node_grid, experiment, Path("unused"), "stacked"))
-    with open_on_cluster(make_grid, experiment.config, layerwise=True, average_by="examples") as grid:
+    material = Material.of(experiment.config)
+    initial = state.to_record(material.model.state_dict())
+    make_grid = partial(_late_grid, partial(node_grid, True, Path("unused"), "stacked"))
+    with open_on_cluster(make_grid, material, layerwise=True, average_by="examples") as grid:
         experiment.make_strategy(case.clients).start(
             grid,
-            state.to_record(fresh_model(experiment.config).state_dict()),
+            initial,
             (2 + turns) * len(DELAYS),
             train_config=instruction_of(experiment.config).to_config(always=("lr",)),
             evaluate_fn=lambda *_: ends.append(time.perf_counter()),
@@ -68,9 +70,9 @@ def _times(case: Case, turns: int) -> dict[float, list[float]]:
     return {delay: rounds[2 * len(DELAYS) + place :: len(DELAYS)] for place, delay in enumerate(DELAYS)}
 
 
-def _late_grid(make_grid: Any, partitions: Sequence[int]) -> InProcessGrid:
+def _late_grid(make_grid: Any, material: Material, partitions: Sequence[int]) -> InProcessGrid:
     """Make the grid of a worker whose layer-wise steps answer late, each step by the next of the delays."""
-    grid: StackedGrid = make_grid(partitions)
+    grid: StackedGrid = make_grid(material, partitions)
     open_step, steps = grid.open_step, count()
 
     def open_late(messages: Any) -> Any:

@@ -17,7 +17,7 @@ import torch
 from fedbn_flwr import adapt, rows, state
 from fedbn_flwr.client.evaluation import evaluate
 from fedbn_flwr.data import leave_out
-from fedbn_flwr.experiments.data_and_model import fresh_model, load_data
+from fedbn_flwr.experiments.material import form_of, fresh_model, load_data
 from fedbn_flwr.experiments.method import read_data, resolve
 from fedbn_flwr.experiments.results.rows import config_of
 from fedbn_flwr.models import read_weights
@@ -33,7 +33,8 @@ def measured(run: Mapping[str, Any]) -> Iterator[dict[str, object]]:
     """Yield a row for each way in which a run's model is tested."""
     options = {key: value for key, value in config_of(run)["options"].items() if key not in ("method", "resume")}
     config = resolve({**options, "method": run["method"]}).config
-    data, model = load_data(config), fresh_model(config)
+    data = load_data(config)
+    model = fresh_model(config, form_of(data))
     _, split = leave_out(read_data(resolve({**options, "method": run["strategy"], "unseen": ""}).config), run["unseen"])
     place = {
         "data": data.name,

@@ -29,7 +29,7 @@ FLOORS = (
 INNER_FLOORS = (
     # what a run is, its files, and its row
     ("config", "choice", "method", "output.run_folder", "results.rows", "results.paper"),
-    ("data_and_model", "checks", "output.recorder", "output.scoring", "output.sinks"),
+    ("material", "checks", "output.recorder", "output.scoring", "output.sinks"),
     (
         "results.values",
         "results.findings",

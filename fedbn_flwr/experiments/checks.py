@@ -12,63 +12,54 @@ from fedbn_flwr.client.learning_task import OBJECTIVES, task_of
 from fedbn_flwr.client.training import logits_of
 from fedbn_flwr.data.splits import UNCLASSED
 from fedbn_flwr.experiments.config import Config
-from fedbn_flwr.experiments.data_and_model import absent_classes, load_data, make_partition, shared_model
+from fedbn_flwr.experiments.material import Material, absent_classes, load_data
 from fedbn_flwr.experiments.method import Experiment
 from fedbn_flwr.experiments.output.sinks import check_sinks
 from fedbn_flwr.experiments.results.rows import about_absent
 from fedbn_flwr.layerwise.shared_statistics import check_layers
 from fedbn_flwr.norm.detect import FunctionalBatchNorm
 from fedbn_flwr.plugins.options import UsageError
-from fedbn_flwr.strategies import Layerwise
+from fedbn_flwr.strategies import BaseStrategy, Layerwise
 
 
-def check(experiment: Experiment) -> None:
-    """Find what cannot work before anything is started: device, data, partition, model and strategy."""
-    config = experiment.config
-    strategy, drawn = experiment.make_strategy(config.clients), config.clients_in_round()
+def check(experiment: Experiment, strategy: BaseStrategy) -> Material | None:
+    """Find what cannot work before anything is started: device, data, partition, model and strategy.
+
+    Return what the run works with; None if all of it is at sites.
+    """
+    config, drawn = experiment.config, experiment.config.clients_in_round()
     check_sinks(config.log_to)
+    material = None
     try:
         pick_device(config.device)
         if config.dataset != data.SITES:
-            check_task(config)
-            functional = check_shapes(config)
-            if not any(parameter.requires_grad for parameter in shared_model(config).parameters()):
-                raise UsageError(f"model {config.model!r} has no parameter that learns (with requires_grad=True)")
-            lacking = norm.lacks(shared_model(config), strategy.needs)
-            if functional and strategy.needs != "none":
-                lacking = "the model's forward calls F.batch_norm, which it finds in layers only"
-            if lacking:
-                raise UsageError(f"method {config.method!r} would be another one: {lacking}")
-            if isinstance(strategy, Layerwise):
-                try:
-                    check_layers(shared_model(config))
-                except TypeError as error:
-                    raise UsageError(f"method {config.method!r}: {error}") from error
+            loaded = load_data(config)
+            check_task(config, loaded)
+            material = Material.of(config, loaded)
+            check_model(material, strategy)
     except (ValueError, OSError, RuntimeError) as error:  # a model's weights may be those of a server
         raise UsageError(str(error)) from error
-    if config.dataset == data.SITES and experiment.strategy_class.one_node:
+    if material is None and experiment.strategy_class.one_node:
         raise UsageError(
             f"method {config.method!r} needs all data in one place, but the data set 'sites' stays at the sites"
         )
-    if config.dataset == data.SITES and config.objective in OBJECTIVES:
+    if material is None and config.objective in OBJECTIVES:
         raise UsageError(f"objective {config.objective!r} is for float targets, and the data of sites have classes")
-    if config.class_metrics and config.dataset != data.SITES and (targets := UNCLASSED.get(load_data(config).task)):
-        raise UsageError(f"class-metrics are of labels, and {load_data(config).name} has {targets}")
-    if config.clients and config.dataset != data.SITES:
-        make_partition(config, config.clients)
     fewest = strategy.averager.fewest_nodes
     if config.clients and drawn < fewest:
         why = f"robust={strategy.averager} needs {fewest} nodes in a round"
         raise UsageError(f"method {config.method!r}: {why}, and {drawn} take part: {fewest - drawn} missing")
+    return material
 
 
-def check_task(config: Config) -> None:
-    """Refuse a model or an augmentation that is not for the data set's task."""
-    loaded = load_data(config)
+def check_task(config: Config, loaded: data.Data) -> None:
+    """Refuse a model, metrics or an augmentation that are not for the data set's task."""
     task = task_of(loaded.task, config.objective)
     if not (task.has_classes or config.objective):
         able = f"{', '.join(OBJECTIVES)} or package.module:function"
         raise UsageError(f"{loaded.name} has float targets, which need objective={able}; classes are integers from 0")
+    if config.class_metrics and (targets := UNCLASSED.get(loaded.task)):
+        raise UsageError(f"class-metrics are of labels, and {loaded.name} has {targets}")
     task.check_augmentation(config.augmentation)
     entry = models.MODELS.get(config.model)
     if entry is not None and task_of(entry.task).placed != task.placed:
@@ -78,21 +69,41 @@ def check_task(config: Config) -> None:
         )
 
 
-def check_shapes(config: Config) -> bool:
+def check_model(material: Material, strategy: BaseStrategy) -> None:
+    """Refuse a model that does not fit the data, or with which the method would be another one."""
+    config, model = material.config, material.model
+    functional = check_shapes(material)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UsageError(f"model {config.model!r} has no parameter that learns (with requires_grad=True)")
+    lacking = norm.lacks(model, strategy.needs)
+    if functional and strategy.needs != "none":
+        lacking = "the model's forward calls F.batch_norm, which it finds in layers only"
+    if lacking:
+        raise UsageError(f"method {config.method!r} would be another one: {lacking}")
+    if isinstance(strategy, Layerwise):
+        try:
+            check_layers(model)
+        except TypeError as error:
+            raise UsageError(f"method {config.method!r}: {error}") from error
+
+
+def check_shapes(material: Material) -> bool:
     """Refuse a model that cannot take the data's inputs, or has too few outputs for their classes.
 
     Return whether its forward pass calls `F.batch_norm` by itself.
     """
-    loaded = load_data(config)
+    loaded = material.data
     if not len(loaded.test):
         raise UsageError(f"{loaded.name} has no test samples")
-    splits = {"": loaded.train, "test ": loaded.test}
-    functional = [_check_inputs(config, split, loaded.num_classes, role) for role, split in splits.items()]
+    functional = [
+        _check_inputs(material, split, role) for role, split in {"": loaded.train, "test ": loaded.test}.items()
+    ]
     return any(functional)
 
 
-def _check_inputs(config: Config, split: data.Split, num_classes: int, role: str) -> bool:
-    model, shape = shared_model(config), tuple(split.inputs.shape[1:])
+def _check_inputs(material: Material, split: data.Split, role: str) -> bool:
+    config, loaded, model = material.config, material.data, material.model
+    shape = tuple(split.inputs.shape[1:])
     if len(shape) != 3 and config.augmentation != "none":
         raise UsageError(f"augmentation {config.augmentation!r} is for images, not for inputs of the shape {shape}")
     modes = {layer: layer.training for layer in model.modules()}
@@ -107,17 +118,17 @@ def _check_inputs(config: Config, split: data.Split, num_classes: int, role: str
         for layer, mode in modes.items():
             layer.training = mode
     logits = logits_of(outputs)
-    if config.objective in OBJECTIVES and logits.numel() != num_classes:
-        raise UsageError(f"model {config.model!r} has {logits.numel()} outputs for {num_classes} targets")
+    if config.objective in OBJECTIVES and logits.numel() != loaded.num_classes:
+        raise UsageError(f"model {config.model!r} has {logits.numel()} outputs for {loaded.num_classes} targets")
     if config.objective:
         targets = split.batch(torch.zeros(1, dtype=torch.int64), logits.device)[1]
         try:
-            task_of(load_data(config).task, config.objective).loss(outputs, targets)
+            material.task.loss(outputs, targets)
         except Exception as error:  # of whatever kind a user's function raises
             raise UsageError(f"objective {config.objective!r} fails for the outputs of the model: {error}") from error
-    if load_data(config).task != "regression" and logits.dim() > 1 and logits.shape[1] != num_classes:
-        about = f"model {config.model!r} has {logits.shape[1]} outputs for {num_classes} classes"
-        if logits.shape[1] < num_classes:
+    if loaded.task != "regression" and logits.dim() > 1 and logits.shape[1] != loaded.num_classes:
+        about = f"model {config.model!r} has {logits.shape[1]} outputs for {loaded.num_classes} classes"
+        if logits.shape[1] < loaded.num_classes:
             raise UsageError(about)
         _warn_once(f"{about}: a prediction of none of them counts as wrong")
     return bool(functional.found)
@@ -129,18 +140,20 @@ def _warn_once(line: str) -> None:
     log(WARNING, line)
 
 
-def check_simulation(experiment: Experiment) -> None:
-    """Check a run that brings its own nodes, and so must know how many."""
-    refuse_sites(experiment.config)
-    if experiment.config.dataset == data.SITES:
+def check_simulation(experiment: Experiment) -> Material:
+    """Check a run that brings its own nodes, and so must know how many; return what it works with."""
+    config = experiment.config
+    refuse_sites(config)
+    material = check(experiment, experiment.make_strategy(config.clients))
+    if material is None:
         raise UsageError("the data set 'sites' is at the sites of a deployment: submit the run with `flwr run`")
-    check(experiment)
-    names = load_data(experiment.config).class_names
+    names = material.data.class_names
     plain = ["".join(name.casefold().split()) for name in names]
     if alike := [name for name, short in zip(names, plain, strict=True) if plain.count(short) > 1]:
         _warn_once(f"classes differ only by upper case or spaces, and count as different ones: {', '.join(alike)}")
-    if classes := absent_classes(experiment.config):
-        _warn_once(about_absent(classes, experiment.config.partition, experiment.config.clients))
+    if classes := absent_classes(material.data, material.partition):
+        _warn_once(about_absent(classes, config.partition, config.clients))
+    return material
 
 
 def refuse_sites(config: Config) -> None:

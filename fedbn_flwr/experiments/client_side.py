@@ -8,17 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.app import ConfigRecord, Context, Message
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable
 
 from fedbn_flwr import wire
-from fedbn_flwr.client import BNClient, pick_device
-from fedbn_flwr.client.learning_task import task_of
+from fedbn_flwr.client import BNClient
 from fedbn_flwr.data import SITES, without_domains
 from fedbn_flwr.data.loading import ROOT_VARIABLE
 from fedbn_flwr.experiments.config import Config
-from fedbn_flwr.experiments.data_and_model import load_data, make_partition, set_threads, shared_model
+from fedbn_flwr.experiments.material import Material, load_data
 from fedbn_flwr.experiments.method import import_plugins, resolve
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.wire.site_data import DATA_MEAN, DATA_STD, SITE_DATA, SiteData, problem
@@ -126,44 +125,30 @@ def _config_of(given: tuple[tuple[str, type, Any], ...]) -> Config:
 
 
 def _client(config: Config, context: Context) -> BNClient:
-    partition_id, nodes = _place(context)
-    make = _maker(config, nodes, os.environ.get(ROOT_VARIABLE), str(context.node_config.get(DATA_KEY, "")))
-    return make(partition_id, context.state)
+    partition_id, nodes = place_of(context)
+    own_data = str(context.node_config.get(DATA_KEY, ""))
+    material = _material(config, nodes, os.environ.get(ROOT_VARIABLE), own_data)
+    if not own_data and partition_id >= len(material.partition):
+        split = f"{config.dataset!r} is split for the numbers 0 to {len(material.partition) - 1}"
+        raise UsageError(f"this site has number {partition_id}, but {split}: give more clients, or a site its data")
+    row = 0 if own_data else partition_id
+    return material.client(row, partition_id=partition_id, memory=context.state)
 
 
 @lru_cache(maxsize=2)
-def _maker(config: Config, nodes: int, root: str | None, own_data: str) -> Callable[[int, RecordDict], BNClient]:
-    """Load what all nodes of a process share, and return what makes a node's client by its number and its memory.
+def _material(config: Config, nodes: int, root: str | None, own_data: str) -> Material:
+    """Return what Flower's nodes of a process share: Flower hands them nothing but a Context, in message after message.
 
     `root` is where data are looked for that name no place of their own.
     """
     import_plugins(config.plugins)
-    config = at_site(config, own_data)
-    set_threads(config)
-    partition = make_partition(config, config.clients or len(config.sites) or nodes)
-    data = without_domains(load_data(config)) if own_data else load_data(config)
-    model, device, task = shared_model(config), str(pick_device(config.device)), task_of(data.task, config.objective)
-
-    def make(partition_id: int, memory: RecordDict) -> BNClient:
-        if not own_data and partition_id >= len(partition):
-            split = f"{config.dataset!r} is split for the numbers 0 to {len(partition) - 1}"
-            raise UsageError(f"this site has number {partition_id}, but {split}: give more clients, or a site its data")
-        return BNClient(
-            model,
-            data.train,
-            test=data.test,
-            num_classes=data.num_classes,
-            indices=partition[0 if own_data else partition_id],
-            partition_id=partition_id,
-            memory=memory,
-            device=device,
-            task=task,
-        )
-
-    return make
+    own = at_site(config, own_data)
+    own = replace(own, clients=own.clients or len(own.sites) or nodes)
+    return Material.of(own, without_domains(load_data(own)) if own_data else None)
 
 
-def _place(context: Context) -> tuple[int, int]:
+def place_of(context: Context) -> tuple[int, int]:
+    """Return a node's number, and how many nodes there are."""
     try:
         return int(context.node_config["partition-id"]), int(context.node_config["num-partitions"])
     except KeyError as missing:

@@ -11,14 +11,13 @@ import torch
 from torch import nn
 
 from fedbn_flwr.client.batch_plan import BatchLoader, batch_sizes, draw
-from fedbn_flwr.client.learning_task import task_of
 from fedbn_flwr.client.training import Batch
-from fedbn_flwr.device import exact, pick_device
+from fedbn_flwr.device import exact
 from fedbn_flwr.diagnosis import Diagnosis, Measurement, check, diagnose, overall
 from fedbn_flwr.experiments.checks import check_simulation
 from fedbn_flwr.experiments.config import Config
-from fedbn_flwr.experiments.data_and_model import fresh_model, load_data, make_partition, set_threads
-from fedbn_flwr.experiments.method import Experiment, resolve
+from fedbn_flwr.experiments.material import Material
+from fedbn_flwr.experiments.method import resolve
 from fedbn_flwr.experiments.output.console import console, new_table
 from fedbn_flwr.experiments.output.run_folder import make_folder, write_json
 from fedbn_flwr.experiments.results.pictures import figure
@@ -124,17 +123,19 @@ def run_diagnosis(options: dict[str, Any]) -> None:
     """Diagnose on mini-batches of each client; write `diagnosis.json` and `diagnosis.png` to the results folder."""
     count = whole_number("--batches", options.pop("batches"))
     experiment = resolve(options)
-    check_simulation(experiment)
-    config = experiment.config
-    set_threads(config)
-    print(load_data(config))
-    model = _model(config)
+    material = check_simulation(experiment)
+    config = material.config
+    print(material.data)
+    model = _model(material)
     folder = make_folder(Path(config.results_dir))
     clients = participants(config)
-    draws = list(zip(*(mini_batches(config, client, count) for client in clients), strict=True))
-    loss = task_of(load_data(config).task, config.objective).loss
-    diagnosis = diagnose(model, draws, _weights(experiment, clients), loss_function=loss, seed=config.seed)
-    advice = suggestion(diagnosis, count_domains(config, clients), config.local_steps)
+    draws = list(zip(*(mini_batches(material, client, count) for client in clients), strict=True))
+    weights = [
+        1.0 if experiment.options.get("weighting") == "uniform" else len(material.partition[client])
+        for client in clients
+    ]
+    diagnosis = diagnose(model, draws, weights, loss_function=material.task.loss, seed=config.seed)
+    advice = suggestion(diagnosis, count_domains(material, clients), config.local_steps)
     content = {"options": experiment.to_mapping(), "batches": count, "clients": clients, "suggestion": advice}
     content |= asdict(diagnosis, dict_factory=lambda items: {wire_key(key): value for key, value in items})
     write_json(folder / "diagnosis.json", content)
@@ -143,21 +144,14 @@ def run_diagnosis(options: dict[str, Any]) -> None:
     show_diagnosis(diagnosis, title, advice, folder)
 
 
-def _model(config: Config) -> nn.Module:
-    """Build the model in float64, where FedTAN's error is 0: in float32 rounding turns some ReLUs."""
-    model = fresh_model(config).to(exact(pick_device(config.device)), torch.float64).train()
+def _model(material: Material) -> nn.Module:
+    """Return the model in float64, where FedTAN's error is 0: in float32 rounding turns some ReLUs."""
+    config, model = material.config, material.model.to(exact(material.device), torch.float64).train()
     try:
         check(model)
     except ValueError as error:
         raise UsageError(f"cannot diagnose {config.model} with norm {config.norm!r}: {error}") from error
     return model
-
-
-def _weights(experiment: Experiment, clients: Sequence[int]) -> list[float]:
-    if experiment.options.get("weighting") == "uniform":
-        return [1.0] * len(clients)
-    partition = make_partition(experiment.config, experiment.config.clients)
-    return [float(len(partition[client])) for client in clients]
 
 
 def participants(config: Config) -> list[int]:
@@ -167,10 +161,10 @@ def participants(config: Config) -> list[int]:
     return sorted(chosen.tolist())
 
 
-def mini_batches(config: Config, client: int, count: int) -> list[Batch]:
+def mini_batches(material: Material, client: int, count: int) -> list[Batch]:
     """Return the first mini-batches that a client would train on, in float64."""
-    split, device = load_data(config).train, exact(pick_device(config.device))
-    indices = torch.from_numpy(make_partition(config, config.clients)[client])
+    config, split, device = material.config, material.data.train, exact(material.device)
+    indices = torch.from_numpy(material.partition[client])
     instruction = Instruction(local_steps=count, batch_size=config.batch_size, replacement=config.replacement)
     generator = torch_generator(config.seed, "diagnosis", "batches", client)
     sizes = batch_sizes(len(indices), instruction, merge_single=True)
@@ -179,9 +173,9 @@ def mini_batches(config: Config, client: int, count: int) -> list[Batch]:
     return [(inputs if split.has_ids else inputs.double(), targets) for inputs, targets in loader]
 
 
-def count_domains(config: Config, clients: Sequence[int]) -> int:
+def count_domains(material: Material, clients: Sequence[int]) -> int:
     """Return how many domains the clients have if each client has exactly one; else 0."""
-    domains, parts = load_data(config).train.domains, make_partition(config, config.clients)
+    domains, parts = material.data.train.domains, material.partition
     own = [set() if domains is None else set(domains[torch.from_numpy(parts[client])].tolist()) for client in clients]
     return len(set.union(*own)) if all(len(each) == 1 for each in own) else 0
 

@@ -5,6 +5,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -15,32 +16,24 @@ from flwr.serverapp import Grid, ServerApp
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from fedbn_flwr.client import BNClient, pick_device
-from fedbn_flwr.client.learning_task import task_of
+from fedbn_flwr.client import BNClient
 from fedbn_flwr.clientapp import client_app, keep_states_in
 from fedbn_flwr.device import count_cores
 from fedbn_flwr.experiments.checkpoint import STATES
-from fedbn_flwr.experiments.checks import refuse_own_nodes
-from fedbn_flwr.experiments.client_side import bound_client_fn
+from fedbn_flwr.experiments.checks import check, refuse_own_nodes
+from fedbn_flwr.experiments.client_side import bound_client_fn, place_of
 from fedbn_flwr.experiments.config import Config
-from fedbn_flwr.experiments.data_and_model import (
-    SharedData,
-    expected_steps,
-    load_data,
-    make_partition,
-    set_threads,
-    share_data,
-    shared_model,
-)
+from fedbn_flwr.experiments.material import Material, expected_steps
 from fedbn_flwr.experiments.method import Experiment, import_plugins
 from fedbn_flwr.experiments.output.recorder import Progress, Summary
 from fedbn_flwr.experiments.output.run_folder import make_folder
 from fedbn_flwr.experiments.runs import SIDE_BY_SIDE, Engine
-from fedbn_flwr.experiments.server_side import instruction_of, run
+from fedbn_flwr.experiments.server_side import instruction_of, own_task, play, run
 from fedbn_flwr.plugins import did_you_mean, extra, fingerprint, is_foreign
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.simulation.in_process import InProcessGrid, OneByOneGrid
 from fedbn_flwr.simulation.processes.grid import WorkersGrid
+from fedbn_flwr.simulation.processes.service import GridFactory
 from fedbn_flwr.simulation.processes.worker import Worker, preload
 from fedbn_flwr.simulation.stacked.grid import StackedGrid
 from fedbn_flwr.simulation.stacked.memory_budget import (
@@ -49,7 +42,8 @@ from fedbn_flwr.simulation.stacked.memory_budget import (
     keep_freed_memory,
     largest_useful_stack,
 )
-from fedbn_flwr.strategies import Layerwise
+from fedbn_flwr.state import to_record
+from fedbn_flwr.strategies import BaseStrategy, Layerwise
 from fedbn_flwr.transports import message_client
 
 #: multiplications in the forward passes of a run from which on it starts processes. At this size two took about as long
@@ -58,39 +52,41 @@ WORTH_STARTING = 10**11
 #: clients per process in a round where models are stacked: five clients are faster in a stack than one after another
 #: (docs/benchmarks.md, "Choices in the code")
 CLIENTS_PER_WORKER = 5
-#: makes the grid of some partitions' nodes
-MakeGrid = Callable[[Sequence[int]], InProcessGrid]
+#: makes the grid of some partitions' nodes of what they work with
+MakeGrid = Callable[[Material, Sequence[int]], InProcessGrid]
 #: the address of a Ray that is only for this run
 LOCAL = "local"
 #: what every worker needs, and takes seconds to import: itself, optimizers and the default data set
 NEEDED = (__name__, "torch._dynamo", "sklearn.datasets")
 
 
-def count_workers(config: Config, layerwise: bool = False) -> int:
+def count_workers(material: Material, layerwise: bool = False) -> int:
     """Return the number of processes of the stacked engine: `workers`, or in a long run as many as there are cores.
 
     The rule knows the model, the sizes of its activations, the number of clients and steps, the cores and the options,
     and nothing that is measured. Several processes do not make a GPU faster: each of several GPUs has one. They make a
     round of a single layer-wise step faster, although they wait for each other at every layer (docs/benchmarks.md).
     """
+    config = material.config
     if config.workers:
         return min(config.workers, config.clients)
     if SIDE_BY_SIDE.is_set():  # each of the runs has one
         return 1
     if gpus := visible_gpus(config):
         return min(len(gpus), config.clients_in_round())
-    if pick_device(config.device).type != "cpu" or min(count_cores(), config.clients_in_round()) <= 1:
+    if material.device.type != "cpu" or min(count_cores(), config.clients_in_round()) <= 1:
         return 1
-    samples = expected_steps(config) * config.batch_size
-    if samples * count_multiplications(config) < WORTH_STARTING:
+    samples = expected_steps(config, len(material.data.train)) * config.batch_size
+    if samples * count_multiplications(material) < WORTH_STARTING:
         return 1
-    return useful_workers(config, layerwise, count_cores())
+    return useful_workers(material, layerwise, count_cores())
 
 
-def useful_workers(config: Config, layerwise: bool, cores: int) -> int:
+def useful_workers(material: Material, layerwise: bool, cores: int) -> int:
     """Return how many processes on CPUs with so many cores make a round faster."""
-    stacks = largest_useful_stack(shared_model(config), torch.device("cpu"), lambda: one_step(config), layerwise) > 1
-    return max(min(cores, config.clients_in_round() // (CLIENTS_PER_WORKER if stacks else 1)), 1)
+    clients, cpu = material.config.clients_in_round(), torch.device("cpu")
+    stacks = largest_useful_stack(material.model, cpu, lambda: one_step(material), layerwise) > 1
+    return max(min(cores, clients // (CLIENTS_PER_WORKER if stacks else 1)), 1)
 
 
 def visible_gpus(config: Config) -> list[str]:
@@ -101,19 +97,15 @@ def visible_gpus(config: Config) -> list[str]:
     return named.split(",") if named else [str(number) for number in range(torch.cuda.device_count())]
 
 
-def one_step(config: Config) -> StepMemory:
+def one_step(material: Material) -> StepMemory:
     """Return what a client's step on a mini-batch of the training data keeps in memory."""
-    data = load_data(config)
-    few = np.arange(min(len(data.train), config.batch_size))
-    device = str(pick_device(config.device))
-    task = task_of(data.task, config.objective)
-    client = BNClient(shared_model(config), data.train, indices=few, device=device, task=task)
-    return StepMemory.of(client, instruction_of(config))
+    few = np.arange(min(len(material.data.train), material.config.batch_size))
+    return StepMemory.of(replace(material, partition=[few]).client(0), instruction_of(material.config))
 
 
-def count_multiplications(config: Config) -> int:
+def count_multiplications(material: Material) -> int:
     """Return the multiplications of convolutions and linear layers in the forward pass of one sample."""
-    model, total = shared_model(config), 0
+    model, total = material.model, 0
 
     def count(layer: nn.Module, _: object, output: Tensor) -> None:
         nonlocal total
@@ -123,7 +115,7 @@ def count_multiplications(config: Config) -> int:
     layers = [layer for layer in model.modules() if isinstance(layer, (_ConvNd, nn.Linear))]
     hooks = [layer.register_forward_hook(count) for layer in layers]
     # two of them, for layers that normalize over the batch also when they do not learn
-    inputs, _ = load_data(config).train.batch(torch.zeros(2, dtype=torch.int64), torch.device("cpu"))
+    inputs, _ = material.data.train.batch(torch.zeros(2, dtype=torch.int64), torch.device("cpu"))
     try:
         with torch.no_grad():
             model.eval()(inputs)
@@ -133,55 +125,57 @@ def count_multiplications(config: Config) -> int:
     return total // len(inputs)
 
 
-def _weighting_if_averaged(experiment: Experiment) -> str:
+def _weighting_if_averaged(config: Config, strategy: BaseStrategy) -> str:
     """Return by what a worker can average its nodes' replies; nothing if the server needs them one by one."""
-    config = experiment.config
-    strategy = experiment.make_strategy(config.clients)
     single = config.record_dynamics or strategy.needs_single_replies
     # a user's own hooks may look at whatever they like
     return "" if single or is_foreign(type(strategy)) else strategy.weighting
 
 
 @contextmanager
-def open_grid(experiment: Experiment, folder: Path, engine: str) -> Iterator[InProcessGrid | WorkersGrid]:
+def open_grid(
+    material: Material, strategy: BaseStrategy, folder: Path, engine: str, bound_here: bool = False
+) -> Iterator[InProcessGrid | WorkersGrid]:
     """Make the grid of all clients, in this process or shared out over several; end the others afterwards.
 
     The engine `stacked` has as many processes as `count_workers` says, and with `RAY_ADDRESS` in the environment its
-    workers are on the cluster that is there.
+    workers are on the cluster that is there. What is `bound_here` cannot be sent to others.
     """
-    config, make_grid = experiment.config, partial(node_grid, experiment, folder.resolve(), engine)
-    workers, average_by = min(config.workers, config.clients), ""
-    if engine == "stacked" and not experiment.bound_here:
-        layerwise, average_by = issubclass(experiment.strategy_class, Layerwise), _weighting_if_averaged(experiment)
+    config, layerwise, average_by = material.config, isinstance(strategy, Layerwise), ""
+    make_grid = partial(node_grid, layerwise, folder.resolve(), engine)
+    workers = min(config.workers, config.clients)
+    if engine == "stacked" and not bound_here:
+        average_by = _weighting_if_averaged(config, strategy)
         if _cluster() != LOCAL:
-            with open_on_cluster(make_grid, config, layerwise, average_by) as grid:
+            with open_on_cluster(make_grid, material, layerwise, average_by) as grid:
                 yield grid
             return
-        workers = count_workers(config, layerwise)
+        workers = count_workers(material, layerwise)
     if workers <= 1:
-        yield make_grid(range(config.clients))
+        yield make_grid(material, range(config.clients))
         return
     preload(NEEDED)
-    with spread_over(workers, make_grid, config, average_by) as grid:
+    with spread_over(workers, partial(make_grid, material), config, average_by) as grid:
         yield grid
 
 
 @contextmanager
-def open_on_cluster(make_grid: MakeGrid, config: Config, layerwise: bool, average_by: str) -> Iterator[WorkersGrid]:
+def open_on_cluster(make_grid: MakeGrid, material: Material, layerwise: bool, average_by: str) -> Iterator[WorkersGrid]:
     """Share the nodes out over a Ray cluster: a worker a GPU, or without GPUs one for each useful processor."""
+    config = material.config
     with extra("simulation"):
         from fedbn_flwr.simulation.processes import ray_worker
     with ExitStack() as stack:
         has = stack.enter_context(ray_worker.joined(_cluster()))
         gpus = 0 if config.device == "cpu" else int(has.get("GPU", 0))
         cores = int(has.get("CPU", 0)) // max(config.threads, 1)
-        workers = config.workers or min(gpus, config.clients_in_round()) or useful_workers(config, layerwise, cores)
+        workers = config.workers or min(gpus, config.clients_in_round()) or useful_workers(material, layerwise, cores)
         try:
             cluster = ray_worker.Cluster(min(workers, config.clients), config.threads, gpu=gpus > 0)
         except ray_worker.NoRoomError as error:
             raise UsageError(str(error)) from None
         stack.callback(cluster.close)
-        ready = partial(_ready, None, make_grid, config)
+        ready = partial(_elsewhere, make_grid, config)
         grid = stack.enter_context(
             WorkersGrid(ready, config.clients, workers, threads=config.threads, start=cluster, average_by=average_by)
         )
@@ -191,19 +185,31 @@ def open_on_cluster(make_grid: MakeGrid, config: Config, layerwise: bool, averag
         yield grid
 
 
-def node_grid(experiment: Experiment, folder: Path, engine: str, partitions: Sequence[int]) -> InProcessGrid:
+def node_grid(
+    layerwise: bool, folder: Path, engine: str, material: Material, partitions: Sequence[int]
+) -> InProcessGrid:
     """Make the grid that trains the clients of these partitions, in stacks or one after another."""
-    config, max_steps = experiment.config, 0
-    set_threads(config)
-    if issubclass(experiment.strategy_class, Layerwise) and len(partitions) > message_client.MAX_STEPS:
+    config, max_steps = material.config, 0
+    if layerwise and len(partitions) > message_client.MAX_STEPS:
         # further clients replay the step; the other clients may be in other processes of this machine
-        fitting = clients_that_fit(one_step(config), pick_device(config.device))
+        fitting = clients_that_fit(one_step(material), material.device)
         max_steps = min(len(partitions), fitting * len(partitions) // config.clients)
-    app, state_dir = client_app(bound_client_fn(config), max_steps=max_steps), state_folder(config, folder)
+
+    def client_fn(context: Context) -> BNClient:
+        partition_id, _ = place_of(context)
+        return material.client(partition_id, partition_id=partition_id, memory=context.state)
+
+    app, state_dir = client_app(client_fn, max_steps=max_steps), state_folder(config, folder)
     if engine == "inprocess":
         return OneByOneGrid(app, config.clients, partitions=partitions, state_dir=state_dir)
     keep_freed_memory()
     return StackedGrid(app, config.clients, partitions=partitions, state_dir=state_dir, chunk=config.chunk)
+
+
+def _elsewhere(make_grid: MakeGrid, config: Config, partitions: Sequence[int]) -> InProcessGrid:
+    """Make a grid on another machine, which loads the data by itself."""
+    import_plugins(config.plugins)
+    return make_grid(Material.of(config), partitions)
 
 
 def state_folder(config: Config, run: Path) -> Path | None:
@@ -215,33 +221,26 @@ def state_folder(config: Config, run: Path) -> Path | None:
     return make_folder(folder, f"state-dir {config.state_dir!r}")
 
 
-def spread_over(workers: int, make_grid: MakeGrid, config: Config, average_by: str = "") -> WorkersGrid:
+def spread_over(workers: int, make_grid: GridFactory, config: Config, average_by: str = "") -> WorkersGrid:
     """Share the nodes out over this process and `workers` - 1 others."""
     gpus = visible_gpus(config)
 
     def start(index: int, threads: int) -> Worker:
         return Worker(index, threads, {"CUDA_VISIBLE_DEVICES": gpus[index % len(gpus)]} if gpus else {})
 
-    ready = partial(_ready, share_data(config), make_grid, config)
     return WorkersGrid(
-        ready, config.clients, workers, threads=config.threads, here=True, start=start, average_by=average_by
+        make_grid, config.clients, workers, threads=config.threads, here=True, start=start, average_by=average_by
     )
-
-
-def _ready(_: SharedData | None, make_grid: MakeGrid, config: Config, partitions: Sequence[int]) -> InProcessGrid:
-    """A grid in a worker, which has data and model before it is asked for anything."""
-    import_plugins(config.plugins)
-    set_threads(config)
-    load_data(config)
-    shared_model(config)
-    make_partition(config, config.clients)
-    return make_grid(partitions)
 
 
 def run_with_grid(engine: str, experiment: Experiment, folder: Path, progress: Progress | None = None) -> Summary:
     """Run with one client after another (`inprocess`) or with stacks of clients (`stacked`): no network."""
-    with open_grid(experiment, folder, engine) as grid:
-        return run(grid, experiment, folder, progress, engine)
+    strategy = experiment.make_strategy(experiment.config.clients)
+    material = check(experiment, strategy)
+    assert material is not None  # sites have nodes of their own
+    initial = to_record(material.model.state_dict())  # before a step is tried with it
+    with open_grid(material, strategy, folder, engine, bool(experiment.bound_here)) as grid:
+        return play(own_task(grid, material, initial), experiment, strategy, folder, progress, engine)
 
 
 def run_on_ray(experiment: Experiment, folder: Path, progress: Progress | None = None) -> Summary:

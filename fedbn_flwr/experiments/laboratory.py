@@ -16,8 +16,8 @@ from fedbn_flwr.data.own_data import OwnData, digest_of, fingerprint_of, own_dat
 from fedbn_flwr.experiments.checks import check_simulation
 from fedbn_flwr.experiments.choice import SEEDS, Grid
 from fedbn_flwr.experiments.config import Config
-from fedbn_flwr.experiments.data_and_model import load_data
 from fedbn_flwr.experiments.engines import ENGINES, engine_named, prepare
+from fedbn_flwr.experiments.material import load_data
 from fedbn_flwr.experiments.method import Method, data_here, import_plugins, method_of, owners, parse, resolve
 from fedbn_flwr.experiments.output.console import Bars
 from fedbn_flwr.experiments.output.run_folder import command_line

@@ -1,18 +1,17 @@
 """The server's side of an experiment: one run, from a grid to a folder of results."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from logging import ERROR, INFO, WARNING
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from flwr.app import ConfigRecord
+from flwr.app import ArrayRecord, ConfigRecord
 from flwr.common import log
 from flwr.serverapp import Grid
 
 from fedbn_flwr import state
-from fedbn_flwr.client import pick_device
 from fedbn_flwr.data import SITES
 from fedbn_flwr.experiments.checkpoint import (
     STOPPING,
@@ -24,15 +23,14 @@ from fedbn_flwr.experiments.checkpoint import (
 )
 from fedbn_flwr.experiments.checks import check
 from fedbn_flwr.experiments.config import Config
-from fedbn_flwr.experiments.data_and_model import (
-    Form,
-    form_of,
+from fedbn_flwr.experiments.material import (
+    Material,
+    absent_classes,
     fresh_model,
-    load_data,
     make_partition,
+    normalization,
     rounds_within_budget,
     set_threads,
-    shared_model,
     unlabeled_inputs,
 )
 from fedbn_flwr.experiments.method import Experiment
@@ -46,7 +44,7 @@ from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.server.grids import PassingGrid
 from fedbn_flwr.server.round import Round
 from fedbn_flwr.state import arrays_of, arrays_to_record
-from fedbn_flwr.strategies import CannotTrainError, wait_for_nodes
+from fedbn_flwr.strategies import BaseStrategy, CannotTrainError, wait_for_nodes
 from fedbn_flwr.traffic.counting_grid import CountingGrid
 from fedbn_flwr.wire import Instruction
 
@@ -54,39 +52,53 @@ from fedbn_flwr.wire import Instruction
 def run(
     grid: Grid, experiment: Experiment, folder: Path, progress: Progress | None = None, engine: str = "flower"
 ) -> Summary:
-    """Run one experiment on a grid and write its results into a folder.
+    """Run one experiment on the nodes of Flower, as soon as they are there, and write its results into a folder."""
+    config = experiment.config
+    strategy = experiment.make_strategy(config.clients)
+    material = check(experiment, strategy)
+    if config.resume:
+        Run(experiment, engine, folder).check()
+    nodes = count_nodes(grid, config)
+    strategy.min_available_nodes = config.min_nodes or nodes
+    if material is None:
+        task = task_at_sites(grid, config, nodes, read_json(folder / CONFIG)["options"] if config.resume else {})
+    else:
+        material = replace(material, partition=make_partition(config, material.data, nodes))
+        task = own_task(grid, material, state.to_record(material.model.state_dict()))
+    return play(task, experiment, strategy, folder, progress, engine)
+
+
+def play(
+    task: "Task", experiment: Experiment, strategy: BaseStrategy, folder: Path, progress: Progress | None, engine: str
+) -> Summary:
+    """Run an experiment on a task's nodes, and write its results into a folder.
 
     With `resume` the folder holds a run of this experiment, which goes on after its last checkpoint. Other
     grids may stand in front of the grid of nodes. From the strategy to the nodes: CountingGrid
     (always), SitesGrid, and in a deployment SideChannelGrid, PackingGrid and SitesByName (both always, by `serve`).
     """
-    check(experiment)
     asked = asked_of(experiment, engine)
     saved = read_checkpoint(folder) if experiment.config.resume else None
+    experiment = replace(experiment, config=task.config)
     if saved:
         Run(experiment, engine, folder).check()
-    nodes = count_nodes(grid, experiment.config)
-    task = make_task(grid, experiment.config, nodes, read_json(folder / CONFIG)["options"] if saved else {})
-    experiment = replace(experiment, config=task.config)
-    initial = state.to_record(fresh_model(task.config, task.form).state_dict())
-    if saved:
-        refuse_other_model(folder, saved, arrays_of(initial))
+        refuse_other_model(folder, saved, arrays_of(task.initial))
         files = RunFolder(folder, saved.server_round)
     else:
         clear(folder)
         files = RunFolder(folder)
         files.config(experiment.to_mapping(), asked, task.sites)
-    strategy, standing = experiment.make_strategy(nodes), Standing()
+    standing = Standing()
     # what sites have said of their data bounds the counts that they may send later
     strategy.state.train_counts.update(task.counts)
     saver = Saver(folder, task.config, task.grid, strategy, standing)
-    arrays = saver.restore(saved) if saved else initial
+    arrays = saver.restore(saved) if saved else task.initial
     counted = CountingGrid(task.grid, standing.training, standing.evaluation)
     train_config = ConfigRecord({**instruction_of(task.config).to_config(always=("lr",)), **task.facts})
     evaluate_config = ConfigRecord({**evaluation_of(experiment).to_config(), **task.facts})
     with open_sinks(task.config.log_to, folder, experiment.to_mapping(), files.rounds_done) as sinks:
         journal, scorer = Journal(files, strategy, counted, task.config, sinks, standing), task.scorer
-        rounds, metric = task.config.rounds, scorer.metric
+        rounds, metric, about = task.config.rounds, scorer.metric, task.about
 
         def on_round(now: Round) -> bool:
             nonlocal arrays
@@ -116,7 +128,7 @@ def run(
         except OSError:  # the disk, and no fault of the run: it can go on
             raise
         except Exception as error:
-            summary = journal.summary_of_failure(experiment, nodes, metric, error)
+            summary = journal.summary_of_failure(experiment, about, error)
             files.finish(summary, arrays if standing.round else None)
             log(ERROR, "The run ended after round %d, what it leaves is in %s", standing.round, folder)
             raise
@@ -124,7 +136,7 @@ def run(
         log(INFO, "The run ends early: %s", standing.stopped_by)
     elif standing.round < rounds:
         raise STOPPING[0]
-    summary = journal.summary(experiment, nodes, metric)
+    summary = journal.summary(experiment, about)
     save_personal(folder / PERSONAL, task.grid, strategy, arrays)
     # what is kept of entries that stay on the nodes is their mean after the last round
     arrays = arrays_to_record({**arrays_of(arrays), **strategy.state.personal})
@@ -138,33 +150,35 @@ class Task:
 
     config: Config
     grid: Grid
-    #: what a model must know of the data
-    form: Form
+    initial: ArrayRecord
     scorer: Scorer | SiteScorer
+    #: what the summary says of nodes and data
+    about: Mapping[str, Any]
     #: what every message tells a node of the data
-    facts: ConfigRecord
+    facts: ConfigRecord = field(default_factory=ConfigRecord)
     #: a row about each site's data
-    sites: list[dict[str, Any]]
+    sites: Sequence[Mapping[str, Any]] = ()
     #: by node, the number of training samples, where sites have said it
     counts: Mapping[int, int] = field(default_factory=dict)
 
 
-def make_task(grid: Grid, config: Config, nodes: int, before: Mapping[str, Any]) -> Task:
-    """Return the task of a run; `before` are the options of the run that goes on, if there is one."""
-    if config.dataset == SITES:
-        return _at_sites(grid, config, nodes, before)
-    make_partition(config, nodes)  # said before anything is made of it
-    config = rounds_within_budget(config, nodes)
-    set_threads(config)
-    trained = np.concatenate(make_partition(config, nodes)) if config.train_loss_global else None
-    device = pick_device(config.device)
-    about = trained, config.class_metrics, config.objective, unlabeled_inputs(config, device)
-    scorer = Scorer(shared_model(config), load_data(config), device, *about)
-    return Task(config, grid, form_of(config), scorer, ConfigRecord(), [])
+def own_task(grid: Grid, material: Material, initial: ArrayRecord) -> Task:
+    """Return the task of a run whose data are here."""
+    loaded, parts = material.data, material.partition
+    config = rounds_within_budget(material.config, len(parts), len(loaded.train))
+    trained = np.concatenate(parts) if config.train_loss_global else None
+    options = trained, config.class_metrics, config.objective, unlabeled_inputs(material)
+    scorer = Scorer(material.model, loaded, material.device, *options)
+    about = {"clients": len(parts), **normalization(loaded.train), "metric": scorer.metric}
+    absent = absent_classes(loaded, parts)
+    return Task(config, grid, initial, scorer, {**about, **({"absent-classes": absent} if absent else {})})
 
 
-def _at_sites(grid: Grid, config: Config, nodes: int, before: Mapping[str, Any]) -> Task:
-    """Ask the sites what their data are, and agree on what they have in common."""
+def task_at_sites(grid: Grid, config: Config, nodes: int, before: Mapping[str, Any]) -> Task:
+    """Ask the sites what their data are, and agree on what they have in common.
+
+    `before` are the options of the run that goes on, if there is one.
+    """
     if before and not config.mean:
         # what the sites agreed on then: today another one may be absent
         config = Config.from_mapping({**config.to_mapping(), "mean": before["mean"], "std": before["std"]})
@@ -172,10 +186,12 @@ def _at_sites(grid: Grid, config: Config, nodes: int, before: Mapping[str, Any])
     agreement = agree(replace(config, partition=SITES), answers)
     config = rounds_within_budget(agreement.config, nodes, agreement.samples)
     set_threads(config)
+    initial = state.to_record(fresh_model(config, agreement.form).state_dict())
     sites_grid = SitesGrid(grid, agreement)
     scorer, table = SiteScorer(config.classes, config.class_metrics, sites_grid), agreement.table(sites_grid.names)
+    about = {"clients": nodes, **normalization(config), "metric": scorer.metric}
     counts = {node: sum(site.train) for node, site in agreement.sites.items()}
-    return Task(config, sites_grid, agreement.form, scorer, agreement.to_config(), table, counts)
+    return Task(config, sites_grid, initial, scorer, about, agreement.to_config(), table, counts)
 
 
 def instruction_of(config: Config) -> Instruction:

@@ -9,7 +9,7 @@ import torch
 
 from fedbn_flwr.experiments import Config
 from fedbn_flwr.experiments.checks import _warn_once
-from fedbn_flwr.experiments.data_and_model import fresh_model, load_data, make_partition
+from fedbn_flwr.experiments.material import Material
 from tests.helpers.runs import DATA, results, run, run_in
 
 HERE = "tests.helpers.other_shapes"
@@ -66,10 +66,11 @@ def test_outputs_of_no_class_are_said_once_and_count_as_wrong(
     line = f"model '{HERE}:wide' has 7 outputs for 4 classes: a prediction of none of them counts as wrong"
     assert caplog.messages.count(line) == 1
     summary = results(run_in(tmp_path, "fedavg"))["summary"]
-    config = Config(dataset=DATA, model=f"{HERE}:wide", clients=2)
-    inputs, labels = load_data(config).test.batch(torch.arange(40))
+    config = Config(dataset=DATA, model=f"{HERE}:wide")
+    material = Material.of(config)
+    inputs, labels = material.data.test.batch(torch.arange(40))
     with torch.no_grad():
-        predicted = fresh_model(config)(inputs).argmax(1)
+        predicted = material.model(inputs).argmax(1)
     assert int(predicted.max()) > 3
     assert summary["accuracy"] == float((predicted == labels).double().mean())
 
@@ -84,8 +85,9 @@ def test_classes_that_nobody_has_and_a_single_seed_are_said(
     _warn_once.cache_clear()
     chosen = {"dataset": "digits", "partition": "classes:2", "clients": "3", "rounds": "1"}
     assert run("compare", "--methods", "fedavg,fedbn", results_dir=str(tmp_path), **chosen) == 0
-    config = Config(partition="classes:2")
-    held = set(load_data(config).train.labels[np.concatenate(make_partition(config, 3))].tolist())
+    config = Config(partition="classes:2", clients=3)
+    material = Material.of(config)
+    held = set(material.data.train.labels[np.concatenate(material.partition)].tolist())
     few = ", ".join(str(number) for number in range(10) if number not in held)
     assert len(held) == 6
     line = f"no client has samples of 4 classes ({few}): classes:2 with 3 clients"

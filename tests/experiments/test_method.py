@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar
 import pytest
 
 from fedbn_flwr.experiments import Config, UsageError, resolve
-from fedbn_flwr.experiments.data_and_model import fresh_model
+from fedbn_flwr.experiments.material import Material
 from fedbn_flwr.experiments.method import all_options, own_options, owners, parse, split_methods
 from fedbn_flwr.plugins.options import Option, Range
 from fedbn_flwr.strategies import REGISTRY, FedAvg, FedProx, FixBN
@@ -118,7 +118,7 @@ def options_that_build(monkeypatch: pytest.MonkeyPatch, **options: str) -> dict[
     """The options that the normalizer of an experiment is built with."""
     built: dict[str, object] = {}
     monkeypatch.setattr("fedbn_flwr.norm.replace", lambda model, kind, **given: built.update(given) or model)
-    fresh_model(resolve(options).config)
+    Material.of(resolve(options).config)
     return built
 
 

@@ -16,7 +16,7 @@ import pytest
 from fedbn_flwr import state
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.experiments.client_side import bound_client_fn
-from fedbn_flwr.experiments.data_and_model import fresh_model
+from fedbn_flwr.experiments.material import Material
 from fedbn_flwr.experiments.method import resolve
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.traffic.counting_grid import CountingGrid, Traffic
@@ -42,7 +42,7 @@ def count(method: str, rounds: int = 1, model: str = "resnet20") -> tuple[Traffi
     totals: list[Traffic] = []
     experiment.make_strategy(CLIENTS).start(
         grid,
-        state.to_record(fresh_model(experiment.config).state_dict()),
+        state.to_record(Material.of(experiment.config).model.state_dict()),
         rounds,
         train_config=Instruction(local_steps=1, batch_size=2).to_config(always=("lr",)),
         # called before the first round and after every round

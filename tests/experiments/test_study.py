@@ -19,8 +19,8 @@ import fedbn_flwr.experiments.output.scoring
 from fedbn_flwr.client.evaluation import Evaluation, evaluate
 from fedbn_flwr.data import Split
 from fedbn_flwr.experiments import Config, UsageError, main
-from fedbn_flwr.experiments.data_and_model import load_data
 from fedbn_flwr.experiments.engines import ENGINES
+from fedbn_flwr.experiments.material import load_data
 from fedbn_flwr.experiments.method import Experiment
 from fedbn_flwr.experiments.output.recorder import Journal, Progress, Summary
 from fedbn_flwr.experiments.recipes.schema import parse_recipe

@@ -1,21 +1,22 @@
 """Worker processes: their number follows from options, cores, GPUs and the model, and changes no bit."""
 
 import json
+import pickle
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from multiprocessing import active_children, get_context
 from pathlib import Path
 from threading import Event
 from typing import Any
-from unittest.mock import Mock, patch
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from fedbn_flwr import data
 from fedbn_flwr.data import Data, Split
-from fedbn_flwr.experiments import Config, UsageError, data_and_model, engines, resolve, serve
-from fedbn_flwr.experiments.data_and_model import SharedData, load_data, share_data
+from fedbn_flwr.experiments import Config, UsageError, engines, resolve, serve
 from fedbn_flwr.experiments.engines import count_multiplications, count_workers, visible_gpus
+from fedbn_flwr.experiments.material import Material
 from fedbn_flwr.layerwise import Answer, SuspendedStep
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.simulation.processes.worker import Worker
@@ -30,6 +31,11 @@ def config(**options: Any) -> Config:
     """Return a run of 10 clients, each with a step of one sample a round."""
     short = {"dataset": DATA, "model": "mlp", "partition": "iid", "clients": 10, "device": "cpu"}
     return Config(**{**short, "local_steps": 1, "batch_size": 1, "rounds": 1, **options})
+
+
+def material(**options: Any) -> Material:
+    """Return what such a run works with, as far as the number of processes depends on it."""
+    return replace(Material.of(config()), config=config(**options))
 
 
 @pytest.mark.parametrize(
@@ -53,17 +59,17 @@ def test_a_long_run_has_a_process_for_every_five_clients_of_a_round(
 ) -> None:
     monkeypatch.setattr(engines, "count_cores", lambda: 4)
     monkeypatch.setattr(engines, "WORTH_STARTING", 10 * 10 * MLP)
-    assert [count_workers(config(**options), layerwise) for layerwise in (False, True)] == [wanted] * 2
+    assert [count_workers(material(**options), layerwise) for layerwise in (False, True)] == [wanted] * 2
 
 
 def test_a_run_has_one_process_beside_others_and_all_in_a_child_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "count_cores", lambda: 4)
     monkeypatch.setattr(engines, "WORTH_STARTING", 0)
     monkeypatch.setattr("multiprocessing.process._parent_process", Mock())  # of a benchmark, or a user's own pool
-    assert count_workers(config()) == 2
+    assert count_workers(material()) == 2
     monkeypatch.setattr("fedbn_flwr.experiments.engines.SIDE_BY_SIDE", beside := Event())
     beside.set()
-    assert count_workers(config()) == 1
+    assert count_workers(material()) == 1
 
 
 def test_of_a_model_that_is_not_stacked_every_client_can_have_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,14 +77,13 @@ def test_of_a_model_that_is_not_stacked_every_client_can_have_a_process(monkeypa
     monkeypatch.setattr(engines, "WORTH_STARTING", 0)
     monkeypatch.setattr(engines, "largest_useful_stack", lambda *_: 1)
     for layerwise in (False, True):
-        assert [count_workers(config(clients=clients), layerwise) for clients in (1, 3, 5)] == [1, 3, 4]
+        assert [count_workers(material(clients=clients), layerwise) for clients in (1, 3, 5)] == [1, 3, 4]
 
 
 def test_a_gpu_has_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "count_cores", lambda: 4)
     monkeypatch.setattr(engines, "WORTH_STARTING", 0)
-    monkeypatch.setattr(engines, "pick_device", lambda _: torch.device("cuda"))
-    assert count_workers(config()) == 1
+    assert count_workers(replace(material(), device=torch.device("cuda"))) == 1
 
 
 @pytest.mark.parametrize(
@@ -101,16 +106,16 @@ def test_each_of_several_gpus_has_a_process(
     monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
     asked = config(device=device, clients=9)
     assert visible_gpus(asked) == wanted
-    assert count_workers(asked) == max(len(wanted), 1)
-    assert count_workers(config(device=device, clients=1)) == 1
-    assert count_workers(config(device=device, clients=9, workers=5)) == 5
+    assert count_workers(material(device=device, clients=9)) == max(len(wanted), 1)
+    assert count_workers(material(device=device, clients=1)) == 1
+    assert count_workers(material(device=device, clients=9, workers=5)) == 5
 
 
 def test_multiplications_are_those_of_convolutions_and_linear_layers() -> None:
-    assert count_multiplications(config()) == MLP
+    assert count_multiplications(Material.of(config())) == MLP
     # three 3x3 convolutions of 16, 32 and 32 channels on 8x8, 4x4 and 2x2 positions, and a linear layer
     convolutions = 9 * (1 * 16 * 64 + 16 * 32 * 16 + 32 * 32 * 4)
-    assert count_multiplications(config(model="small-cnn")) == convolutions + 32 * 4
+    assert count_multiplications(Material.of(config(model="small-cnn"))) == convolutions + 32 * 4
 
 
 @pytest.mark.parametrize("method", ["fedbn", "fedtan"])
@@ -164,37 +169,37 @@ def test_a_flower_app_has_the_nodes_that_there_are() -> None:
 
 # ---- data that worker processes map, and do not load -----------------------------------------------------------------
 
-SHARED = Config(dataset="synthetic:n=2000:seed=9", validation=0.1)
+SHARED = Config(dataset="synthetic:n=2000:seed=9", validation=0.1, clients=5, partition="iid")
 
 
-def changed_in_a_worker(shared: SharedData | None) -> dict[str, Any]:
-    """Return what a worker has without loading anything; it writes into the memory that it maps."""
-    del shared
-    with patch.object(data, "load", None):
-        train = load_data(SHARED).train
-        inputs, _ = train.batch(torch.arange(5))
+def changed_in_a_worker(material: Material) -> dict[str, Any]:
+    """Return what a worker has of data that it has not loaded; it writes into the memory that it maps."""
+    train = material.data.train
+    inputs, _ = train.batch(torch.arange(5))
+    is_mapped = train.inputs.is_shared()
     train.inputs[0] = 7
-    return {"samples": len(train), "inputs": inputs.numpy()}
+    return {"samples": len(train), "inputs": inputs.numpy(), "mapped": is_mapped}
 
 
 def test_workers_map_the_data_of_the_process_that_they_work_for() -> None:
-    alone = load_data(SHARED)
+    material = Material.of(SHARED)
+    alone = material.data
     wanted, _ = alone.train.batch(torch.arange(5))
-    shared = share_data(SHARED)
-    assert load_data(SHARED) is alone
     with ProcessPoolExecutor(1, get_context("forkserver")) as pool:
-        found = pool.submit(changed_in_a_worker, shared).result()
+        found = pool.submit(changed_in_a_worker, material).result()
     assert found["samples"] == len(alone.train) == 1800
+    assert found["mapped"]
     assert torch.equal(torch.from_numpy(found["inputs"]), wanted)
     assert set(alone.train.inputs[0].unique().tolist()) == {7}
 
 
-def test_images_in_files_are_left_to_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_in_files_are_left_to_each_process() -> None:
     split = Split(torch.empty(4, 3, 8, 8, dtype=torch.uint8, device="meta"), torch.arange(4))
-    monkeypatch.setattr(data_and_model, "load_data", lambda _: Data("files", split, split, 4))
-    assert share_data(SHARED) is None
+    material = replace(Material.of(SHARED), data=Data("files", split, split, 4))
+    assert pickle.loads(pickle.dumps(material)).data.name == Material.of(SHARED).data.name
 
 
 def test_data_without_room_in_shared_memory_are_left_to_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "share_memory_", Mock(side_effect=RuntimeError("no space left")))
-    assert share_data(Config(dataset="synthetic:n=100:test=10")) is None
+    material = Material.of(Config(dataset="synthetic:n=100:test=10", clients=2, partition="iid"))
+    assert not pickle.loads(pickle.dumps(material)).data.train.inputs.is_shared()

@@ -16,7 +16,7 @@ from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.data import Data
 from fedbn_flwr.experiments import Config, UsageError, resolve, serve
 from fedbn_flwr.experiments.client_side import bound_client_fn
-from fedbn_flwr.experiments.data_and_model import load_data
+from fedbn_flwr.experiments.material import load_data
 from fedbn_flwr.experiments.output.run_folder import RunFolder
 from fedbn_flwr.server.sampling import ASKED_AT_ONCE, Roster
 from fedbn_flwr.simulation.in_process import InProcessGrid

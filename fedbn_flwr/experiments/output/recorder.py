@@ -14,7 +14,6 @@ from flwr.common import log
 
 from fedbn_flwr import wire
 from fedbn_flwr.experiments.config import Config
-from fedbn_flwr.experiments.data_and_model import absent_classes, normalization
 from fedbn_flwr.experiments.method import Experiment
 from fedbn_flwr.experiments.output.run_folder import RunFolder, read_rounds
 from fedbn_flwr.experiments.output.scoring import Score, merit
@@ -138,8 +137,8 @@ class Journal:
         self._standing.seconds += now - self._last
         self._last = now
 
-    def summary(self, experiment: Experiment, nodes: int, metric: str) -> Summary:
-        """Return the whole run in one record; methods are compared by the `metric`."""
+    def summary(self, experiment: Experiment, about: Mapping[str, Any]) -> Summary:
+        """Return the whole run in one record, with what is known `about` its nodes, data and metric."""
         self._count_seconds()
         config, standing = experiment.config, self._standing
         sent = standing.training
@@ -153,13 +152,11 @@ class Journal:
             "model": str(config.model),
             "dataset": str(config.dataset),
             "partition": config.partition,
-            "clients": nodes,
             "rounds": config.rounds,
             "seed": config.seed,
             "lr": config.lr,
             "batch-size": config.batch_size,
-            **normalization(config),
-            "metric": metric,
+            **about,
             **standing.score,
             "train-loss": standing.train_loss,
             "exchanges": sent.exchanges,
@@ -172,15 +169,14 @@ class Journal:
             **({"rounds-skipped": skipped} if skipped else {}),
             **({"left-out": left_out} if left_out else {}),
             **({"model-for-each-node": True} if self._strategy.personal else {}),
-            **({"absent-classes": absent} if (absent := absent_classes(config)) else {}),
             **({"stopped-after": standing.round, "stopped-by": standing.stopped_by} if standing.stopped_by else {}),
         }
 
-    def summary_of_failure(self, experiment: Experiment, nodes: int, metric: str, error: Exception) -> Summary:
+    def summary_of_failure(self, experiment: Experiment, about: Mapping[str, Any], error: Exception) -> Summary:
         """Return the record of a run that could not go on, with the reason and the rounds that it has finished."""
         reason = with_names(" ".join(str(error).split()), self._grid.names) or type(error).__name__
         ended = {"rounds-done": self._standing.round, "failed": reason}
-        return {**self.summary(experiment, nodes, metric), **ended, **diverged(error)}
+        return {**self.summary(experiment, about), **ended, **diverged(error)}
 
     def _training(self, now: Round, missing: Collection[int | str]) -> dict[str, Any]:
         # a client of another package may report no loss

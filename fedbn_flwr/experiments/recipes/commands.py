@@ -11,8 +11,8 @@ from typing import Any
 
 from fedbn_flwr.client import pick_device
 from fedbn_flwr.experiments.choice import SEEDS
-from fedbn_flwr.experiments.data_and_model import expected_steps, load_data, rounds_within_budget
 from fedbn_flwr.experiments.engines import engine_named
+from fedbn_flwr.experiments.material import expected_steps, load_data, rounds_within_budget
 from fedbn_flwr.experiments.output.console import console, new_table, percent
 from fedbn_flwr.experiments.output.recorder import Summary
 from fedbn_flwr.experiments.output.run_folder import command_line
@@ -113,8 +113,9 @@ def show_plan(title: str, runs: Sequence[Run]) -> None:
         count = len(cell) + sum(map(len, cell[0].tried.values()))
         counted = "?", "?"
         with suppress(ValueError, OSError, RuntimeError):  # they depend on data that are not there
-            steps = count * expected_steps(config)
-            counted = f"{rounds_within_budget(config, config.clients).rounds:,}", f"{steps:,}"
+            samples = len(load_data(config).train)
+            steps = count * expected_steps(config, samples)
+            counted = f"{rounds_within_budget(config, config.clients, samples).rounds:,}", f"{steps:,}"
             total += steps
         try:
             if not config.dataset.startswith(REMOTE):

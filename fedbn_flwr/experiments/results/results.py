@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fedbn_flwr import norm, state
 from fedbn_flwr.clientapp import export_personal
 from fedbn_flwr.data.own_data import preprocess
-from fedbn_flwr.experiments.data_and_model import fresh_model, load_data, node_names, normalization
+from fedbn_flwr.experiments.material import Material, form_of, fresh_model, load_data, node_names, normalization
 from fedbn_flwr.experiments.method import Method, method_of
 from fedbn_flwr.experiments.output.console import console
 from fedbn_flwr.experiments.output.recorder import Summary
@@ -121,7 +121,8 @@ class Results:
             )
         weights = read_weights(folder.parent / "model.safetensors")
         shared, own = state.to_record(weights), dict[int | str, nn.Module]()
-        for number, name in enumerate(node_names(experiment.config)):
+        material = Material.of(experiment.config)
+        for number, name in enumerate(node_names(material.data, material.partition)):
             file = folder / f"{number}{SUFFIX}"
             kept = state.from_record(export_personal(shared, read_records(file))) if file.exists() else weights
             own[name] = self._filled(key, kept)
@@ -129,15 +130,16 @@ class Results:
 
     def _filled(self, key: Key, weights: state.State) -> nn.Module:
         """Return a run's model with these weights."""
-        model = fresh_model(self._runs[key].experiment.config)
+        config = self._runs[key].experiment.config
+        model = fresh_model(config, form_of(load_data(config)))
         state.load(model, weights)
         return model.eval()
 
     def preprocess(self, method: Method = "", seed: int | None = None) -> Callable[[Any], Tensor]:
         """Return a function that turns raw inputs, tensors or arrays, into those that a run's model takes."""
         config = self._runs[self._key_of(method, seed)].experiment.config
-        trained = load_data(config).train.inputs
-        return partial(preprocess, trained=trained, image_size=config.image_size, **normalization(config))
+        split = load_data(config).train
+        return partial(preprocess, trained=split.inputs, image_size=config.image_size, **normalization(split))
 
     def _key_of(self, method: Method, seed: int | None) -> Key:
         text = method_of(method) if method != "" else str(self.rows[0]["method"])

@@ -11,7 +11,7 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr import wire
 from fedbn_flwr.experiments.config import Config
-from fedbn_flwr.experiments.data_and_model import Form
+from fedbn_flwr.experiments.material import Form
 from fedbn_flwr.plugins.options import UsageError, as_value
 from fedbn_flwr.server.grids import PassingGrid, ask_nodes
 from fedbn_flwr.wire.site_data import DATA_MEAN, DATA_SHAPE, DATA_STD, SITE_DATA, SiteData

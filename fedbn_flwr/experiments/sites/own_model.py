@@ -14,7 +14,7 @@ from torch import nn
 from fedbn_flwr import state, wire
 from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.clientapp.bn_client_app import read_message
-from fedbn_flwr.experiments.data_and_model import Form, fresh_model
+from fedbn_flwr.experiments.material import Form, form_of, fresh_model, load_data
 from fedbn_flwr.experiments.method import resolve
 from fedbn_flwr.plugins import extra
 from fedbn_flwr.server.replies import lacks_state
@@ -80,7 +80,7 @@ def load_own_model(path: str | Path) -> OwnModel:
     except Exception as error:
         raise ValueError(f"{path} is no file of export_model: {error}") from error
     config, shape = replace(resolve(options, federation=True).config, init_from=""), about["shape"]
-    form = Form(len(config.classes), shape[0], shape[-1]) if shape else None
+    form = Form(len(config.classes), shape[0], shape[-1]) if shape else form_of(load_data(config))
     model = fresh_model(config, form).eval()
     state.load(model, tensors)
     return OwnModel(model, options, about)

@@ -8,7 +8,7 @@ import yaml
 
 from fedbn_flwr.experiments import UsageError, main
 from fedbn_flwr.experiments.checks import check
-from fedbn_flwr.experiments.data_and_model import rounds_within_budget
+from fedbn_flwr.experiments.material import load_data, rounds_within_budget
 from fedbn_flwr.experiments.recipes.schema import read_recipe, recipe_names
 from fedbn_flwr.experiments.results.values import columns_of
 
@@ -190,7 +190,7 @@ def test_every_recipe_runs_in_small_for_20_rounds_at_least(name: str) -> None:
     for setting, method in small.study.cells():
         config = small.study.experiment(setting, method, 0).config
         assert config.dataset.partition(":")[0] in ("digits", "digits-domains", "streets", "synthetic")
-        assert rounds_within_budget(config, config.clients).rounds >= 20
+        assert rounds_within_budget(config, config.clients, len(load_data(config).train)).rounds >= 20
     for setting in small.study.settings:
         check(small.study.experiment(setting, small.study.methods_of(setting)[0], 0))
 

@@ -12,6 +12,7 @@ from flwr.clientapp import ClientApp
 
 from fedbn_flwr import wire
 from fedbn_flwr.experiments.engines import open_grid
+from fedbn_flwr.experiments.material import Material
 from fedbn_flwr.experiments.method import resolve
 from fedbn_flwr.server.grids import ask_nodes
 from fedbn_flwr.simulation import InProcessGrid
@@ -117,7 +118,8 @@ def test_whoever_needs_single_replies_gets_them(options: dict[str, str], average
     with registries_restored():
         register_strategy("own-method")(OwnMethod)
         experiment = resolve({**OPTIONS, "clients": "4", "workers": "2", **options})
-        with open_grid(experiment, tmp_path, "stacked") as grid:
+        material, strategy = Material.of(experiment.config), experiment.make_strategy(4)
+        with open_grid(material, strategy, tmp_path, "stacked") as grid:
             assert isinstance(grid, WorkersGrid)
             assert grid._average_by == average_by
 

@@ -6,7 +6,7 @@ import torch
 from fedbn_flwr.data import Data, Split
 from fedbn_flwr.experiments import Config, resolve
 from fedbn_flwr.experiments.checks import check
-from fedbn_flwr.experiments.data_and_model import fresh_model, load_data, rounds_within_budget
+from fedbn_flwr.experiments.material import Material, load_data, rounds_within_budget
 from tests.helpers.toys import assert_same_state
 
 TINY = "synthetic:n=200:test=20:classes=4:size=8:channels=1"
@@ -39,24 +39,25 @@ def config(**options: object) -> Config:
     ],
 )
 def test_a_budget_of_epochs_sets_the_rounds(options: dict[str, float], clients: int, rounds: int) -> None:
-    assert rounds_within_budget(config(**options), clients).rounds == rounds
+    given = config(**options)
+    assert rounds_within_budget(given, clients, len(load_data(given).train)).rounds == rounds
 
 
 def test_the_centralized_reference_has_the_same_budget() -> None:
     shared = {"dataset": TINY, "budget-epochs": 3, "local-steps": 2, "batch-size": 4, "clients": 5}
     federated, central = (resolve({**shared, "method": method}).config for method in ("fedavg", "centralized"))
-    assert rounds_within_budget(federated, 5).rounds == rounds_within_budget(central, 1).rounds == 15
+    assert rounds_within_budget(federated, 5, 200).rounds == rounds_within_budget(central, 1, 200).rounds == 15
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_model_fits_the_data_and_is_a_function_of_the_seed() -> None:
-    first, again, other = (fresh_model(config(seed=seed)).state_dict() for seed in (1, 1, 2))
+    first, again, other = (Material.of(config(seed=seed)).model.state_dict() for seed in (1, 1, 2))
     assert_same_state(first, again)
     assert not torch.equal(next(iter(first.values())), next(iter(other.values())))
     assert next(iter(first.values())).shape[1] == 1
-    assert fresh_model(config())(torch.zeros(2, 1, 8, 8)).shape == (2, 4)
+    assert Material.of(config()).model(torch.zeros(2, 1, 8, 8)).shape == (2, 4)
 
 
 # ---- data ------------------------------------------------------------------------------------------------------------
@@ -78,7 +79,10 @@ def test_validation_takes_the_test_datas_place_and_is_not_trained_on() -> None:
 
 
 def test_only_a_federation_that_is_there_knows_how_many_it_is() -> None:
-    check(resolve({"dataset": TINY}, federation=True))
+    there = resolve({"dataset": TINY}, federation=True)
+    material = check(there, there.make_strategy(0))
+    assert material
+    assert not material.partition
     assert [resolve({"dataset": TINY}, federation=there).config.clients for there in (True, False)] == [0, 5]
 
 
