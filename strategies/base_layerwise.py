@@ -14,7 +14,7 @@ from fedbn_flwr.layerwise import take_step
 from fedbn_flwr.server.pooling import Pooled, Sent, bound_counts
 from fedbn_flwr.server.replies import NodeReply, log_refused, read_each
 from fedbn_flwr.state import Arrays
-from fedbn_flwr.transports import LayerwiseGrid, NodesFailedError, NodesTransport, Participant
+from fedbn_flwr.transports import NodesFailedError, NodesTransport, Participant, open_step
 from fedbn_flwr.transports.message_server import MessageTransport
 from fedbn_flwr.wire import Instruction
 
@@ -113,9 +113,9 @@ class Layerwise(FedAvg):
         the step is then taken by messages, which find out which node failed, and so are later attempts.
         """
         why_slow = ""
-        if isinstance(grid, LayerwiseGrid) and not self.round.by_messages:
+        if not self.round.by_messages:
             try:
-                if (transport := grid.open_step(messages)) is not None:
+                if (transport := open_step(grid, messages)) is not None:
                     self.round.sent = list(messages)
                     return self._answer(transport)
             except NodesFailedError:

@@ -21,6 +21,7 @@ from fedbn_flwr import wire
 from fedbn_flwr.client.node_memory import NAMESPACE, Memory
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.output.recorder import Standing
+from fedbn_flwr.experiments.output.run_folder import PERSONAL
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.server.method_state import pack_state, unpack_state
 from fedbn_flwr.server.round import Round
@@ -182,6 +183,8 @@ class Saver:
     def __init__(self, folder: Path, config: Config, grid: Grid, strategy: BaseStrategy, standing: Standing) -> None:
         self._folder, self._config = folder, config
         self._grid, self._strategy, self._standing = grid, strategy, standing
+        #: where nodes keep their states themselves, None
+        self._local = grid if isinstance(grid, LocalGrid) else None
         self._history, self._last = History((), str(grid.run.run_id)), 0
         #: when the latest checkpoint was complete, and the seconds that it took
         self._ended, self._took = monotonic(), 0.0
@@ -190,7 +193,7 @@ class Saver:
 
     def tell(self, config: ConfigRecord) -> ConfigRecord:
         """Add to the configuration of messages what nodes must know that keep their states themselves."""
-        if (self._config.checkpoint_every or self._config.resume) and not isinstance(self._grid, LocalGrid):
+        if (self._config.checkpoint_every or self._config.resume) and not self._local:
             config.update({STATE_HISTORY: self._history.to_text(), CHECKPOINT: self._last})
             self._configs.append(config)
         return config
@@ -207,8 +210,7 @@ class Saver:
         begun = monotonic()
         content = arrays_of(now.arrays), self._strategy.state_dict(), pack_state(self._standing, {})
         checkpoint = Checkpoint(now.number, *content, self._history.to_text())
-        save_states = self._grid.save_states if isinstance(self._grid, LocalGrid) else None
-        write_checkpoint(self._folder, checkpoint, save_states)
+        write_checkpoint(self._folder, checkpoint, self._local.save_states if self._local else None)
         for config in self._configs:
             config[CHECKPOINT] = now.number
         self._ended = monotonic()
@@ -222,21 +224,21 @@ class Saver:
         unpack_state(self._standing, saved.standing, {})
         self._history = History.parse(saved.history).then(saved.server_round, self._grid.run.run_id)
         self._last = saved.server_round
-        if isinstance(self._grid, LocalGrid):
-            self._grid.restore_states(_latest(self._folder) / NODES)
+        if self._local:
+            self._local.restore_states(_latest(self._folder) / NODES)
         return arrays_to_record(saved.model)
 
-
-def save_personal(folder: Path, grid: Grid, strategy: BaseStrategy, arrays: ArrayRecord) -> None:
-    """Write what nodes' own models have in place of the server's `arrays`; nodes elsewhere keep theirs."""
-    if not (strategy.personal and isinstance(grid, LocalGrid)):
-        return
-    if strategy.stays != "none":
-        grid.save_states(folder, wire.PERSONAL)
-        return
-    files = StateFolder(folder, range(0))
-    kept = {context.node_id: Memory(context.state).recall(wire.PERSONAL) for context in grid.contexts()}
-    strategy.round.grid = grid  # there was no round if the run died after its last one
-    for node, groups in strategy.package(list(grid.get_node_ids()), arrays).items():
-        own = make_record({**groups[strategy.arrayrecord_key], **to_record(kept.get(node, {}))})
-        files[node - FIRST_NODE_ID] = RecordDict({f"{NAMESPACE}/{wire.PERSONAL}": own})
+    def save_personal(self, arrays: ArrayRecord) -> None:
+        """Write what nodes' own models have in place of the server's `arrays`; nodes elsewhere keep theirs."""
+        strategy, grid, folder = self._strategy, self._local, self._folder / PERSONAL
+        if not (strategy.personal and grid):
+            return
+        if strategy.stays != "none":
+            grid.save_states(folder, wire.PERSONAL)
+            return
+        files = StateFolder(folder, range(0))
+        kept = {context.node_id: Memory(context.state).recall(wire.PERSONAL) for context in grid.contexts()}
+        strategy.round.grid = grid  # there was no round if the run died after its last one
+        for node, groups in strategy.package(list(grid.get_node_ids()), arrays).items():
+            own = make_record({**groups[strategy.arrayrecord_key], **to_record(kept.get(node, {}))})
+            files[node - FIRST_NODE_ID] = RecordDict({f"{NAMESPACE}/{wire.PERSONAL}": own})

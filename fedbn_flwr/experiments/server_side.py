@@ -19,7 +19,6 @@ from fedbn_flwr.experiments.checkpoint import (
     clear,
     read_checkpoint,
     refuse_other_model,
-    save_personal,
 )
 from fedbn_flwr.experiments.checks import check
 from fedbn_flwr.experiments.config import Config
@@ -35,13 +34,13 @@ from fedbn_flwr.experiments.material import (
 )
 from fedbn_flwr.experiments.method import Experiment
 from fedbn_flwr.experiments.output.recorder import Journal, Progress, Standing, Summary
-from fedbn_flwr.experiments.output.run_folder import CONFIG, PERSONAL, RunFolder, read_json
+from fedbn_flwr.experiments.output.run_folder import CONFIG, RunFolder, read_json
 from fedbn_flwr.experiments.output.scoring import Scorer, SiteScorer
 from fedbn_flwr.experiments.output.sinks import open_sinks
 from fedbn_flwr.experiments.runs import Run, asked_of
 from fedbn_flwr.experiments.sites.agreement import SitesGrid, agree, ask_sites
 from fedbn_flwr.plugins.options import UsageError
-from fedbn_flwr.server.grids import PassingGrid
+from fedbn_flwr.server.grids import passing
 from fedbn_flwr.server.round import Round
 from fedbn_flwr.state import arrays_of, arrays_to_record
 from fedbn_flwr.strategies import BaseStrategy, CannotTrainError, wait_for_nodes
@@ -137,7 +136,7 @@ def play(
     elif standing.round < rounds:
         raise STOPPING[0]
     summary = journal.summary(experiment, about)
-    save_personal(folder / PERSONAL, task.grid, strategy, arrays)
+    saver.save_personal(arrays)
     # what is kept of entries that stay on the nodes is their mean after the last round
     arrays = arrays_to_record({**arrays_of(arrays), **strategy.state.personal})
     files.finish(summary, arrays)
@@ -224,7 +223,8 @@ def count_nodes(grid: Grid, config: Config) -> int:
     try:
         nodes = len(wait_for_nodes(grid, wanted, config.node_timeout, fewest))
     except CannotTrainError as error:
-        there = [grid.names.get(node) for node in grid.get_node_ids()] if isinstance(grid, PassingGrid) else []
+        front = passing(grid)
+        there = {front.names.get(node) for node in grid.get_node_ids()} if front else set()
         others = ", ".join(site for site in config.sites if site not in there)
         raise CannotTrainError(f"{error}{f'; not connected: {others}' * bool(others)}") from None
     if nodes > config.clients > 0:

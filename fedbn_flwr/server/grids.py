@@ -121,11 +121,11 @@ class PassingGrid(Grid):
     """A grid in front of another one, which may change: what is not overridden is passed on."""
 
     def __init__(self, grid: Grid) -> None:
-        self._grid = grid
+        self._grid, behind = grid, passing(grid)
         #: the names of sites by node, if a grid behind this one learns them
-        self.names: dict[int, str] = grid.names if isinstance(grid, PassingGrid) else {}
+        self.names: dict[int, str] = behind.names if behind else {}
         #: connected nodes that a grid behind this one hides, because their data do not fit
-        self.unfit: set[int] = grid.unfit if isinstance(grid, PassingGrid) else set()
+        self.unfit: set[int] = behind.unfit if behind else set()
 
     def outgoing(self, messages: list[Message]) -> list[Message]:
         """Return what is sent in the place of messages."""
@@ -137,8 +137,8 @@ class PassingGrid(Grid):
 
     def end_attempt(self) -> None:
         """End an attempt at a layer-wise step."""
-        if isinstance(self._grid, PassingGrid):
-            self._grid.end_attempt()
+        if behind := passing(self._grid):
+            behind.end_attempt()
 
     def set_run(self, run: "Run") -> None:
         """Pass on."""
@@ -171,3 +171,8 @@ class PassingGrid(Grid):
         """Send messages and return the replies, as `outgoing` and `incoming` have them."""
         sent = self.outgoing(list(messages))
         return self.incoming(list(self._grid.send_and_receive(sent, timeout=timeout))) if sent else []
+
+
+def passing(grid: Grid) -> PassingGrid | None:
+    """Return a grid that is in front of another one; None for the grid of nodes itself."""
+    return grid if isinstance(grid, PassingGrid) else None

@@ -14,7 +14,7 @@ from fedbn_flwr.layerwise import Answer, Requests
 from fedbn_flwr.server.grids import PassingGrid
 from fedbn_flwr.state.flat import Layout
 from fedbn_flwr.state.records import array_records, flat_of, payload_bytes, view_array
-from fedbn_flwr.transports import LayerwiseGrid, NodesFailedError, NodesTransport, Participant
+from fedbn_flwr.transports import NodesFailedError, NodesTransport, Participant, open_step
 from fedbn_flwr.wire import DESCRIBE
 from fedbn_flwr.wire.pooled import Summed
 
@@ -104,7 +104,7 @@ class CountingGrid(PassingGrid):
 
     def open_step(self, messages: Sequence[Message]) -> CountedTransport | None:
         """Open a layer-wise step that is counted, where the grid offers steps without messages."""
-        step = self._grid.open_step(messages) if isinstance(self._grid, LayerwiseGrid) else None
+        step = open_step(self._grid, messages)
         return None if step is None else CountedTransport(step, self, messages)
 
     def _traffic_of(self, message: Message) -> Traffic:

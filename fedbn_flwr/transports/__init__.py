@@ -17,6 +17,8 @@ from flwr.app import Message
 from fedbn_flwr.layerwise import Transport
 
 if TYPE_CHECKING:  # a node's process does without the server's room
+    from flwr.serverapp import Grid
+
     from fedbn_flwr.server.replies import Refusal
 
 
@@ -50,6 +52,11 @@ class LayerwiseGrid(Protocol):
         The nodes may go to their first exchange at once. Where None is returned, or the step fails, they are as before,
         and the same step can be taken by messages.
         """
+
+
+def open_step(grid: "Grid", messages: Sequence[Message]) -> NodesTransport | None:
+    """Open a layer-wise step without messages; None if the grid, or one behind it, cannot."""
+    return grid.open_step(messages) if isinstance(grid, LayerwiseGrid) else None
 
 
 class NodesFailedError(RuntimeError):

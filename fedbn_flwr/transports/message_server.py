@@ -12,7 +12,7 @@ from flwr.serverapp import Grid
 from fedbn_flwr import wire
 from fedbn_flwr.layerwise import Answer, Requests
 from fedbn_flwr.layerwise.exchange import ExchangeError, check, join
-from fedbn_flwr.server.grids import PassingGrid, ask_nodes
+from fedbn_flwr.server.grids import ask_nodes, passing
 from fedbn_flwr.server.replies import Expected, Refusal, leave_out, log_refused, parse_replies, read_each
 from fedbn_flwr.transports import NodesFailedError, Participant
 from fedbn_flwr.transports.message_records import (
@@ -67,8 +67,8 @@ class MessageTransport:
 
     def abandon(self) -> None:
         """End the attempt; the steps that wait on nodes end with the first message of the next one."""
-        if isinstance(self.grid, PassingGrid):
-            self.grid.end_attempt()
+        if front := passing(self.grid):
+            front.end_attempt()
 
     def _ask(self) -> Replies:
         """Send the latest answer and wait for the replies; a node that lacks arrays is sent everything again."""

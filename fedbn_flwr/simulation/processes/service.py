@@ -13,7 +13,7 @@ from fedbn_flwr.layerwise import Answer, Requests
 from fedbn_flwr.layerwise.exchange import ExchangeError, pool
 from fedbn_flwr.simulation.in_process import in_portions
 from fedbn_flwr.simulation.processes.averaged_replies import average_replies
-from fedbn_flwr.transports import LayerwiseGrid, NodesTransport, Participant
+from fedbn_flwr.transports import NodesTransport, Participant, open_step
 
 #: makes the grid of some partitions' nodes; it is pickled, and called in the worker
 GridFactory = Callable[[Sequence[int]], Grid]
@@ -63,7 +63,7 @@ class Service:
 
     def open_step(self, messages: list[Message]) -> Opened | None:
         """Take this worker's nodes to the first exchange of a step; None if they cannot take it together."""
-        self._step = self.grid.open_step(messages) if isinstance(self.grid, LayerwiseGrid) else None
+        self._step = open_step(self.grid, messages)
         self._weights, self._asked = (), messages
         if self._step is None:
             return None

@@ -192,7 +192,8 @@ def test_every_recipe_runs_in_small_for_20_rounds_at_least(name: str) -> None:
         assert config.dataset.partition(":")[0] in ("digits", "digits-domains", "streets", "synthetic")
         assert rounds_within_budget(config, config.clients, len(load_data(config).train)).rounds >= 20
     for setting in small.study.settings:
-        check(small.study.experiment(setting, small.study.methods_of(setting)[0], 0))
+        experiment = small.study.experiment(setting, small.study.methods_of(setting)[0], 0)
+        check(experiment, experiment.make_strategy(experiment.config.clients))
 
 
 def test_columns_of_a_summary() -> None:
