@@ -37,7 +37,7 @@ from fedbn_flwr.experiments.output.recorder import Journal, Progress, Standing, 
 from fedbn_flwr.experiments.output.run_folder import CONFIG, RunFolder, read_json
 from fedbn_flwr.experiments.output.scoring import Scorer, SiteScorer
 from fedbn_flwr.experiments.output.sinks import open_sinks
-from fedbn_flwr.experiments.runs import Run, asked_of
+from fedbn_flwr.experiments.runs import asked_of
 from fedbn_flwr.experiments.sites.agreement import SitesGrid, agree, ask_sites
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.server.grids import passing
@@ -55,8 +55,6 @@ def run(
     config = experiment.config
     strategy = experiment.make_strategy(config.clients)
     material = check(experiment, strategy)
-    if config.resume:
-        Run(experiment, engine, folder).check()
     nodes = count_nodes(grid, config)
     strategy.min_available_nodes = config.min_nodes or nodes
     if material is None:
@@ -80,7 +78,6 @@ def play(
     saved = read_checkpoint(folder) if experiment.config.resume else None
     experiment = replace(experiment, config=task.config)
     if saved:
-        Run(experiment, engine, folder).check()
         refuse_other_model(folder, saved, arrays_of(task.initial))
         files = RunFolder(folder, saved.server_round)
     else:
