@@ -1,7 +1,7 @@
 """The server's side of an experiment: one run, from a grid to a folder of results."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from logging import ERROR, INFO, WARNING
 from pathlib import Path
 from typing import Any
@@ -70,8 +70,6 @@ def run(
         files.config(experiment.to_mapping(), asked, task.sites)
     strategy = experiment.make_strategy(nodes)
     counted = CountingGrid(task.grid)
-    # what sites have said of their data bounds the counts that they may send later
-    strategy.state.train_counts.update(task.counts)
     with open_sinks(task.config.log_to, folder, experiment.to_mapping(), files.rounds_done) as sinks:
         journal = Journal(files, strategy, counted, task.scorer, task.config, sinks, progress)
         recovery = Recovery(folder, experiment, task.grid, strategy, journal)
@@ -119,8 +117,6 @@ class Task:
     facts: ConfigRecord
     #: a row about each site's data
     sites: list[dict[str, Any]]
-    #: by node, the number of training samples, where sites have said it
-    counts: Mapping[int, int] = field(default_factory=dict)
 
 
 def make_task(grid: Grid, config: Config, nodes: int, before: Mapping[str, Any]) -> Task:
@@ -148,8 +144,7 @@ def _at_sites(grid: Grid, config: Config, nodes: int, before: Mapping[str, Any])
     set_threads(config)
     sites_grid = SitesGrid(grid, agreement)
     scorer, table = SiteScorer(config.classes, config.class_metrics, sites_grid), agreement.table(sites_grid.names)
-    counts = {node: sum(site.train) for node, site in agreement.sites.items()}
-    return Task(config, sites_grid, agreement.form, scorer, agreement.to_config(), table, counts)
+    return Task(config, sites_grid, agreement.form, scorer, agreement.to_config(), table)
 
 
 def instruction_of(config: Config) -> Instruction:

@@ -127,7 +127,7 @@ def test_sites_score_the_model_on_their_own_test_data(sites: list[str], tmp_path
         assert summary["class-f1"][name] == pytest.approx(sum(row["f1"][name] for row in scores) / 3)
 
 
-def test_a_site_must_not_have_more_samples_than_it_said(
+def test_a_site_that_says_more_samples_than_it_has_is_named(
     sites: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Boasting(SitesInProcess):
@@ -139,9 +139,7 @@ def test_a_site_must_not_have_more_samples_than_it_said(
             return replies
 
     run_at_sites(tmp_path, sites, Boasting)
-    assert [row["nodes"] for row in read_rounds(tmp_path)] == [2, 2]
-    said = "Node 1001 is left out of this round: its 'num-examples' is 1000000000000, over 2 times the"
-    assert sum(text.startswith(said) for text in caplog.messages) == 2
+    assert sum(text.startswith("Node 1001 outweighs the others in training") for text in caplog.messages) == 2
 
 
 def test_the_order_of_classes_decides_their_numbers(sites: list[str], tmp_path: Path) -> None:
