@@ -274,7 +274,7 @@ REFUSED = [
     (
         "classes",
         "covid,normal",
-        r"site \d \(node \d+\): class 'pneumonia' is not one of the run's classes: covid, normal",
+        r"node \d+: class 'pneumonia' is not one of the run's classes: covid, normal",
     ),
     ("classes", "", "needs classes, in the order of their numbers; there are: covid,normal,pneumonia"),
     ("method", "centralized:clients=3", "method 'centralized:clients=3' needs all data in one place"),
@@ -320,6 +320,6 @@ def test_images_of_another_size_are_refused_or_made_equal(sites: list[str], tmp_
     for role, split in (("train", TRAIN), ("test", TEST)):
         write_images(data.Split(split.inputs[:9].repeat(1, 1, 2, 2), split.labels[:9]), large / role, range(9))
     both = [sites[0], f"folder:{large}"]
-    with pytest.raises(UsageError, match=r"site 1 \(node 1001\): its images are 3x16x16, but 3x8x8 at"):
+    with pytest.raises(UsageError, match=r"node 1001: its images are 3x16x16, but 3x8x8 at"):
         run_at_sites(tmp_path / "refused", both)
     run_at_sites(tmp_path / "equal", both, **{"image-size": 8})
