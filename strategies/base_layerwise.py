@@ -11,8 +11,8 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr import wire
 from fedbn_flwr.layerwise import take_step
-from fedbn_flwr.server.pooling import Pooled, Sent, bound_counts
-from fedbn_flwr.server.replies import NodeReply, log_refused, read_each
+from fedbn_flwr.server.pooling import Pooled, Sent, name_dominant
+from fedbn_flwr.server.replies import NodeReply, log_refused, read_count, read_each
 from fedbn_flwr.state import Arrays
 from fedbn_flwr.transports import NodesFailedError, NodesTransport, Participant, open_step
 from fedbn_flwr.transports.message_server import MessageTransport
@@ -74,15 +74,16 @@ class Layerwise(FedAvg):
     def _weigh_participants(self, participants: Sequence[Participant]) -> list[float]:
         """Return the weights of the nodes' models before there are models: p_i, up to a common factor."""
         said = ((each.node, each.num_examples) for each in participants)
-        if refused := read_each(said, self.round.expected.count_of)[1]:
+        if refused := read_each(said, lambda _, count: read_count(count))[1]:
             log_refused(refused)
             raise NodesFailedError([refusal.node for refusal in refused], refused)
         replies = [
             NodeReply(each.node, each.partition, each.num_examples, {}, {}, RecordDict()) for each in participants
         ]
-        believed = bound_counts(replies, self.round.expected)
-        self.round.counted = {reply.node: reply.num_examples for reply in believed}
-        return self.weigh(believed)
+        self.round.counted = {reply.node: reply.num_examples for reply in replies}
+        weights = self.weigh(replies)
+        name_dominant(dict(zip(self.round.counted, weights, strict=True)), "the layer-wise step")
+        return weights
 
     def update(self, pooled: Pooled) -> Arrays:
         """Update; also compare the nodes' weights with those in the step."""
@@ -97,12 +98,14 @@ class Layerwise(FedAvg):
             return
         total, total_before = sum(reply.num_examples for reply in replies), sum(before.values())
         for reply in replies:
-            if reply.num_examples * total_before != before[reply.node] * total:
+            count = before[reply.node]
+            # another node's new number changes every share
+            if reply.num_examples != count and reply.num_examples * total_before != count * total:
                 log(
                     WARNING,
                     "Round %d: node %d counted %d of %d samples in the layer-wise step, but %d of %d in the average of "
                     "the models: give its ClientApp `num_examples`",
-                    *(self.round.number, reply.node, before[reply.node], total_before, reply.num_examples, total),
+                    *(self.round.number, reply.node, count, total_before, reply.num_examples, total),
                 )
                 return
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from fedbn_flwr import wire
 from fedbn_flwr.client.rules import Rule, Session, on_device, register_rule
 from fedbn_flwr.server.method_state import BY_NODE, MethodState
-from fedbn_flwr.server.pooling import Pooled, PooledGroup, Sent
+from fedbn_flwr.server.pooling import Pooled, PooledGroup, Sent, name_dominant
 from fedbn_flwr.state import Arrays, arrays_to_record
 from fedbn_flwr.wire import Instruction
 
@@ -107,10 +107,9 @@ class Scaffold(FedAvg):
         known, absent = dict(self.state.weights), sorted({*self.round.grid.get_node_ids()} - self.state.weights.keys())
         # a node describes itself by its number of examples only, and may not be able to
         if self.weighting == "examples" and self.weighted_by_key == wire.NUM_EXAMPLES:
-            most, described = fsum(known.values()), self.describe(self.round.grid, absent)
-            said = {node: each.num_examples for node, each in described.items() if each.num_examples > 0}
-            counts = self.state.train_counts
-            known |= {node: min(count, max(most, counts.get(node, 0))) for node, count in said.items()}
+            described = self.describe(self.round.grid, absent)
+            known |= {node: each.num_examples for node, each in described.items() if each.num_examples > 0}
+            name_dominant(known, "the control variates")
         return fsum(known.values()) * (1 + len(set(absent) - known.keys()) / len(known))
 
 

@@ -85,8 +85,6 @@ def play(
         files = RunFolder(folder)
         files.config(experiment.to_mapping(), asked, task.sites)
     standing = Standing()
-    # what sites have said of their data bounds the counts that they may send later
-    strategy.state.train_counts.update(task.counts)
     saver = Saver(folder, task.config, task.grid, strategy, standing)
     arrays = saver.restore(saved) if saved else task.initial
     counted = CountingGrid(task.grid, standing.training, standing.evaluation)
@@ -154,8 +152,6 @@ class Task:
     facts: ConfigRecord = field(default_factory=ConfigRecord)
     #: a row about each site's data
     sites: Sequence[Mapping[str, Any]] = ()
-    #: by node, the number of training samples, where sites have said it
-    counts: Mapping[int, int] = field(default_factory=dict)
 
 
 def own_task(grid: Grid, material: Material, initial: ArrayRecord) -> Task:
@@ -186,8 +182,7 @@ def task_at_sites(grid: Grid, config: Config, nodes: int, before: Mapping[str, A
     sites_grid = SitesGrid(grid, agreement)
     scorer, table = SiteScorer(config.classes, config.class_metrics, sites_grid), agreement.table(sites_grid.names)
     about = {"clients": nodes, **normalization(config), "metric": scorer.metric}
-    counts = {node: sum(site.train) for node, site in agreement.sites.items()}
-    return Task(config, sites_grid, initial, scorer, about, agreement.to_config(), table, counts)
+    return Task(config, sites_grid, initial, scorer, about, agreement.to_config(), table)
 
 
 def instruction_of(config: Config) -> Instruction:

@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from logging import INFO
-from math import inf
 from typing import Annotated, Any, ClassVar, NoReturn, Self
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
@@ -32,7 +31,6 @@ from fedbn_flwr.server.round import Round
 from fedbn_flwr.server.sampling import Node, Roster, draw
 from fedbn_flwr.state import Arrays, arrays_to_record
 from fedbn_flwr.wire import Instruction
-from fedbn_flwr.wire.pooled import Asked
 
 WRAPPED = (
     "{} must be started itself, by `start`: a strategy around it, such as Flower's for differential privacy, takes "
@@ -140,7 +138,6 @@ class BaseStrategy(FlowerFedAvg):
         clip_factor: Annotated[
             float, "largest ratio of a unit's gradient to its weights, to which clients clip it; 0: off", Range(0)
         ] = 0.0,
-        max_share: Annotated[float, "share of all examples to which a node may grow; 1: any", Range(0.5, 1)] = 0.5,
         robust: Annotated[str, "rule in place of means: none, median, trimmed:B, multi-krum:F or norm:C"] = "none",
         statistics: Annotated[
             StatisticsKind | None,
@@ -178,8 +175,6 @@ class BaseStrategy(FlowerFedAvg):
         named = [sent for parent in reversed(type(self).__mro__) for sent in vars(parent).get("sends", ())]
         for sent in (*named, *[MOMENTUM] * (momentum_state == "global"), *[GATHERED] * (self.statistics == "exact")):
             self.let_send(sent)
-        #: how many times as many examples as at the start nodes may say, and the share of all to which they may grow
-        self.count_growth, self.max_share = 2.0, max_share
         self.state = self.state_type()
         self.roster = Roster(exchange_timeout)
         self.num_rounds: int | None = None
@@ -334,7 +329,7 @@ class BaseStrategy(FlowerFedAvg):
         now.refuse_infinite_losses(state)
         state.lost, state.ever_trained = LostRounds(), True
         pooled = self._pool(usable)
-        name_dominant(pooled.weights, {node: count for reply in usable for node, count in reply.counts.items()})
+        name_dominant(pooled.weights, "training")
         merged = arrays_to_record(self.update(pooled))
         return merged, now.mean_metrics(self.train_metrics_aggr_fn, self.weighted_by_key)
 
@@ -362,8 +357,6 @@ class BaseStrategy(FlowerFedAvg):
             return []
         self.evaluation = self._begin_round(server_round, arrays, config, grid, MessageType.EVALUATE)
         nodes = self.draw_nodes(grid, server_round, self.fraction_evaluate, self.min_evaluate_nodes)
-        # of its test samples, a node first speaks when it is asked
-        self.state.evaluate_counts |= dict.fromkeys(nodes, inf) | self.state.evaluate_counts
         return self._make_messages(nodes, arrays, config, MessageType.EVALUATE)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
@@ -373,6 +366,7 @@ class BaseStrategy(FlowerFedAvg):
         usable = self.round.read(replies, self.state)
         for reply in usable:
             self.partitions |= reply.nodes
+        name_dominant({node: count for reply in usable for node, count in reply.counts.items()}, "evaluation")
         self.learn_from_evaluation(usable)
         return self.round.mean_metrics(self.evaluate_metrics_aggr_fn, self.weighted_by_key) if usable else None
 
@@ -401,8 +395,6 @@ class BaseStrategy(FlowerFedAvg):
         # those who were there may come back; a first round with too few says so at once
         fewest = self.averager.fewest_nodes if self.state.ever_trained else 0
         nodes = wait_for_nodes(grid, max(self.min_available_nodes, minimum, fewest), self.patience)
-        if not self.state.ever_trained:
-            self.state.train_counts |= dict.fromkeys(nodes, inf) | self.state.train_counts
         count = max(int(len(nodes) * fraction), minimum)
         return nodes if count >= len(nodes) else draw(self.describe(grid, nodes), count, self.seed, server_round)
 
@@ -411,8 +403,6 @@ class BaseStrategy(FlowerFedAvg):
         described = self.roster.describe(grid, nodes)
         for node, description in described.items():
             self.partitions.setdefault(node, description.partition)
-            if description.num_examples >= 0 and self.state.train_counts.get(node) == inf:
-                self.state.train_counts[node] = description.num_examples
         return described
 
     def evaluates(self, server_round: int) -> bool:
@@ -437,9 +427,6 @@ class BaseStrategy(FlowerFedAvg):
             self.weighted_by_key,
             [group.record for group in self.groups if group.is_required] if trains else (),
             now.instruction.later,
-            self.state.train_counts if trains else self.state.evaluate_counts,
-            self.count_growth,
-            self.max_share if self.weighted_by_key == wire.NUM_EXAMPLES else 1.0,
         )
         return now
 
@@ -449,9 +436,7 @@ class BaseStrategy(FlowerFedAvg):
         packed = ConfigRecord({**config, **self.round.instruction.to_config(always=config.keys())})
         self.round.nodes = nodes
         for node, groups in self.package(nodes, arrays).items():
-            content = Asked({**groups, self.configrecord_key: packed})
-            content.most = self.round.expected.first_counts.get(node, 0.0)
-            self.round.sent.append(Message(content, node, kind))
+            self.round.sent.append(Message(RecordDict({**groups, self.configrecord_key: packed}), node, kind))
         return self.round.sent
 
     def _pool(self, replies: Sequence[NodeReply]) -> Pooled:

@@ -61,7 +61,7 @@ def with_exact_statistics(
     if seen:
         memory["gathered"] = True
     counts = {node: max(layer.count for layer in layers.values()) for node, layers in seen.items()}
-    name_dominant(counts, counts, "values of a BN layer")
+    name_dominant(counts, "gathered statistics")
     pooled = averager.unite(list(seen.values()), now.number)
     if not pooled:
         log(WARNING, "BN statistics stay as they were: there are no nodes' answers that could be pooled")

@@ -64,9 +64,6 @@ class MethodState:
     frozen_after: int | None = None
     #: the binding keys that clients have acknowledged in training
     obeyed: dict[str, bool] = field(default_factory=dict)
-    #: how many examples nodes said at the start; infinite for those that have not been asked yet
-    train_counts: dict[int, float] = field(default_factory=dict, metadata=BY_NODE)
-    evaluate_counts: dict[int, float] = field(default_factory=dict, metadata=BY_NODE)
     #: the mean of the clients' optimizer states, if it is `global`
     momentum: Arrays = field(default_factory=dict)
     #: what stages remember

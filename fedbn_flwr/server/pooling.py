@@ -1,11 +1,11 @@
 """Pooling: what nodes send beside the model, and a round's replies as one."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import reduce
 from itertools import chain
 from logging import WARNING
-from math import inf
+from statistics import median
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 from fedbn_flwr import norm, wire
 from fedbn_flwr.layerwise.exchange import Combiner, combine, normalized
 from fedbn_flwr.norm import Moments
-from fedbn_flwr.server.replies import Expected, NodeReply, Refusal
+from fedbn_flwr.server.replies import NodeReply, Refusal
 from fedbn_flwr.state import Arrays
 from fedbn_flwr.state.flat import FlatArrays, portions
-from fedbn_flwr.wire.pooled import Summed
 
 States = Sequence[Mapping[str, NDArray[Any]]]
 
@@ -135,24 +134,6 @@ def pool(
     return Pooled(model, means, weights_by_node(replies, weights, weighting), replies)
 
 
-def bound_counts(replies: Sequence[NodeReply], expected: Expected) -> list[NodeReply]:
-    """Return the replies with at most max(first count, s / (1 - s) times all others) examples; s is `max_share`.
-
-    So no node grows to more than s of all, except beside others without any. The log names a node that counts less.
-    """
-    share, total = expected.max_share, sum(reply.num_examples for reply in replies)
-    odds, believed = share / (1 - share) if share < 1 else inf, list[NodeReply]()
-    for reply in replies:
-        # workers add up only what is not above the first count
-        first = inf if isinstance(reply.content, Summed) else expected.first_counts.get(reply.node, 0.0)
-        count, others = reply.num_examples, total - reply.num_examples
-        most = max(first, odds * others) if others else inf
-        if count > most:
-            log(WARNING, "Node %d counts as %g of its %g examples: max-share is %g", reply.node, most, count, share)
-        believed.append(replace(reply, num_examples=min(count, most)))
-    return believed
-
-
 def weights_by_node(replies: Sequence[NodeReply], weights: Sequence[float], weighting: str) -> dict[int, float]:
     """Return every node's weight; the nodes of a sum have weighted it by their counts, or equally."""
     by_node = dict[int, float]()
@@ -162,15 +143,14 @@ def weights_by_node(replies: Sequence[NodeReply], weights: Sequence[float], weig
     return by_node
 
 
-def name_dominant(weights: Mapping[int, float], counts: Mapping[int, float], what: str = "examples") -> None:
-    """Warn of a node that has more weight than all the others of a round together: it may lie.
-
-    Of one node or two, one nearly always has.
-    """
-    total = sum(weights.values())
-    for node in [node for node, weight in weights.items() if weight > total - weight and len(weights) > 2]:
-        share = "Node %d has %.1f %% of all weights, and says that it has %g %s"
-        log(WARNING, share, node, 100 * weights[node] / total, counts.get(node, 0), what)
+def name_dominant(weights: Mapping[int, float], what: str) -> None:
+    """Warn of nodes with more than ten times the median weight, and more than all up to that together: they may lie."""
+    positive = [weight for weight in weights.values() if weight > 0]
+    limit = 10 * median(positive or [0])
+    most = max(limit, sum(weight for weight in positive if weight <= limit))
+    text = "Node %d outweighs the others in %s: it counts %g, and ten times the median is %g"
+    for node in [node for node, weight in weights.items() if weight > most]:
+        log(WARNING, text, node, what, weights[node], limit)
 
 
 def average(states: Sequence[Mapping[str, NDArray[Any]]], weights: Sequence[float]) -> Arrays:

@@ -2,10 +2,9 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from logging import WARNING
-from math import inf
 from typing import Any, TypeVar
 
 import numpy as np
@@ -139,20 +138,6 @@ class Expected:
     groups: Sequence[str] = ()
     #: the binding keys of later rounds, for the words of a refusal
     later: str = ""
-    #: by node, the number of examples that it said at the start, infinite before it is asked; others came later
-    first_counts: dict[int, float] = field(default_factory=dict)
-    #: how many times as many a node may say now, and to what share of all nodes' examples it may grow
-    growth: float = inf
-    max_share: float = 1.0
-
-    def count_of(self, node: int, count: object, key: str = wire.NUM_EXAMPLES) -> float:
-        """Return a node's number of examples, or what else it is weighed by, if it can be believed."""
-        if not isinstance(count, int | float) or not 0 <= count <= MOST:
-            raise RefusedError(f"its {key!r} is {count!r}")
-        first = self.first_counts.get(node, inf) if key == wire.NUM_EXAMPLES else inf
-        if count > self.growth * first:
-            raise RefusedError(f"its {key!r} is {count}, over {self.growth:g} times the {first} that it said at first")
-        return count
 
     @cached_property
     def layout(self) -> Layout:
@@ -227,8 +212,15 @@ def read_reply(node: int, message: Message, expected: Expected) -> NodeReply:
     if (key := expected.weighted_by) not in metrics:
         names = ", ".join(sorted(metrics.keys() - {wire.PARTITION_ID})) or "none"
         raise RefusedError(f"its metrics lack {key!r}, which the strategy weighs by; they are {names}")
-    count = metrics[key] if isinstance(content, Summed) else expected.count_of(node, metrics[key], key)
+    count = metrics[key] if isinstance(content, Summed) else read_count(metrics[key], key)
     return NodeReply(node, whole(metrics, wire.PARTITION_ID, node), count, metrics, records, content)
+
+
+def read_count(count: object, key: str = wire.NUM_EXAMPLES) -> float:
+    """Return a node's number of examples, or what else it is weighed by; RefusedError if it is none."""
+    if not isinstance(count, int | float) or not 0 <= count <= MOST:
+        raise RefusedError(f"its {key!r} is {count!r}")
+    return count
 
 
 def read_metrics(content: RecordDict) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from logging import WARNING
-from math import inf, isfinite
+from math import isfinite
 from time import perf_counter
 from typing import Any, Self
 
@@ -15,7 +15,6 @@ from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 from fedbn_flwr import wire
 from fedbn_flwr.layerwise.exchange import Why
 from fedbn_flwr.server.method_state import MethodState
-from fedbn_flwr.server.pooling import bound_counts
 from fedbn_flwr.server.replies import (
     CannotTrainError,
     DivergedError,
@@ -92,12 +91,6 @@ class Round:
         deaf = next((each for each in refused if each.why is Why.NOT_OBEYED), None)
         if deaf and not self.replies and set(self.expected.binding) - state.obeyed.keys():
             raise NotObeyedError(f"node {deaf.node} {deaf.reason.removeprefix('it ')}")
-        counts = {node: count for reply in self.replies for node, count in reply.counts.items()}
-        first = self.expected.first_counts
-        for node in [node for node in self.nodes if first.get(node) == inf]:
-            del first[node]  # one that is silent now comes late
-            first |= {node: counts[node]} if node in counts else {}
-        self.replies = bound_counts(self.replies, self.expected)
         return self.replies
 
     def lose(self, state: MethodState) -> None:

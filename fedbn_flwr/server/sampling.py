@@ -13,10 +13,10 @@ from fedbn_flwr import wire
 from fedbn_flwr.randomness import numpy_generator
 from fedbn_flwr.server.grids import ask_nodes
 from fedbn_flwr.server.replies import (
-    Expected,
     Refusal,
     RefusedError,
     log_refused,
+    read_count,
     read_each,
     read_metrics,
     whole,
@@ -100,7 +100,7 @@ def _read(node: int, answer: Message) -> Node:
     metrics, report = read_metrics(answer.content), answer.content.config_records[wire.REPORT]
     partition, domain = (whole(metrics, key) for key in (wire.PARTITION_ID, wire.DOMAIN))
     if (count := metrics[wire.NUM_EXAMPLES]) != -1:
-        Expected((), {}).count_of(node, count)
+        read_count(count)
     names, bn, tied = (_strings(key, report.get(key, [])) for key in (wire.PARAMETERS, wire.BN_ENTRIES, wire.TIED))
     if len(tied) % 2:
         raise RefusedError(f"its {wire.TIED!r} are {len(tied)} names, no pairs")

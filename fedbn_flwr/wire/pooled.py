@@ -1,15 +1,8 @@
 """A reply that is the mean of several: what workers and the server have in common."""
 
 from collections.abc import Mapping
-from math import inf
 
 from flwr.app import RecordDict
-
-
-class Asked(RecordDict):
-    """The content of a message to a node; a reply with more examples than `most` must not be added to others."""
-
-    most: float = inf
 
 
 class Summed(RecordDict):

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import inf
 from typing import Any, Self
 
 from flwr.app import ConfigRecord, MetricRecord, RecordDict
 
+from fedbn_flwr.layerwise.exchange import LARGEST, MOST
 from fedbn_flwr.wire import METRICS, PARTITION_ID, REPORT
 
 #: the kind of message that asks a site, and the name of its handler
@@ -58,12 +58,17 @@ class SiteData:
             numbers = [tuple(metrics[key]) for key in (_TRAIN, _TEST, _SHAPE, _MEAN, _VARIANCE)]
             site = cls(int(metrics[PARTITION_ID]), tuple(report[_CLASS_NAMES]), *numbers)
             [*zip(map(str.strip, site.class_names), site.train, site.test, strict=True)]
-            if not all(0 <= number < inf for each in numbers for number in each) or len(site.mean) != len(
-                site.variance
+            whole, moments = (site.site, *site.train, *site.test, *site.shape), (*site.mean, *site.variance)
+            # pixels are from 0 to 1, other samples as they are; of ids there are no means
+            largest, channels = 1 if len(site.shape) == 3 else LARGEST, site.shape[0] if site.mean else 0
+            if not (
+                all(0 <= number <= MOST for number in whole)
+                and all(0 <= number <= largest for number in moments)
+                and len(site.mean) == len(site.variance) == channels
             ):
                 raise ValueError("numbers that are none")
             return site
-        except (KeyError, OverflowError, TypeError, ValueError) as error:
+        except (LookupError, OverflowError, TypeError, ValueError) as error:
             raise ValueError("its app does not say what its data are") from error
 
 

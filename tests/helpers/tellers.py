@@ -1,4 +1,4 @@
-"""Nodes that say other numbers of examples than they have, on every engine, and what each node then weighs."""
+"""Nodes that say other numbers of examples than they have, on every engine."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,10 +11,8 @@ from flwr.serverapp import Grid
 from fedbn_flwr import wire
 from fedbn_flwr.client import BNClient
 from fedbn_flwr.clientapp import client_app
-from fedbn_flwr.server.pooling import Pooled
 from fedbn_flwr.simulation import StackedGrid
 from fedbn_flwr.simulation.in_process import InProcessGrid
-from fedbn_flwr.simulation.node_contexts import FIRST_NODE_ID
 from fedbn_flwr.simulation.processes.grid import WorkersGrid
 from fedbn_flwr.simulation.processes.worker import OwnShare
 from fedbn_flwr.state import State
@@ -43,23 +41,6 @@ def telling(words: Words) -> Callable[[BNClient, int], BNClient]:
         return client
 
     return wrap
-
-
-class Watched:
-    """Keeps the share that every node has of a round's weight; to be mixed into a strategy."""
-
-    shares: tuple[dict[int, float], ...] = ()
-
-    def update(self, pooled: Pooled) -> Any:
-        """Note the shares by partition."""
-        total = sum(pooled.weights.values())
-        shares = {node - FIRST_NODE_ID: weight / total for node, weight in sorted(pooled.weights.items())}
-        self.shares += (shares,)
-        return super().update(pooled)  # type: ignore[misc]
-
-
-class WatchedFedAvg(Watched, FedAvg):
-    """FedAvg, watched."""
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any
 
 import pytest
 import torch
@@ -20,8 +19,6 @@ from tests.helpers.nonsense import (
     VARIATES,
     AbsentNode,
     BadNode,
-    Change,
-    metric,
     sends,
 )
 
@@ -95,37 +92,6 @@ def test_a_node_that_describes_itself_as_nonsense_is_named(
     after = run(ASKING[method](), sends(DESCRIPTIONS[kind], True))
     assert names_the_node(caplog)
     assert all(value.isfinite().all() for value in after.values())
-
-
-class Later(BadNode):
-    """A node that tells the truth in the first round."""
-
-    def spoiled(self, message: Any, reply: Any) -> Any:
-        first = message.content.config_records[wire.CONFIG]["server-round"] == 1
-        return reply if first else super().spoiled(message, reply)
-
-
-def later(change_of: Change) -> type[BadNode]:
-    class Grid(Later):
-        change = staticmethod(change_of)
-
-    return Grid
-
-
-@pytest.mark.parametrize("method", ["fedavg", "fedtan"])
-def test_a_count_that_has_grown_too_much_is_refused(method: str, caplog: pytest.LogCaptureFixture) -> None:
-    for count, refusals, growth in ((24, 0, 2.0), (25, 1, 2.0), (10**12, 1, 2.0), (10**12, 0, float("inf"))):
-        caplog.clear()
-        strategy = METHODS[method]()
-        strategy.count_growth = growth
-        run(strategy, later(metric(wire.NUM_EXAMPLES, count)))
-        said = f"Node {BAD} is left out of this round: its 'num-examples' is {count}, over 2 times the 12 that it said"
-        assert sum(said in text for text in caplog.messages) == refusals
-
-
-def test_a_count_is_compared_with_the_description(caplog: pytest.LogCaptureFixture) -> None:
-    run(FedAvg(fraction_train=0.75, min_train_nodes=3, seed=1), sends(metric(wire.NUM_EXAMPLES, 10**12)), 3)
-    assert any("over 2 times the 12 that it said at first" in text for text in caplog.messages)
 
 
 def test_a_client_that_obeys_nothing_is_left_out_while_others_obey(caplog: pytest.LogCaptureFixture) -> None:

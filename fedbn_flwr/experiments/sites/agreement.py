@@ -1,5 +1,6 @@
 """The server's half: what sites say of their data, checked before round 1, and what follows for all of them."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from logging import INFO, WARNING
@@ -14,6 +15,7 @@ from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.material import Form
 from fedbn_flwr.plugins.options import UsageError, as_value
 from fedbn_flwr.server.grids import PassingGrid, ask_nodes
+from fedbn_flwr.server.pooling import name_dominant
 from fedbn_flwr.wire.site_data import DATA_MEAN, DATA_SHAPE, DATA_STD, SITE_DATA, SiteData
 
 #: descriptions by node, or why there is none
@@ -29,6 +31,8 @@ class Agreement:
     #: the run's options, with the normalization
     config: Config
     shape: tuple[int, ...]
+    #: the number of means that a site says: one a channel, or none of ids
+    means: int
     #: the descriptions by node, of the sites that were there before round 1
     sites: Mapping[int, SiteData]
 
@@ -57,9 +61,11 @@ class Agreement:
             return f"class {unknown[0]!r} is not one of the run's classes: {', '.join(self.config.classes)}"
         if site.shape != self.shape:
             return (
-                f"its images are {_times(site.shape)}, but {_times(self.shape)} at the first site "
+                f"its images are {_times(site.shape)}, but {_times(self.shape)} at most sites "
                 "(set image-size to scale all images)"
             )
+        if len(site.mean) != self.means:
+            return f"it says {len(site.mean)} means, but most sites {self.means}"
         return ""
 
     def table(self, names: Mapping[int, str]) -> list[dict[str, Any]]:
@@ -82,24 +88,30 @@ def ask_sites(grid: Grid, nodes: Sequence[int], timeout: float) -> Answers:
 def agree(config: Config, answers: Answers) -> Agreement:
     """Return what the sites agree on; a UsageError names the first site that cannot take part, and why.
 
-    With `min_nodes`, a site may fail to describe its data if enough others do: `SitesGrid` asks that site again.
+    With `min_nodes`, a site may be left out if enough others can take part: `SitesGrid` asks that site again.
     """
-    sites = {node: answer for node, answer in answers.items() if isinstance(answer, SiteData)}
-    for node in [node for node in answers if node not in sites]:
-        if not 0 < config.min_nodes <= len(sites):
-            raise UsageError(f"node {node}: {answers[node]}")
-        log(WARNING, "Node %d is not there at the start: %s", node, answers[node])
-    if not config.classes:
-        names = sorted({name for site in sites.values() for name in site.class_names})
+    described = [answer for answer in answers.values() if isinstance(answer, SiteData)]
+    if described and not config.classes:
+        names = sorted({name for site in described for name in site.class_names})
         raise UsageError(
             f"the data set 'sites' needs classes, in the order of their numbers; there are: {','.join(names)}"
         )
-    first = min(sites.values(), key=lambda site: site.site)
-    agreement = Agreement(config, first.shape, sites)
-    for node, site in sites.items():
-        if reason := agreement.objection(node, site, sites):
-            raise UsageError(f"site {site.site} (node {node}): {reason}")
-        log(INFO, "Site %d (node %d): %s", site.site, node, spoken(site))
+    forms = Counter((site.shape, len(site.mean)) for site in described)
+    (shape, means), _ = forms.most_common(1)[0] if forms else (((), 0), 0)
+    sites, refused = dict[int, SiteData](), dict[int, str]()
+    agreement = Agreement(config, shape, means, sites)
+    for node, answer in answers.items():
+        reason = agreement.objection(node, answer, sites)
+        if isinstance(answer, str) or reason:
+            refused[node] = reason
+        else:
+            log(INFO, "Site %d (node %d): %s", answer.site, node, spoken(answer))
+            sites[node] = answer
+    for node, reason in refused.items():
+        if not 0 < config.min_nodes <= len(sites):
+            raise UsageError(f"node {node}: {reason}")
+        log(WARNING, "Node %d is not there at the start: %s", node, reason)
+    name_dominant({node: sum(site.train) for node, site in sites.items()}, "the sites' descriptions")
     return replace(agreement, config=_normalized(config, list(sites.values())))
 
 

@@ -20,15 +20,14 @@ from fedbn_flwr.state.flat import FlatArrays
 from fedbn_flwr.wire.pooled import Summed
 
 
-def average_replies(replies: Sequence[Message], weighting: str, most: dict[int, float]) -> list[Message | None]:
+def average_replies(replies: Sequence[Message], weighting: str) -> list[Message | None]:
     """Return the mean of the replies in the place of the first of them, and None in the places of the others.
 
     Arrays are weighted as the option `weighting` says, metrics by numbers of samples. A reply that the server may have
     to refuse by name stays as it is, and so does one that is unlike most: an error, numbers that are not finite, a
-    weight of 0, more examples than the node's of `most`.
+    weight of 0.
     """
-    expected = Expected((), {}, first_counts=most, growth=1.0)
-    readable = {place: read for place, message in enumerate(replies) if (read := _read(message, expected)) is not None}
+    readable = {place: read for place, message in enumerate(replies) if (read := _read(message)) is not None}
     kinds = {place: _kind(reply) for place, reply in readable.items()}
     if not kinds:
         return list(replies)
@@ -42,12 +41,12 @@ def average_replies(replies: Sequence[Message], weighting: str, most: dict[int, 
     return averaged
 
 
-def _read(message: Message, expected: Expected) -> NodeReply | None:
+def _read(message: Message) -> NodeReply | None:
     """Return a reply that can be averaged."""
     if message.has_error():
         return None
     with suppress(Exception):  # the server says what is wrong with it
-        reply = read_reply(message.metadata.src_node_id, message, expected)
+        reply = read_reply(message.metadata.src_node_id, message, Expected((), {}))
         numbers = [each for value in reply.metrics.values() for each in (value if isinstance(value, list) else [value])]
         return reply if reply.num_examples > 0 and all(map(isfinite, numbers)) else None
     return None

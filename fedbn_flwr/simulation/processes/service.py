@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import inf
 from typing import Any
 
 from flwr.app import Context, Message, MessageType, RecordDict
@@ -36,7 +35,6 @@ class Service:
         self.grid: Any = None
         self._weighting = ""
         self._step: NodesTransport | None = None
-        self._asked: Sequence[Message] = ()
         #: of the nodes in the step, where their requests are to be pooled
         self._weights: tuple[float, ...] = ()
 
@@ -52,19 +50,18 @@ class Service:
             replies = {reply.metadata.reply_to_message_id: reply for reply in self.grid.send_and_receive(portion)}
             ordered = [replies[message.metadata.message_id] for message in portion]
             is_training = all(message.metadata.message_type == MessageType.TRAIN for message in portion)
-            answers += self._averaged(portion, ordered) if is_training else ordered
+            answers += self._averaged(ordered) if is_training else ordered
         return answers
 
-    def _averaged(self, asked: Sequence[Message], replies: Sequence[Message]) -> list[Message | None]:
-        most = {message.metadata.dst_node_id: getattr(message.content, "most", inf) for message in asked}
-        return average_replies(replies, self._weighting, most) if self._weighting else [*replies]
+    def _averaged(self, replies: Sequence[Message]) -> list[Message | None]:
+        return average_replies(replies, self._weighting) if self._weighting else [*replies]
 
     # ---- layer-wise steps, as `WorkersTransport` asks ------------------------------------------------------------
 
     def open_step(self, messages: list[Message]) -> Opened | None:
         """Take this worker's nodes to the first exchange of a step; None if they cannot take it together."""
         self._step = open_step(self.grid, messages)
-        self._weights, self._asked = (), messages
+        self._weights = ()
         if self._step is None:
             return None
         requests = self._advance(None)
@@ -90,7 +87,7 @@ class Service:
 
     def replies(self, _: None) -> list[Message | None]:
         """Return the nodes' replies at the end of a step, as `deliver` does."""
-        return self._averaged(self._asked, self._current_step.replies())
+        return self._averaged(self._current_step.replies())
 
     @property
     def _current_step(self) -> NodesTransport:

@@ -47,12 +47,60 @@ def test_a_description_survives_its_journey() -> None:
 
 
 @pytest.mark.parametrize("key", ["train-counts", "test-counts", "image-shape", "pixel-mean", "pixel-variance"])
-@pytest.mark.parametrize("value", [[-1], [float("nan")], ["x"], 5])
+@pytest.mark.parametrize("value", [[-1], [float("nan")], ["x"], 5, [], [1e300]])
 def test_a_description_that_is_none_is_an_error_in_one_line(key: str, value: Any) -> None:
     content = NORTH.pack()
     content.metric_records["metrics"].__dict__["_data"][key] = value
     with pytest.raises(ValueError, match="its app does not say what its data are"):
         SiteData.read(content)
+
+
+def test_one_mean_a_channel_and_pixels_from_0_to_1() -> None:
+    for wrong in (
+        *(replace(NORTH, site=-1), replace(NORTH, train=(2**53 + 2, 1)), replace(NORTH, mean=(1.5,))),
+        *(replace(NORTH, mean=(0.5, 0.5)), replace(NORTH, mean=(0.5, 0.5), variance=(0.1, 0.1))),
+    ):
+        with pytest.raises(ValueError, match="its app does not say what its data are"):
+            SiteData.read(wrong.pack())
+    for right in (
+        *(replace(NORTH, train=(2**53, 1)), replace(NORTH, shape=(1,), mean=(37.0,), variance=(9.0,))),
+        replace(NORTH, shape=(20,), mean=(), variance=()),
+    ):
+        assert SiteData.read(right.pack()) == right
+
+
+#: a third site that cannot take part although it is asked first, and why
+UNFIT: dict[str, tuple[SiteData | str, str]] = {
+    "problem": ("the folder is empty", "the folder is empty"),
+    "class": (
+        replace(NORTH, site=2, class_names=("dead", "well")),
+        "class 'dead' is not one of the run's classes: ill, well",
+    ),
+    "shape": (
+        replace(NORTH, site=2, shape=(1, 9, 9)),
+        "its images are 1x9x9, but 1x8x8 at most sites (set image-size to scale all images)",
+    ),
+    "means": (replace(NORTH, site=2, mean=(), variance=()), "it says 0 means, but most sites 1"),
+}
+
+
+@pytest.mark.parametrize("kind", UNFIT)
+def test_a_site_that_does_not_fit_is_left_out_if_enough_others_do(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    unfit, reason = UNFIT[kind]
+    agreement = agree(replace(CONFIG_OF_RUN, min_nodes=2), {3: unfit, 1: NORTH, 2: SOUTH})
+    assert agreement == agree(replace(CONFIG_OF_RUN, min_nodes=2), {1: NORTH, 2: SOUTH})
+    assert warnings(caplog) == [f"Node 3 is not there at the start: {reason}"]
+    for fewest in (0, 3):
+        with pytest.raises(UsageError, match="node 3: ") as error:
+            agree(replace(CONFIG_OF_RUN, min_nodes=fewest), {3: unfit, 1: NORTH, 2: SOUTH})
+        assert str(error.value) == f"node 3: {reason}"
+
+
+def test_a_site_that_outweighs_the_others_normalization_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    agree(CONFIG_OF_RUN, {1: NORTH, 2: SOUTH, 3: replace(NORTH, site=2, train=(10**12, 0))})
+    assert warnings(caplog) == [
+        "Node 3 outweighs the others in the sites' descriptions: it counts 1e+12, and ten times the median is 120"
+    ]
 
 
 def test_normalization_is_that_of_all_images_together() -> None:
@@ -63,10 +111,10 @@ def test_normalization_is_that_of_all_images_together() -> None:
     spread = 4 * (0.01 + (0.25 - mean) ** 2) + 12 * (0.09 + (0.75 - mean) ** 2)
     assert config.std[0] == pytest.approx((spread / 16) ** 0.5, rel=1e-15)
     # every site has a number of its own
-    with pytest.raises(
-        UsageError, match=r"site 0 \(node 1\): node 2 has its site number 0: give each site its own number"
-    ):
+    with pytest.raises(UsageError, match="node 2: node 1 has its site number 0: give each site its own number"):
         agree(CONFIG_OF_RUN, {1: NORTH, 2: replace(SOUTH, site=0)})
+    fewer = replace(CONFIG_OF_RUN, min_nodes=1)
+    assert agree(fewer, {1: NORTH, 2: replace(SOUTH, site=0)}).sites == {1: NORTH}
     # a channel without any spread is not divided by 0
     assert agree(CONFIG_OF_RUN, {1: replace(NORTH, variance=(0.0,))}).config.std == (1.0,)
 

@@ -86,7 +86,7 @@ def test_what_the_server_has_to_look_at_stays_as_it_is(odd: dict[str, Any]) -> N
     """Not finite, of another shape, without weight, of infinite loss, or of other metrics."""
     other = reply(1002, **{"loss": 1.0, **odd})
     content = other.content
-    mean, same, nothing = average_replies([reply(1000, loss=1.0), other, reply(1001, loss=1.0)], "examples", {})
+    mean, same, nothing = average_replies([reply(1000, loss=1.0), other, reply(1001, loss=1.0)], "examples")
     assert same is other
     assert other.content is content
     assert nothing is None

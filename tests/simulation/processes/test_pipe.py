@@ -8,12 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, Message
-from flwr.clientapp import ClientApp
+from flwr.app import Array, ArrayRecord
 
-from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.simulation.processes.pipe import ObjectPipe
-from fedbn_flwr.wire.pooled import Asked
 
 SIZES = [0, 1, 5_000, 1_000_000]
 
@@ -56,14 +53,6 @@ def test_what_occurs_twice_travels_once(ends: tuple[ObjectPipe, ObjectPipe]) -> 
     record = ArrayRecord({"a": Array(np.zeros(100_000))})
     first, second = sent(ends, [{"to": 1, "arrays": record}, {"to": 2, "arrays": record}])
     assert first["arrays"] is second["arrays"]
-
-
-def test_a_message_keeps_what_workers_must_know_of_the_node(ends: tuple[ObjectPipe, ObjectPipe]) -> None:
-    content = Asked({"arrays": ArrayRecord({"a": Array(np.zeros(3))})})
-    content.most = 7.0
-    InProcessGrid(ClientApp(), 1)  # makes messages possible here
-    (message,) = sent(ends, [Message(content, 1000, "train")])
-    assert (type(message.content), message.content.most) == (Asked, 7.0)
 
 
 def test_several_items_come_in_their_order_and_then_an_end(ends: tuple[ObjectPipe, ObjectPipe]) -> None:
