@@ -14,6 +14,7 @@ from fedbn_flwr.data.splits import UNCLASSED
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.data_and_model import absent_classes, load_data, make_partition, shared_model
 from fedbn_flwr.experiments.method import Experiment
+from fedbn_flwr.experiments.output.scoring import LOWER_IS_BETTER
 from fedbn_flwr.experiments.output.sinks import check_sinks
 from fedbn_flwr.experiments.results.rows import about_absent
 from fedbn_flwr.layerwise.shared_statistics import check_layers
@@ -54,6 +55,7 @@ def check(experiment: Experiment) -> None:
         raise UsageError(f"objective {config.objective!r} is for float targets, and the data of sites have classes")
     if config.class_metrics and config.dataset != data.SITES and (targets := UNCLASSED.get(load_data(config).task)):
         raise UsageError(f"class-metrics are of labels, and {load_data(config).name} has {targets}")
+    refuse_percent(config)
     if config.clients and config.dataset != data.SITES:
         make_partition(config, config.clients)
     fewest = strategy.averager.fewest_nodes
@@ -76,6 +78,14 @@ def check_task(config: Config) -> None:
         raise UsageError(
             f"model {config.model!r} is for {entry.task}, {loaded.name} for {loaded.task}; there are: {able}"
         )
+
+
+def refuse_percent(config: Config) -> None:
+    """Refuse a `stop-at` in percent where the score is a share, which would never reach it."""
+    metric = "accuracy" if config.dataset == data.SITES else task_of(load_data(config).task, config.objective).metric
+    if config.stop_at > 1 and metric not in LOWER_IS_BETTER:
+        meant = f"{config.stop_at:g} % is stop-at={config.stop_at / 100:g}"
+        raise UsageError(f"stop-at must be at most 1, as {metric} is a share, got {config.stop_at:g}; {meant}")
 
 
 def check_shapes(config: Config) -> bool:
