@@ -271,7 +271,8 @@ def _with_values(run: Run, choice: Choice) -> Run:
     best = next(text for text, values in choice.combinations().items() if values == choice.values)
     tried, own = run.tried[best][0].experiment, run.experiment.config
     config = replace(tried.config, seed=own.seed, validation=own.validation)
-    return replace(run, experiment=replace(tried, config=config, choice=choice, asked=run.experiment.asked))
+    asked = {**(run.experiment.asked or {}), "choice": vars(choice)}  # for `resume`, which does not choose again
+    return replace(run, experiment=replace(tried, config=config, choice=choice, asked=asked))
 
 
 def _in_processes(cells: Sequence[Sequence[Run]], count: int) -> Iterator[tuple[Run, Summary]]:
