@@ -1,6 +1,7 @@
 """Data sets in files: the data sets of torchvision, and images in a folder per class."""
 
 import os
+from collections.abc import Iterator
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -140,7 +141,15 @@ def _files(home: Path, classes: list[str]) -> list[tuple[Path, int]]:
     return [
         (Path(parent, name), number)
         for number, name_of_class in enumerate(classes)
-        for parent, _, names in sorted(os.walk(home / name_of_class, followlinks=True))
+        for parent, names in sorted(_walk(home / name_of_class))
         for name in sorted(names)
         if name.lower().endswith(SUFFIXES)
     ]
+
+
+def _walk(top: Path) -> Iterator[tuple[str, list[str]]]:
+    """Return every folder with the names of its files; a link to a folder that it lies in is not followed."""
+    for parent, inside, names in os.walk(top, followlinks=True):
+        above = {os.path.realpath(folder) for folder in (parent, *Path(parent).parents)}
+        inside[:] = [name for name in inside if os.path.realpath(os.path.join(parent, name)) not in above]
+        yield parent, names

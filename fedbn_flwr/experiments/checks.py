@@ -14,6 +14,7 @@ from fedbn_flwr.data.splits import UNCLASSED
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.material import Material, absent_classes, load_data
 from fedbn_flwr.experiments.method import Experiment
+from fedbn_flwr.experiments.output.scoring import LOWER_IS_BETTER
 from fedbn_flwr.experiments.output.sinks import check_sinks
 from fedbn_flwr.experiments.results.rows import about_absent
 from fedbn_flwr.layerwise.shared_statistics import check_layers
@@ -45,6 +46,7 @@ def check(experiment: Experiment, strategy: BaseStrategy) -> Material | None:
         )
     if material is None and config.objective in OBJECTIVES:
         raise UsageError(f"objective {config.objective!r} is for float targets, and the data of sites have classes")
+    refuse_percent(config, material.task.metric if material else "accuracy")
     fewest = strategy.averager.fewest_nodes
     if config.clients and drawn < fewest:
         why = f"robust={strategy.averager} needs {fewest} nodes in a round"
@@ -67,6 +69,13 @@ def check_task(config: Config, loaded: data.Data) -> None:
         raise UsageError(
             f"model {config.model!r} is for {entry.task}, {loaded.name} for {loaded.task}; there are: {able}"
         )
+
+
+def refuse_percent(config: Config, metric: str) -> None:
+    """Refuse a `stop-at` in percent where the score is a share, which would never reach it."""
+    if config.stop_at > 1 and metric not in LOWER_IS_BETTER:
+        meant = f"{config.stop_at:g} % is stop-at={config.stop_at / 100:g}"
+        raise UsageError(f"stop-at must be at most 1, as {metric} is a share, got {config.stop_at:g}; {meant}")
 
 
 def check_model(material: Material, strategy: BaseStrategy) -> None:

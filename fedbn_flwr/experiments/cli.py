@@ -21,6 +21,7 @@ from fedbn_flwr.experiments.laboratory import compare, comparison, run
 from fedbn_flwr.experiments.method import all_options, forms_of, import_plugins, owners, split_methods
 from fedbn_flwr.experiments.output.listing import listing, show_listing, show_one
 from fedbn_flwr.experiments.recipes.commands import CHANGES, list_recipes, reproduce, show_plan
+from fedbn_flwr.experiments.recipes.schema import SUFFIXES
 from fedbn_flwr.experiments.results.folders import read_parts, show_part
 from fedbn_flwr.experiments.results.page import WRITERS, report
 from fedbn_flwr.experiments.results.pictures import draw_or_warn
@@ -48,11 +49,13 @@ def main(arguments: Sequence[str] | None = None, others: Mapping[str, str] | Non
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, TextIOWrapper):  # tests and notebooks put others in their place
                 stream.reconfigure(errors="replace")  # the encoding of a terminal may lack a "±"
-        # where `package.module:function` may be, which a console command does not look into by itself
-        sys.path.append(os.getcwd())
-        # before the parser is made: it has an option for each of theirs
-        import_plugins(_plugins(arguments))
         words = sys.argv[1:] if arguments is None else arguments
+        plugins = _plugins(words)
+        # where `package.module:function` may be, which a console command does not look into by itself
+        if plugins or not _reads_files(words):
+            sys.path.append(os.getcwd())
+        # before the parser is made: it has an option for each of theirs
+        import_plugins(plugins)
         options = vars(_parser(others or {}, "--help-all" in words).parse_args(words))
         command = options.pop("command")
         with quiet(verbose=options.get("verbose", False)):
@@ -88,7 +91,13 @@ class _Parser(argparse.ArgumentParser):
             raise UsageError(f"unknown {action.dest} {value!r}; {did_you_mean(value, action.choices)}")
 
 
-def _plugins(arguments: Sequence[str] | None) -> str:
+def _reads_files(words: Sequence[str]) -> bool:
+    """Return whether a command reads a recipe's file or a folder of results, which may be another's."""
+    named = any(word.partition("=")[0] == "--resume" or word.endswith(SUFFIXES) for word in words)
+    return named or words[:1] in (["results"], ["report"])
+
+
+def _plugins(arguments: Sequence[str]) -> str:
     """Return the value of `--plugins`, whatever else the arguments hold."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--plugins", nargs="?", default="", const="")
@@ -141,6 +150,8 @@ def _parser(others: Mapping[str, str], everything: bool = False) -> argparse.Arg
     page.add_argument("--out", metavar="DIR", help="where the page goes [RUNS/report, or results/report for several]")
     text = f"comma-separated: {', '.join(WRITERS)} [html]"
     page.add_argument("--format", metavar="FORMATS", default="html", help=text)
+    for each in (shown, page):
+        each.add_argument("--plugins", metavar="MODULES", help="comma-separated modules to import first")
     text = "check a data set's files: what is missing or broken, where to get it, under which licence"
     actions = commands.add_parser("data", help=text).add_subparsers(dest="action", required=True, parser_class=_Parser)
     check = actions.add_parser("check", help=text, description=text, allow_abbrev=False)

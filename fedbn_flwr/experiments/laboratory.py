@@ -214,7 +214,8 @@ def comparison(
 
 def about(folder: Path, study: Study) -> dict[str, Any]:
     """Return what `study.json` says of a study without a recipe."""
-    return {"title": folder.name, "command": command_line(), "engine": study.engine, "recipe": study.content()}
+    chosen = {"engine": study.engine, "grid-seeds": study.grid_seeds}
+    return {"title": folder.name, "command": command_line(), **chosen, "recipe": study.content()}
 
 
 def _refuse_ignored(methods: Sequence[str], given: Mapping[str, Any]) -> None:

@@ -2,7 +2,8 @@
 
 import inspect
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -12,6 +13,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from fedbn_flwr.data import SITES, Data, leave_out, load
+from fedbn_flwr.data.dataset_registry import DATASETS
 from fedbn_flwr.data.files import TORCHVISION
 from fedbn_flwr.experiments.choice import Choice
 from fedbn_flwr.experiments.config import Config
@@ -154,12 +156,16 @@ def _content(file: Path, _: int) -> str:
         return file_digest(opened, "blake2b").hexdigest()[:8]
 
 
-def resolve(values: Mapping[str, Any], federation: bool = False) -> Experiment:
+def resolve(values: Mapping[str, Any], federation: bool = False, read_from: str = "") -> Experiment:
     """Return the experiment of flat options: shared ones, strategies' own ones, and those in the method's text.
 
-    With a `federation`, no number of clients means one per node.
+    With a `federation`, no number of clients means one per node. Of options that are `read_from` a file, nothing is
+    imported.
     """
-    import_plugins(str(values.get("plugins", "")))
+    plugins = str(values.get("plugins", ""))
+    if read_from:
+        refuse_code(read_from, plugins.split(","))
+    import_plugins(plugins)
     text = str(values.get("method", Config.method))
     method, owned = parse(text), all_options()
     own, shared = own_options(REGISTRY[method.strategy]), options_of(Config)
@@ -171,7 +177,11 @@ def resolve(values: Mapping[str, Any], federation: bool = False) -> Experiment:
     options |= {name: value for name, value in overrides.items() if wire_key(name) in own}
     common = {key: value for key, value in values.items() if key not in owned and not (federation and key == ENGINE)}
     common |= {wire_key(name): value for name, value in overrides.items() if wire_key(name) in shared}
-    config = _with_clients(Config.from_mapping(common), federation)
+    config = Config.from_mapping(common)
+    if read_from:
+        named = (name.partition(":") for name in (config.model, config.dataset, config.objective))
+        refuse_code(read_from, (module for module, colon, _ in named if colon and module not in DATASETS))
+    config = _with_clients(config, federation)
     config = _with_norm(config, REGISTRY[method.strategy], options, method.norm)
     experiment = Experiment(config, method.strategy, options)
     return _pooled(experiment, method) if experiment.strategy_class.one_node else experiment
@@ -245,6 +255,12 @@ def import_plugins(modules: str) -> None:
         load_plugins(modules)
     except ValueError as error:
         raise UsageError(str(error)) from error
+
+
+def refuse_code(read_from: str, modules: Iterable[str]) -> None:
+    """Refuse modules that a file names and nobody has imported: they are for the one who starts the run to give."""
+    if new := [name for name in dict.fromkeys(map(str.strip, modules)) if name and name not in sys.modules]:
+        raise UsageError(f"{read_from} names code of {', '.join(new)}; if you trust it, add --plugins {','.join(new)}")
 
 
 def parse(text: str) -> Parsed:

@@ -85,6 +85,8 @@ class Study:
     engine: str = "stacked"
     #: (methods, labels) that are not run
     left_out: Sequence[tuple[Sequence[str], Sequence[str]]] = ()
+    #: what the options are read from, if it may be another's
+    read_from: str = ""
 
     def methods_of(self, setting: Setting) -> list[str]:
         """Return the labels of the methods that run in a setting."""
@@ -130,7 +132,7 @@ class Study:
         base = int(convert("seed", setting.options.get("seed", 0), int))
         automatic = {} if self.engine == "ray" else {"checkpoint-every": AUTOMATIC}
         own = {"method": self.methods[label], "seed": base + seed}
-        return resolve({**automatic, **setting.options, **own, **changes})
+        return resolve({**automatic, **setting.options, **own, **changes}, read_from=self.read_from)
 
     def choice(self, method: str) -> Choice | None:
         """Return what is to be chosen for a method: options of the grid that it has and does not name itself."""
@@ -142,7 +144,8 @@ class Study:
     def content(self) -> dict[str, Any]:
         """Return a study with one setting as a recipe's file has it."""
         (setting,) = self.settings
-        options = {key: as_value(value) for key, value in setting.options.items() if key != "results-dir"}
+        own = ("method", "results-dir")
+        options = {key: as_value(value) for key, value in setting.options.items() if key not in own}
         grid = {key: list(values) for key, values in self.grid.items()}
         return {"methods": dict(self.methods), "options": options, "seeds": self.seeds, "grid": grid}
 
@@ -268,7 +271,8 @@ def _with_values(run: Run, choice: Choice) -> Run:
     best = next(text for text, values in choice.combinations().items() if values == choice.values)
     tried, own = run.tried[best][0].experiment, run.experiment.config
     config = replace(tried.config, seed=own.seed, validation=own.validation)
-    return replace(run, experiment=replace(tried, config=config, choice=choice, asked=run.experiment.asked))
+    asked = {**(run.experiment.asked or {}), "choice": vars(choice)}  # for `resume`, which does not choose again
+    return replace(run, experiment=replace(tried, config=config, choice=choice, asked=asked))
 
 
 def _in_processes(cells: Sequence[Sequence[Run]], count: int) -> Iterator[tuple[Run, Summary]]:

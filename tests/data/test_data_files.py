@@ -252,6 +252,18 @@ def test_a_folder_of_images_per_class(tmp_path: Path, fill: Callable[[str], None
     assert data.domain_names == ()
 
 
+def test_links_are_followed_but_not_back_into_their_own_folder(tmp_path: Path, fill: Callable[[str], None]) -> None:
+    fill("")
+    paint(tmp_path / "elsewhere" / "c.png", size=(4, 4), grey=50)
+    links = {"more": tmp_path / "elsewhere", "here": ".", "above": "..", "all": tmp_path, "beside": "../cat"}
+    for name, target in links.items():
+        (tmp_path / "train" / "dog" / name).symlink_to(target)
+    (tmp_path / "train" / "cat" / "beside").symlink_to("../dog")
+    data = load(f"folder:{tmp_path}")
+    # each class has the other one's, too, which link back to its own
+    assert sorted(data.train.inputs[:, 0, 0, 0].tolist()) == [10, 10, 20, 20, 30, 30, 50, 50]
+
+
 def test_a_folder_of_domains(tmp_path: Path, fill: Callable[[str], None]) -> None:
     fill("sketch")
     alone = load(f"folder:{tmp_path}")

@@ -1,6 +1,7 @@
 """A method of a user's own, both halves in one file outside of this package, runs like those of the project."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,10 @@ from torch import Tensor
 from fedbn_flwr.experiments import main, resolve
 from fedbn_flwr.strategies import FedTAN, register_strategy
 from fedbn_flwr.wire import Instruction
+from tests.helpers.deaths import Death, dying
 from tests.helpers.harness import Federation, distance, make_model
-from tests.helpers.runs import run, run_in
+from tests.helpers.registered import registries_restored
+from tests.helpers.runs import model_bytes, run, run_in
 
 pytestmark = pytest.mark.usefixtures("registered")
 TOY = "tests.helpers.toy_method"
@@ -54,3 +57,59 @@ def test_a_rule_works_in_a_layer_wise_method() -> None:
     by_decay = Federation(make_model()).run(FedTAN(), 2, weight_decay=0.5)
     assert distance(by_rule, by_decay) < 1e-12
     assert distance(by_rule, Federation(make_model()).run(FedTAN(), 2)) > 1e-3
+
+
+# ---- code that files name -----------------------------------------------------------------------------------------
+
+HINT = "names code of brought; if you trust it, add --plugins brought"
+
+
+@pytest.fixture
+def brought(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The working directory has a module with a method."""
+    lines = "from tests.helpers.toy_method import Toy, register_strategy", "@register_strategy('brought')"
+    (tmp_path / "brought.py").write_text("\n".join([*lines, "class Brought(Toy): ..."]))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+
+@pytest.mark.usefixtures("brought")
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"methods": ["brought"], "options": {"plugins": "brought", "rate": 0.1}},
+        {"methods": ["fedavg"], "options": {"model": "brought:net"}},
+        {"methods": ["fedavg:objective=brought:loss"]},
+        {"methods": ["fedavg"], "grid": {"dataset": ["digits", "brought:data"]}},
+    ],
+)
+def test_a_recipe_imports_nothing_by_itself(content: object, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("mine.yaml").write_text(json.dumps(content))
+    path = [*sys.path]
+    for words in ((), ("--dry-run",)):
+        assert main(["reproduce", "mine.yaml", *words]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("fedbn-flwr: recipe mine")
+        assert line.endswith(HINT)
+    assert "brought" not in sys.modules
+    assert sys.path == path
+
+
+@pytest.mark.usefixtures("brought")
+def test_plugins_are_given_again(capsys: pytest.CaptureFixture[str]) -> None:
+    options = {"plugins": "brought", "method": "brought", "rate": "0.2", "checkpoint_every": "1"}
+    with registries_restored():
+        with dying(0) as whole:
+            assert run("run", **options, results_dir="whole") == 0
+        with dying(int(0.9 * whole.count)), pytest.raises(Death):
+            run("run", **options, results_dir="first")
+    for words in (["run", "--resume", "first"], ["reproduce", "first/study.json"]):
+        sys.path[:] = [folder for folder in sys.path if folder != str(Path.cwd())]
+        with registries_restored():
+            assert main(words) == 2
+            assert HINT in capsys.readouterr().err
+            assert "brought" not in sys.modules
+        assert str(Path.cwd()) not in sys.path
+        with registries_restored():
+            assert main([*words, "--plugins", "brought", *(["--results-dir", "second"] * (words[0] != "run"))]) == 0
+    assert model_bytes(Path("first")) == model_bytes(Path("second")) == model_bytes(Path("whole"))

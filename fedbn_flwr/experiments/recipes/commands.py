@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from fedbn_flwr.client import pick_device
-from fedbn_flwr.experiments.choice import SEEDS
 from fedbn_flwr.experiments.engines import engine_named
 from fedbn_flwr.experiments.material import expected_steps, load_data, rounds_within_budget
 from fedbn_flwr.experiments.output.console import console, new_table, percent
@@ -26,7 +25,7 @@ from fedbn_flwr.plugins.options import UsageError, whole_number
 from fedbn_flwr.strategies import CannotTrainError
 
 #: options of a run that may be given to all runs of a recipe
-CHANGES = ("data-root", "device", "precision", "log-to", "workers")
+CHANGES = ("data-root", "device", "precision", "log-to", "workers", "plugins")
 #: data sets that are not looked for in a dry run, as that would download them
 REMOTE = "hf:"
 
@@ -57,8 +56,8 @@ def reproduce(options: Mapping[str, Any]) -> None:
         recipe.study,
         settings=settings,
         seeds=whole_number("--seeds", options.get("seeds", recipe.study.seeds)),
-        grid_seeds=whole_number("--grid-seeds", options.get("grid-seeds", SEEDS)),
-        engine=engine_named(options.get("engine")),
+        grid_seeds=whole_number("--grid-seeds", options.get("grid-seeds", recipe.study.grid_seeds)),
+        engine=engine_named(options.get("engine") or str(recipe.study.engine)),
     )
     folder = Path(options.get("results-dir") or Path("results", recipe.name.replace("/", "-") + "-smoke" * small))
     side_by_side = whole_number("--side-by-side", options.get("side-by-side", 1))
@@ -66,15 +65,16 @@ def reproduce(options: Mapping[str, Any]) -> None:
         if options.get("dry-run"):
             show_plan(recipe.name, study.runs(folder))
             return
+        rounds = full.study.experiment(*full.study.cells()[0], 0).config.rounds
         runs = checked(study, folder, side_by_side)
     except UsageError as error:
         hint = " (--smoke runs it in small on embedded data)" if recipe.small else ""
         raise UsageError(f"recipe {recipe.name}{hint}: {error}") from error
-    rounds = full.study.experiment(*full.study.cells()[0], 0).config.rounds
     about: dict[str, Any] = {
         "title": full.name,
         "command": command_line(),
         "engine": study.engine,
+        "grid-seeds": study.grid_seeds,
         "recipe": full.content,
     }
     about |= {"smoke": small, "only": only or [], "seeds": study.seeds, "rounds": rounds}

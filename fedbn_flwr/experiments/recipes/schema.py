@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from fedbn_flwr.experiments.choice import Grid
 from fedbn_flwr.experiments.config import Config
-from fedbn_flwr.experiments.method import all_options, parse
+from fedbn_flwr.experiments.method import all_options, parse, refuse_code
 from fedbn_flwr.experiments.results.paper import Direction, Number, Paper, Reported, Side
 from fedbn_flwr.experiments.results.values import QUANTITIES
 from fedbn_flwr.experiments.study import STUDY, Setting, Study
@@ -22,6 +22,8 @@ SMOKE_KEYS = ("options", "methods", "vary", "seeds", "grid")
 KEYS = ("place", "about", *SMOKE_KEYS, "leave-out", "quantities", "reported", "directions", "notes", "smoke")
 #: options that are no part of a study
 OUTSIDE = ("method", "results-dir", "resume")
+#: fields of a study, by their keys in `study.json`, that are no part of a recipe
+OF_STUDIES = {"engine": "engine", "grid_seeds": "grid-seeds"}
 #: a number as printed, with or without a deviation
 PRINTED = re.compile(r"\s*(-?\d+(?:\.\d+)?)\s*(?:±\s*(\d+(?:\.\d+)?))?\s*")
 
@@ -167,6 +169,7 @@ class Fields:
         if not isinstance(given, Mapping):
             self.refuse(f"{where} must be a mapping of options")
         known = [key for key in _all_options() if key not in OUTSIDE]
+        refuse_code(self.where, str(given.get("plugins", "")).split(","))  # the names of options may be theirs
         for key, value in given.items():
             if key in OUTSIDE:
                 self.refuse(f"{where}: {key!r} is no option of a recipe")
@@ -181,8 +184,11 @@ def _all_options() -> dict[str, Option]:
     return {**options_of(Config), **all_options()}
 
 
-def parse_recipe(name: str, content: object) -> Recipe:
-    """Return the recipe of a file's content; a UsageError names what the schema does not allow."""
+def parse_recipe(name: str, content: object, **known: Any) -> Recipe:
+    """Return the recipe of a file's content; a UsageError names what the schema does not allow.
+
+    `known` are fields of its study that the content does not say.
+    """
     given = Fields(f"recipe {name}", content, KEYS)
     methods, options, axes = given.methods(), given.options(), given.axes()
     settings = []
@@ -210,7 +216,7 @@ def parse_recipe(name: str, content: object) -> Recipe:
         directions=[_direction(part, methods, labels) for part in directions],
         notes=given.texts("notes"),
     )
-    study = Study(methods, settings, given.seeds(), given.grid(), left_out=absent)
+    study = Study(methods, settings, given.seeds(), given.grid(), left_out=absent, **known)
     recipe = Recipe(name, given.content, study, paper)
     if not recipe.study.cells():
         given.refuse("leave-out leaves no cell")
@@ -314,6 +320,7 @@ def recipe_path(name: str) -> Path:
 def read_recipe(name: str) -> Recipe:
     """Read a recipe of a paper by its name, or one of a user's own by the path of its file."""
     path = recipe_path(name)
+    known: dict[str, Any] = {"read_from": "its file" if name.endswith(SUFFIXES) else ""}
     if path.name == STUDY:  # a study that has run
         name = path.resolve().parent.name
     elif name.endswith(SUFFIXES):
@@ -324,7 +331,10 @@ def read_recipe(name: str) -> Recipe:
         raise UsageError(f"recipe {name}: cannot be read: {error}") from error
     except ValueError as error:
         raise UsageError(f"recipe {name}: is not YAML: {error}") from error
-    return parse_recipe(name, content.get("recipe") if path.name == STUDY and isinstance(content, Mapping) else content)
+    if path.name == STUDY and isinstance(content, Mapping):
+        known |= {field: content[key] for field, key in OF_STUDIES.items() if key in content}
+        content = content.get("recipe")
+    return parse_recipe(name, content, **known)
 
 
 def _order(name: str) -> tuple[str, str, int, str]:
