@@ -282,6 +282,17 @@ def test_a_device_that_is_not_there_is_named(name: str) -> None:
         pick_device(name)
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_devices_count_from_0(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = {"is_available": True, "current_accelerator": torch.device("cuda"), "device_count": count}
+    for name, value in there.items():
+        monkeypatch.setattr(torch.accelerator, name, lambda value=value: value)
+    names = ["cuda", *(f"cuda:{index}" for index in range(count))]
+    assert [pick_device(name).index for name in names] == [None, *range(count)]
+    with pytest.raises(ValueError, match=rf"'cuda:{count}' is not available here: {count} of the kind"):
+        pick_device(f"cuda:{count}")
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_training_on_a_gpu_agrees_with_the_cpu_and_leaves_its_generator_alone() -> None:
     before = torch.cuda.get_rng_state()

@@ -26,6 +26,7 @@ from fedbn_flwr.experiments.results.folders import read_parts
 from fedbn_flwr.experiments.results.rows import rounds_of
 from fedbn_flwr.server.round import Round
 from tests.helpers.checkout import BIN, ROOT
+from tests.helpers.registered import registries_restored
 from tests.helpers.runs import command, results, run, run_in, summary_bytes
 
 METHODS = "fedavg,fedbn"
@@ -237,6 +238,31 @@ def test_the_first_signal_ends_a_run_after_its_round_and_the_second_one_at_once(
     assert "goes on after round 4 of 12" in capsys.readouterr().err
     times[0] = 0
     assert main(compare_words(tmp_path)) == 0
+
+
+LATE = """
+import os, signal
+from fedbn_flwr.strategies import FedAvg, register_strategy
+
+@register_strategy("late")
+class Late(FedAvg):
+    def update(self, pooled):
+        if self.round.number == self.num_rounds:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().update(pooled)
+"""
+
+
+def test_a_signal_in_the_last_round_lets_the_run_end_and_no_other_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "late.py").write_text(LATE)
+    monkeypatch.syspath_prepend(tmp_path)
+    words = command("compare", "--methods", "late,fedavg", plugins="late", results_dir=str(tmp_path / "out"))
+    with registries_restored():
+        assert main(words) == 143
+    assert "1 of 2 runs finished; run the same again" in capsys.readouterr().err
+    assert len(results(run_in(tmp_path / "out", "late"))["rounds"]) == 3
 
 
 #: Ctrl-C, which a terminal sends to the whole group, comes while the process of all workers imports

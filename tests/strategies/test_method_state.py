@@ -1,7 +1,7 @@
 """What a method keeps is one value: whoever takes it up goes on as if it had been there from the start."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,7 +17,7 @@ from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.strategies import REGISTRY, BaseStrategy, FedAvg, FedBN, Scaffold
 from fedbn_flwr.traffic.counting_grid import CountingGrid
 from tests.helpers.faults import failed, infinite, spoiling
-from tests.helpers.harness import INSTRUCTION, Federation, distance, make_model
+from tests.helpers.harness import INSTRUCTION, Federation, Traffic, distance, make_model
 from tests.strategies.test_contract import TABLE
 
 ROUNDS = 6
@@ -127,6 +127,27 @@ class Run:
             self.nodes.grid._contexts[here[partition_of(context)]].state = copy.deepcopy(context.state)
         self.strategy.load_state_dict(copy.deepcopy(before.strategy.state_dict()), here)
         return self
+
+
+class Forgetful(Traffic):
+    """A grid whose nodes send no momentum in one round."""
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        replies = list(super().pull_messages(message_ids))
+        for reply in replies if self.sent[-1].content[wire.CONFIG]["server-round"] == 2 else ():
+            del reply.content[wire.MOMENTUM]
+        return replies
+
+
+def test_a_round_without_momentum_leaves_the_servers_as_it_was() -> None:
+    nodes = Federation(make_model(), grid=Forgetful)
+    nodes.run(FedAvg(momentum_state="global", fraction_evaluate=0.0), momentum=0.9)
+    assert isinstance(nodes.grid, Traffic)
+    sent = [message.content.array_records for message in nodes.grid.sent[:: len(nodes.parts)]]
+    first, second, third = (state.from_record(each[wire.MOMENTUM]) if wire.MOMENTUM in each else {} for each in sent)
+    assert not first
+    assert len(second) == len(dict(nodes.model.named_parameters()))
+    assert distance(second, third) == 0
 
 
 def partition_of(context: Any) -> int:

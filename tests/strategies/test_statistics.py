@@ -116,6 +116,24 @@ def test_some_samples_are_gathered_from_in_one_batch() -> None:
     replies = [reply.content.array_records for reply in nodes.grid.replies]
     counts = [float(each[wire.MOMENTS]["net.1/count"].numpy()) for each in replies if wire.MOMENTS in each]
     assert counts == [6 * 16, 6 * 16, 6 * 16, 5 * 16]  # positions, of nodes with at least 5
+    # the second layer sees what the first one has made of the whole batch, which is larger than those of training
+    options: dict[str, Any] = {"statistics": "exact", "gather_samples": max(SIZES)}
+    running, exact = (Federation(make_model()).run(FedAvg(**more), batch_size=4) for more in ({}, options))
+    assert_has(exact, statistics_of(everywhere(running)))
+
+
+def test_every_node_draws_the_gathered_samples_of_every_round_anew() -> None:
+    """The model stays as it is, and all nodes have the same samples, so that what they draw makes the difference."""
+    drawn = []
+    for _ in range(2):
+        nodes = Federation(make_model(), grid=Traffic)
+        nodes.parts = [np.arange(20)] * len(SIZES)
+        nodes.run(FedAvg(statistics="exact", gather_samples=3), 3, evaluate_every=1, lr=0.0)
+        assert isinstance(nodes.grid, Traffic)
+        replies = [reply.content.array_records for reply in nodes.grid.replies]
+        drawn.append([each[wire.MOMENTS]["net.1/mean"].numpy().tobytes() for each in replies if wire.MOMENTS in each])
+    assert drawn[0] == drawn[1]
+    assert len(drawn[0]) == len({*drawn[0]}) == 3 * len(SIZES)
 
 
 def test_they_are_gathered_where_models_are_evaluated_and_cost_an_exchange() -> None:
@@ -134,12 +152,13 @@ def test_they_are_gathered_where_models_are_evaluated_and_cost_an_exchange() -> 
     assert more.payload_up == 3 * 4 * 2 * (1 + 4 + 4) * 8
 
 
+@pytest.mark.parametrize("freeze", ["statistics", "both"])
 @pytest.mark.parametrize("freeze_round", [2, "auto"])
-def test_what_is_frozen_is_what_was_gathered(freeze_round: Any) -> None:
+def test_what_is_frozen_is_what_was_gathered(freeze_round: Any, freeze: Any) -> None:
     """Also in a round that is not evaluated; afterwards nothing is gathered any more."""
     nodes = Federation(make_model(), grid=Traffic)
     options: dict[str, Any] = {"window": 2, "threshold": 0.0, "latest": 0.4} if freeze_round == "auto" else {}
-    strategy = FixBN(freeze_round=freeze_round, statistics="exact", evaluate_every=9, **options)
+    strategy = FixBN(freeze_round=freeze_round, freeze=freeze, statistics="exact", evaluate_every=9, **options)
     final = nodes.run(strategy, 5, **WHOLE)
     assert gathers(nodes) == [2] * 4
     at_freeze = Federation(make_model()).run(FedAvg(), 2, **WHOLE)
@@ -184,6 +203,26 @@ def test_nodes_that_never_gather_end_the_run_also_after_a_round_without_answers(
 
     with pytest.raises(CannotTrainError, match=r"no node could gather BN statistics: .* no power"):
         Federation(make_model(), grid=Untold).run(FedAvg(statistics="exact", evaluate_every=2), 4)
+
+
+def test_a_later_round_in_which_nobody_gathers_keeps_the_statistics_of_training(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Untold(FaultyReply):
+        def is_spoiled(self, message: Message) -> bool:
+            asked = message.content[wire.CONFIG]
+            return message.metadata.message_type == wire.GATHER and asked["server-round"] == 2
+
+        def spoiled(self, message: Message, reply: Message) -> Message:
+            return failed(message, reply)
+
+    trained = FedAvg(statistics="exact")
+    final = Federation(make_model(), grid=Untold).run(trained, 2, evaluate_every=1)
+    assert "BN statistics stay as they were" in caplog.text
+    replies, total = trained.training.replies, sum(SIZES)
+    for name in ("net.1.running_mean", "net.4.running_var"):
+        mean = sum(reply.num_examples / total * torch.from_numpy(reply.arrays[name]) for reply in replies)
+        assert torch.allclose(final[name], torch.as_tensor(mean), rtol=0, atol=EXACT)
 
 
 def test_answers_without_moments_are_refused() -> None:

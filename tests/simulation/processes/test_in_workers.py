@@ -15,6 +15,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.serverapp.strategy import FedAvg as FlowersFedAvg
 
 import fedbn_flwr
+from fedbn_flwr.device import count_cores
 from fedbn_flwr.server.grids import wait_for_all
 from fedbn_flwr.simulation import WorkersGrid, in_workers
 from fedbn_flwr.simulation.in_process import InProcessGrid
@@ -98,22 +99,22 @@ def trained(strategy: Any, grid: Any) -> tuple[dict[str, torch.Tensor], dict[int
 
 
 @pytest.mark.parametrize(
-    ("app", "strategy", "loaders"),
+    ("app", "strategy", "loaders", "workers"),
     [
-        ("plain_app", lambda: FlowersFedAvg(fraction_evaluate=0.0, min_available_nodes=NODES), 2),
-        ("own_app", lambda: FixBN(freeze_round=1, fraction_evaluate=0.0), 0),
-        ("own_app", lambda: FedTAN(fraction_evaluate=0.0), 0),
+        ("plain_app", lambda: FlowersFedAvg(fraction_evaluate=0.0, min_available_nodes=NODES), 2, 2),
+        ("own_app", lambda: FixBN(freeze_round=1, fraction_evaluate=0.0), 0, 0),
+        ("own_app", lambda: FedTAN(fraction_evaluate=0.0), 0, 2),
     ],
 )
-def test_any_projects_nodes_train_as_in_flowers_simulation(app: str, strategy: Any, loaders: int) -> None:
+def test_any_projects_nodes_train_as_in_flowers_simulation(app: str, strategy: Any, loaders: int, workers: int) -> None:
     reference = simulated(app)
     wait_for_all(reference, pause=0)
     model, _ = trained(strategy(), reference)
     given = simulated(app, loaders=loaders)
-    grid = in_workers(given, context(loaders=loaders), f"{app}:app", 2)
+    grid = in_workers(given, context(loaders=loaders), f"{app}:app", workers)
     assert isinstance(grid, WorkersGrid)
     with grid:
-        assert len(grid.process_ids) == 2
+        assert len(grid.process_ids) == (workers or min(count_cores(), NODES))
         assert os.getpid() not in grid.process_ids
         there, metrics = trained(strategy(), grid)
     # Flower's strategy adds replies up in the order of its draw
@@ -195,6 +196,7 @@ def told() -> str:
     """Return which version of the package a worker has."""
     (Path(sys.path[1]) / "version_app.py").write_text(VERSION_APP)
     with in_workers(simulated("version_app"), context(), "version_app:app", 1) as grid:  # type: ignore[attr-defined]
+        assert len(grid.process_ids) == 1
         _, metrics = trained(FlowersFedAvg(fraction_evaluate=0.0, min_available_nodes=NODES), grid)
     return {1.0: "bundle", 0.0: "other"}[metrics[1]["version"]]
 

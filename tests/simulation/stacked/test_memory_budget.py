@@ -1,6 +1,8 @@
 """How many clients are stacked."""
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ from torch import nn
 
 from fedbn_flwr.client import BNClient
 from fedbn_flwr.data import Split
-from fedbn_flwr.simulation.stacked.memory_budget import StepMemory, clients_that_fit, largest_useful_stack
+from fedbn_flwr.simulation.stacked.memory_budget import StepMemory, clients_that_fit, largest_useful_stack, total_memory
 from fedbn_flwr.wire import Instruction
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -59,6 +61,21 @@ def test_as_many_are_stacked_as_fit_into_half_of_the_memory(monkeypatch: pytest.
     assert clients_that_fit(step, CPU) == 3
     monkeypatch.setattr("fedbn_flwr.simulation.stacked.memory_budget.total_memory", lambda _: 0)
     assert clients_that_fit(step, CPU) == 1
+
+
+@pytest.mark.parametrize(("limit", "total"), [("4096\n", 4096), (f"{1 << 60}\n", None), ("max\n", None), (None, None)])
+def test_a_container_has_no_more_memory_than_its_limit(
+    limit: str | None, total: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def limited(path: Path) -> str:
+        assert str(path) == "/sys/fs/cgroup/memory.max"
+        if limit is None:
+            raise FileNotFoundError(path)
+        return limit
+
+    monkeypatch.setattr(Path, "read_text", limited)
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert total_memory.__wrapped__(CPU) == (total or physical)
 
 
 def never() -> StepMemory:
