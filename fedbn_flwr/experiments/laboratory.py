@@ -83,7 +83,9 @@ def compare(
                 Bars(total, load_data(runs[0].experiment.config), progress) as bars,
             ):
                 write_study(place, about(place, study), runs)
-                rows = list(execute(runs, bars.announce, side_by_side))
+                ended = list(execute(runs, bars.announce, side_by_side))
+        places = [run.folder for run in runs]
+        rows = sorted(ended, key=lambda each: places.index(each[0].folder))
         return Results(place, rows, is_kept)
 
 

@@ -16,6 +16,7 @@ import torch
 import yaml
 
 import fedbn_flwr.experiments.output.scoring
+from fedbn_flwr import compare
 from fedbn_flwr.client.evaluation import Evaluation, evaluate
 from fedbn_flwr.data import Split
 from fedbn_flwr.experiments import Config, UsageError, main
@@ -305,9 +306,12 @@ def test_side_by_side_is_the_same(tmp_path: Path) -> None:
     one, two = summaries(tmp_path / "one/out"), summaries(tmp_path / "two/out")
     assert two == one
     assert ["diverged" in row for row in one.values()] == [False, True]
-    assert run("compare", "--methods", "fedavg,fedbn", results_dir=str(tmp_path / "three")) == 0
-    assert run("compare", "--methods", "fedavg,fedbn", "--side-by-side", "2", results_dir=str(tmp_path / "four")) == 0
-    for method in ("fedavg", "fedbn"):
+    # the first one ends last
+    methods, options = ["fedavg:rounds=40", "fedbn"], {key.replace("-", "_"): value for key, value in OPTIONS.items()}
+    for name, count in (("three", 1), ("four", 2)):
+        found = compare(methods, folder=tmp_path / name, side_by_side=count, **options)
+        assert list(found.differences) == methods
+    for method in ("fedavg_rounds=40", "fedbn"):
         here, there = (results(run_in(tmp_path / name, method)) for name in ("three", "four"))
         assert here == there
 

@@ -136,13 +136,13 @@ def make_folder(path: Path, option: str = "") -> Path:
 
 def read_rounds(path: Path, name: str = "rounds.jsonl") -> list[dict[str, Any]]:
     """Return the whole rows that a run has written so far; none if it has not begun."""
-    return [json.loads(line) for line in _lines(path / name) if _round_of(line) is not None]
+    return [_finite(json.loads(line)) for line in _lines(path / name) if _round_of(line) is not None]
 
 
 def read_json(path: Path) -> Any:
     """Return the content of a file; None if it is not there, or not whole."""
     try:
-        return json.loads(path.read_text())
+        return _finite(json.loads(path.read_text()))
     except (OSError, ValueError):
         return None
 
@@ -162,7 +162,7 @@ def _lines(path: Path) -> list[bytes]:
 def _round_of(row: bytes) -> int | None:
     """Return the round that a row is of; None if it is no row, or is written just now."""
     try:
-        return int(json.loads(row)["round"]) if row.endswith(b"\n") else None
+        return int(_finite(json.loads(row))["round"]) if row.endswith(b"\n") else None
     except (ValueError, LookupError, TypeError):
         return None
 

@@ -47,6 +47,11 @@ def rounds_of(row: Row, name: str = "rounds.jsonl") -> list[dict[str, Any]]:
     return read_rounds(Path(row["folder"]), name)
 
 
+def rounds_run(row: Row) -> Any:
+    """Return the number of rounds of a finished run, which may have stopped before the last one of its options."""
+    return row.get("stopped-after", row.get("rounds"))
+
+
 def frame_of(rows: Sequence[Row]) -> Any:
     """Return rows as a `pandas.DataFrame`."""
     with extra("cli"):  # takes a second to import

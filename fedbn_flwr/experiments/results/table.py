@@ -22,6 +22,7 @@ from fedbn_flwr.experiments.results.rows import (
     outcome_of,
     records,
     rounds_of,
+    rounds_run,
     score_of,
     typical,
 )
@@ -150,7 +151,8 @@ class Entry:
 
     def mean(self, key: str, unit: float = 1, digits: int = 0, of: str = "") -> Cell:
         """Return the mean over the finished runs of a number of their summaries, for each of another one."""
-        runs = [row for row in finished(self.rows) if isinstance(row.get(key), int | float) and (not of or row.get(of))]
+        ended = [{**row, "rounds": rounds_run(row)} for row in finished(self.rows)]
+        runs = [row for row in ended if isinstance(row.get(key), int | float) and (not of or row.get(of))]
         return count(fmean(row[key] / unit / (row[of] if of else 1) for row in runs) if runs else None, digits)
 
     def recorded(self) -> list[str]:

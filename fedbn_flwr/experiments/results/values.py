@@ -6,7 +6,7 @@ from math import isfinite, nan
 from statistics import fmean, stdev
 
 from fedbn_flwr.experiments.output.scoring import LOWER_IS_BETTER
-from fedbn_flwr.experiments.results.rows import ADAPTED, Row, finished, metric_of
+from fedbn_flwr.experiments.results.rows import ADAPTED, Row, finished, metric_of, rounds_run
 from fedbn_flwr.plugins import extra
 
 #: setting, label of a method, column
@@ -51,10 +51,10 @@ QUANTITIES: dict[str, Read] = {
     "domain-accuracy": _domains,
     **{key: _plain(key) for key in ("loss", "train-loss", "train-loss-global")},
     # as FedTAN's paper counts, in powers of 2^10: a round, and in as many rounds as the recipe has at full size
-    "megabytes": lambda row, _: {"megabytes": row["paper-bytes"] / row["rounds"] / 2**20},
-    "gigabytes": lambda row, rounds: {"gigabytes": row["paper-bytes"] / row["rounds"] * rounds / 2**30},
+    "megabytes": lambda row, _: {"megabytes": row["paper-bytes"] / rounds_run(row) / 2**20},
+    "gigabytes": lambda row, rounds: {"gigabytes": row["paper-bytes"] / rounds_run(row) * rounds / 2**30},
     # the share of the exchanges beyond one a round
-    "extra-exchanges": lambda row, _: {"extra-exchanges": 100 * (1 - row["rounds"] / row["exchanges"])},
+    "extra-exchanges": lambda row, _: {"extra-exchanges": 100 * (1 - rounds_run(row) / row["exchanges"])},
 }
 
 

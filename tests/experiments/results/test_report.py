@@ -171,7 +171,7 @@ def test_failed_unfinished_and_waiting_cells_are_named(tmp_path: Path) -> None:
     (matrix / "IID__E=1-GN-seed0/summary.json").write_text(json.dumps(failed))
     write_run(matrix / "Shards__E=1-BN-seed0", [round_row(1, 0.3), round_row(2, 0.4)])
     with (matrix / "Shards__E=1-BN-seed0/rounds.jsonl").open("a") as file:
-        file.write('{"round": 3, "acc')  # a row that is written just now
+        file.write('{"round": Infinity}\n{"round": 3, "acc')  # a row that is written just now
     page = write_page(matrix, out=tmp_path / "page")
     assert page.cell("results", SCORE, "IID, E=1", "GN") == "failed"
     assert page.cell("results", SCORE, "Shards, E=1", "BN") == "unfinished"
@@ -183,6 +183,19 @@ def test_failed_unfinished_and_waiting_cells_are_named(tmp_path: Path) -> None:
     # one round is a point, and no curve
     (matrix / "Shards__E=1-BN-seed0/rounds.jsonl").write_text(json.dumps(round_row(1, 0.3)))
     assert "Accuracy against rounds in Shards, E=1" not in write_page(matrix, out=tmp_path / "again").pictures
+
+
+def test_a_run_that_stopped_early_has_the_rounds_that_it_ran(tmp_path: Path) -> None:
+    quantities = ["megabytes", "extra-exchanges"]
+    matrix = write_matrix(tmp_path, {("IID, E=1", "BN"): (0.9,)}, quantities=quantities, reported=[], directions=[])
+    path = matrix / "IID__E=1-BN-seed0/summary.json"
+    ended = {"rounds": 20, "stopped-after": 2, "exchanges": 8, "paper-bytes": 2 * 2**20}
+    path.write_text(json.dumps(json.loads(path.read_text()) | ended))
+    page, cell = write_page(matrix, out=tmp_path / "page"), ("IID, E=1", "BN")
+    assert page.cell("results", "MiB a round", *cell) == "1.00"
+    assert page.cell("results", "share of extra exchanges, %", *cell) == "75.00"
+    assert page.cell("costs", "rounds", *cell) == "2"
+    assert page.cell("costs", "MB a round, as papers count", *cell) == "1.05"
 
 
 def test_a_matrix_before_its_first_round(tmp_path: Path) -> None:
