@@ -150,6 +150,6 @@ def _files(home: Path, classes: list[str]) -> list[tuple[Path, int]]:
 def _walk(top: Path) -> Iterator[tuple[str, list[str]]]:
     """Return every folder with the names of its files; a link to a folder that it lies in is not followed."""
     for parent, inside, names in os.walk(top, followlinks=True):
-        above = {os.path.realpath(folder) for folder in (parent, *Path(parent).parents)}
+        above = {os.path.realpath(folder) for folder in (Path(parent), *Path(parent).parents)}
         inside[:] = [name for name in inside if os.path.realpath(os.path.join(parent, name)) not in above]
         yield parent, names

@@ -234,8 +234,8 @@ def resume(given: Mapping[str, Any], engine: str | None) -> Run:
     saved, asked = {**config["options"], **config["asked"]["options"], "results-dir": str(folder)}, config["asked"]
     engine = engine or str(asked["engine"])
     import_plugins(str(given.get("plugins", "")))
-    changes = {}, {**given, "results-dir": str(folder)}
-    before, now = (resolve({**saved, **more}, federation=True, read_from=str(folder)) for more in changes)
+    changed = {**saved, **given, "results-dir": str(folder)}
+    before, now = (resolve(options, federation=True, read_from=str(folder)) for options in (saved, changed))
     if asked_of(now, engine) == asked_of(before, asked["engine"]):  # as it was asked, but by today's code
         choice = Choice(**asked["choice"]) if "choice" in asked else None
         now = replace(now, choice=choice, asked={**asked, "code": now.code})

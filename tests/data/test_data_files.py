@@ -255,7 +255,13 @@ def test_a_folder_of_images_per_class(tmp_path: Path, fill: Callable[[str], None
 def test_links_are_followed_but_not_back_into_their_own_folder(tmp_path: Path, fill: Callable[[str], None]) -> None:
     fill("")
     paint(tmp_path / "elsewhere" / "c.png", size=(4, 4), grey=50)
-    links = {"more": tmp_path / "elsewhere", "here": ".", "above": "..", "all": tmp_path, "beside": "../cat"}
+    links = {
+        "more": tmp_path / "elsewhere",
+        "here": Path("."),
+        "above": Path(".."),
+        "all": tmp_path,
+        "beside": Path("../cat"),
+    }
     for name, target in links.items():
         (tmp_path / "train" / "dog" / name).symlink_to(target)
     (tmp_path / "train" / "cat" / "beside").symlink_to("../dog")
