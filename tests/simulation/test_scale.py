@@ -202,7 +202,7 @@ def test_options_are_read_once_for_all_messages(monkeypatch: pytest.MonkeyPatch)
         calls.append(config)
         return load_data(config)
 
-    monkeypatch.setattr("fedbn_flwr.experiments.client_side.load_data", counted)
+    monkeypatch.setattr("fedbn_flwr.experiments.material.load_data", counted)
     options = {"dataset": "synthetic:n=90:test=10", "clients": 9, "partition": "iid", "seed": 123}
     make = bound_client_fn(resolve(options).config)
     contexts = Contexts(1, range(9), 9, {})

@@ -113,7 +113,7 @@ def show_plan(title: str, runs: Sequence[Run]) -> None:
         count = len(cell) + sum(map(len, cell[0].tried.values()))
         counted = "?", "?"
         with suppress(ValueError, OSError, RuntimeError):  # they depend on data that are not there
-            samples = len(load_data(config).train)
+            samples = len(load_data(config).train) if config.local_epochs or config.budget_epochs else 0
             steps = count * expected_steps(config, samples)
             counted = f"{rounds_within_budget(config, config.clients, samples).rounds:,}", f"{steps:,}"
             total += steps
