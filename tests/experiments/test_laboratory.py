@@ -316,7 +316,7 @@ def test_a_model_that_has_changed_is_another_run() -> None:
     model.scale = 2.0  # type: ignore[assignment]
     names.append(name_of(model=model))
     with torch.no_grad():
-        model[0].weight[0, 0, 0, 0] += 1
+        model.get_parameter("0.weight")[0, 0, 0, 0] += 1
     names += [name_of(model=model), name_of(model=make_net(4, 1))]
     assert [names.index(name) for name in names] == [0, 0, 2, 3, 4]
 
