@@ -103,6 +103,8 @@ class Experiment:
         """The strategy for a federation of so many nodes."""
         config, personal = self.config, self.strategy_class.personal
         evaluating = 1.0 if personal or config.dataset == SITES else config.fraction_evaluate
+        if config.fraction_evaluate not in (0.0, evaluating):
+            raise UsageError(f"method {config.method!r}: all nodes evaluate, whatever fraction-evaluate says")
         # every accuracy, also that of the mean of what nodes keep; sites are not asked to send it
         reported = personal and "mean-personal" in own_options(self.strategy_class)
         alone = config.dataset == SITES
