@@ -94,7 +94,6 @@ class BatchMoments(Rule):
         sent: dict[str, torch.Tensor] = {}
         for name, (variance, mean, *_) in under_all_names(session.model, self._statistics.stop()):
             prefix = f"{name}." if name else ""
-            moments = {f"{prefix}running_mean": mean, f"{prefix}running_var": variance + mean**2}
-            # in the model's own numbers, as all that replies hold by entries' names
-            sent |= {entry: value.to(session.model.get_buffer(entry).dtype) for entry, value in moments.items()}
+            # in float64, because the server takes the square of the mean away
+            sent |= {f"{prefix}running_mean": mean, f"{prefix}running_var": variance + mean**2}
         session.records[BATCH_MOMENTS] = sent

@@ -59,6 +59,7 @@ class FedBS(FedAvg):
     use: ClassVar[str] = "some clients learn much slower than others"
     sends: ClassVar[tuple[Sent, ...]] = (Sent("losses, by which nodes are weighted", is_robust=False),)
     reads_replies: bool = True
+    replaced: ClassVar[tuple[str, ...]] = ("weighting",)
     state_type: ClassVar[type[MethodState]] = FedBSState
     state: FedBSState
 

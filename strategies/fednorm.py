@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from logging import WARNING
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from flwr.app import ArrayRecord
 from flwr.common import log
@@ -50,11 +50,7 @@ class FedNorm(FedAvg):
     needs: str = "bn"
     personal: ClassVar[bool] = True
     evaluated_with: ClassVar[tuple[str, ...]] = ("running", "own")
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        if self.stages:
-            raise ValueError("fednorm averages BN within domains: server_optimizer must be none")
+    replaced: ClassVar[tuple[str, ...]] = ("server_optimizer", "server_lr")
 
     def package(self, nodes: Sequence[int], arrays: ArrayRecord) -> dict[int, dict[str, ArrayRecord]]:
         """The state with the BN entries of each node's domain."""

@@ -115,6 +115,8 @@ class FedTAN(Layerwise):
         **options: Any,
     ) -> None:
         super().__init__(**options)
+        if not carry and (idle := {"trust", "memory", "oldest"} & self.made_with[1].keys()):
+            raise ValueError(f"{min(idle)} is an option of carried corrections, but carry is false")
         if trust != 0 and trust <= 1:
             raise ValueError(f"trust must be 0 or more than 1, got {trust}")
         self.carry, self.reads_replies = carry, self.reads_replies or carry

@@ -181,4 +181,5 @@ class Standalone(PartialSharing):
     paper: ClassVar[str] = ""
     leaves: ClassVar[str] = "nothing"
     use: ClassVar[str] = "the lower bound: every node alone"
+    replaced: ClassVar[tuple[str, ...]] = ("server_optimizer", "server_lr")
     stays: ClassVar[str] = "all"

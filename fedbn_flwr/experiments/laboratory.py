@@ -24,7 +24,7 @@ from fedbn_flwr.experiments.output.run_folder import command_line
 from fedbn_flwr.experiments.results.results import Results
 from fedbn_flwr.experiments.runs import keeping, resume
 from fedbn_flwr.experiments.study import STUDY, Setting, Study, checked, execute, first_of_cells, quiet, write_study
-from fedbn_flwr.plugins import Named, fingerprint
+from fedbn_flwr.plugins import Named, code_fingerprint
 from fedbn_flwr.plugins.options import UsageError, as_given, option_key
 
 #: a name, a function or class that makes a model, or a model
@@ -138,7 +138,7 @@ def given_options(
     given = {option_key(key): as_given(value) for key, value in options.items()}
     if callable(objective := given.get("objective")):
         name = getattr(objective, "__name__", type(objective).__name__)
-        given["objective"] = Named(name, objective, fingerprint(objective))
+        given["objective"] = Named(name, objective, code_fingerprint(objective))
     if data is not UNSET and "dataset" in given:
         raise UsageError("data and dataset mean the same: give one of them")
     given |= {} if model is UNSET else {"model": model_of(model)}
@@ -152,15 +152,15 @@ def model_of(given: Model) -> str:
         return given
     if isinstance(given, nn.Module):
         held = deepcopy(given)
-        state = held.state_dict()
-        digest = digest_of([fingerprint(type(held)), held, *state, *state.values()])
+        # it may have learned, or got other attributes, since it was handed over before
+        digest = digest_of([code_fingerprint(given), *map(vars, given.modules()), *held.state_dict().values()])
         return Named(type(held).__name__, lambda: deepcopy(held), digest)
     if not callable(given):
         raise UsageError(
             "model must be a name, a function or class that makes a torch.nn.Module, or a torch.nn.Module, got "
             f"{type(given).__name__}"
         )
-    return Named(getattr(getattr(given, "func", given), "__name__", "model"), given, fingerprint(given))
+    return Named(getattr(getattr(given, "func", given), "__name__", "model"), given, code_fingerprint(given))
 
 
 def dataset_of(given: str | OwnData) -> str:

@@ -12,15 +12,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from fedbn_flwr.data import SITES, Data, leave_out, load
-from fedbn_flwr.data.dataset_registry import DATASETS
+from fedbn_flwr.client.rules import RULES
+from fedbn_flwr.data import DATASETS, PARTITIONS, SITES, Data, leave_out, load
 from fedbn_flwr.data.files import TORCHVISION
 from fedbn_flwr.experiments.choice import Choice
 from fedbn_flwr.experiments.config import Config
-from fedbn_flwr.models import build
+from fedbn_flwr.models import MODELS, build
 from fedbn_flwr.norm import NORMS
 from fedbn_flwr.plugins import (
     Named,
+    code_fingerprint,
     did_you_mean,
     fingerprint,
     import_function,
@@ -70,11 +71,19 @@ class Experiment:
     @property
     def code(self) -> dict[str, str]:
         """The fingerprints of users' code, data and files, which names do not tell, by the options that name them."""
-        named = {key: _given_code(getattr(self.config, key)) for key in ("model", "dataset", "objective")}
-        named["dataset"] = named["dataset"] or _listing(self.config.dataset)
-        initial = Path(self.config.init_from)
-        named["init-from"] = _content(initial, initial.stat().st_mtime_ns) if initial.is_file() else ""
-        named["method"] = fingerprint(self.strategy_class) if is_foreign(self.strategy_class) else ""
+        config, initial = self.config, Path(self.config.init_from)
+        shares = {name: kind.share for name, kind in PARTITIONS.items()}
+        named = {
+            "model": _given_code(config.model, {name: entry.make for name, entry in MODELS.items()}),
+            "dataset": _given_code(config.dataset, DATASETS) or _listing(config.dataset),
+            "objective": _given_code(config.objective, {}),
+            "partition": code_fingerprint(shares.get(config.partition.partition(":")[0])),
+            "norm": code_fingerprint(NORMS[config.norm]),
+            "init-from": _content(initial, initial.stat().st_mtime_ns) if initial.is_file() else "",
+            "method": code_fingerprint(self.strategy_class),
+        }
+        if named["method"]:  # only its rounds tell which rules it asks for
+            named["rules"] = " ".join(sorted({*map(code_fingerprint, RULES.values())} - {""}))
         return {key: print_ for key, print_ in named.items() if print_}
 
     @property
@@ -95,6 +104,8 @@ class Experiment:
         """The strategy for a federation of so many nodes."""
         config, personal = self.config, self.strategy_class.personal
         evaluating = 1.0 if personal or config.dataset == SITES else config.fraction_evaluate
+        if config.fraction_evaluate not in (0.0, evaluating):
+            raise UsageError(f"method {config.method!r}: all nodes evaluate, whatever fraction-evaluate says")
         # every accuracy, also that of the mean of what nodes keep; sites are not asked to send it
         reported = personal and "mean-personal" in own_options(self.strategy_class)
         alone = config.dataset == SITES
@@ -129,12 +140,15 @@ class Parsed(NamedTuple):
     options: Mapping[str, str]
 
 
-def _given_code(name: str) -> str:
-    """Return the fingerprint of a user's function, or data, that a name holds or names; empty if it is one of ours."""
-    if isinstance(name, Named):
-        return name.fingerprint
-    with suppress(Exception):  # of a data set's options, and of whatever a module raises, which is said when it is used
-        return fingerprint(import_function("", name, ()))
+def _given_code(spec: str, registered: Mapping[str, Any]) -> str:
+    """Return the fingerprint of a user's code, or data, that a text holds or names; empty if it is one of ours."""
+    if isinstance(spec, Named):
+        return spec.fingerprint
+    name = spec.partition(":")[0]
+    if name in registered:
+        return code_fingerprint(registered[name])
+    with suppress(Exception):  # whatever a module raises, which is said when it is used
+        return code_fingerprint(import_function("", spec, ()), name)
     return ""
 
 

@@ -1,20 +1,21 @@
 """What users add under a name: items of a registry, their own objects in the place of names, and modules to import."""
 
-import os
+import ast
 import pickle
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import MISSING, Field, fields, is_dataclass
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
-from functools import partial
+from functools import cache
 from hashlib import blake2b
 from importlib import import_module
-from operator import itemgetter
+from importlib.util import resolve_name
 from pathlib import Path
-from types import CodeType, FunctionType
+from time import time
+from types import FunctionType
 from typing import Any
+from uuid import uuid4
 
 #: a name that neither `STRATEGY+NORM:key=value` nor `name:argument` can misread
 NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
@@ -94,10 +95,6 @@ def extra(name: str) -> Iterator[None]:
         ) from error
 
 
-#: values whose text says all about them
-_PLAIN = (bool, int, float, str, bytes, type(None))
-
-
 class Named(str):
     """The name of an object that a user has handed over: a model's function, or a data set.
 
@@ -140,13 +137,70 @@ def import_function(kind: str, spec: str, known: Iterable[str]) -> Any:
     return function
 
 
-def fingerprint(thing: Any) -> str:
-    """Return a short text that changes with the code of a function or class.
+def fingerprint(text: str) -> str:
+    """Return a short text that changes with a text."""
+    return blake2b(text.encode(), digest_size=4).hexdigest()
 
-    The code is that of the function or class itself and, in the same module, of what it uses. An object that cannot be
-    described is known in this process only.
+
+#: objects that count as themselves, by `id`, with their texts; kept, or another object would get the `id` of a lost one
+_KEPT: dict[int, tuple[Any, str]] = {}
+#: a file that has changed since then may not be what was imported
+_STARTED = time()
+
+
+def code_fingerprint(thing: Any, module: str = "") -> str:
+    """Return a short text that changes with a user's code; empty if the code is ours.
+
+    A function or class that another process can import counts by the file that holds it, and by those that this file
+    imports from the same folder or package; so does whatever a `module` holds under a name. All else counts as itself,
+    in this process only, and so does code in a file that has changed since the process began.
     """
-    return blake2b("\n".join(_parts(thing, set())).encode(), digest_size=4).hexdigest()
+    is_definition = isinstance(thing, type | FunctionType)
+    if is_definition and not is_foreign(thing):
+        return ""
+    if not module and is_definition and is_importable(thing):
+        module = thing.__module__
+    with suppress(ImportError, LookupError, OSError, SyntaxError):
+        return fingerprint(repr(sorted(_sources(module).items())))
+    return _KEPT.setdefault(id(thing), (thing, uuid4().hex[:8]))[1]
+
+
+def _sources(module: str) -> dict[str, bytes]:
+    """Return the text of a module by its name, and of those beside it that it imports, unless it is installed."""
+    file = Path(getattr(sys.modules[module], "__file__", None) or "")
+    folder = file.parents[module.count(".") + (file.name == "__init__.py")]
+    if {"site-packages", "dist-packages"} & {*file.parts}:
+        return {module: file.read_bytes()}
+    sources, left = dict[str, bytes](), {module}
+    while left:
+        name = left.pop()
+        found = _file_of(name, folder)
+        if found and name not in sources and name.partition(".")[0] != "fedbn_flwr":
+            if found.stat().st_mtime > _STARTED:
+                raise FileNotFoundError(found)
+            sources[name] = found.read_bytes()
+            left |= _imported(sources[name], name if found.name == "__init__.py" else name.rpartition(".")[0])
+    if module not in sources:
+        raise FileNotFoundError(file)
+    return sources
+
+
+def _file_of(name: str, folder: Path) -> Path | None:
+    path = folder.joinpath(*name.split("."))
+    return next((file for file in (path / "__init__.py", path.with_suffix(".py")) if file.is_file()), None)
+
+
+@cache
+def _imported(text: bytes, package: str) -> set[str]:
+    """Return the names of all modules that a module of a package may import by its text, with the package's own."""
+    names = {package}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            names |= {each.name for each in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            origin = resolve_name("." * node.level + (node.module or ""), package)
+            names |= {origin, *(f"{origin}.{each.name}" for each in node.names)}
+    return (names | {name.rpartition(".")[0] for name in names}) - {""}
 
 
 def is_foreign(thing: Any) -> bool:
@@ -164,71 +218,3 @@ def is_importable(thing: Any) -> bool:
         return b"__main__" not in pickle.dumps(thing)
     except (pickle.PicklingError, AttributeError, TypeError):
         return False
-
-
-def _parts(thing: Any, seen: set[int]) -> Iterator[str]:
-    if isinstance(thing, _PLAIN):
-        yield repr(thing)
-    elif isinstance(thing, tuple | list | dict | set | frozenset):
-        items = thing.items() if isinstance(thing, dict) else thing
-        texts = ["\n".join(_parts(item, seen)) for item in items]
-        yield from sorted(texts) if isinstance(thing, set | frozenset) else texts
-    elif id(thing) in seen:
-        return
-    else:
-        seen.add(id(thing))
-        yield from _described(thing, seen)
-
-
-def _described(thing: Any, seen: set[int]) -> Iterator[str]:
-    match thing:
-        case CodeType():
-            yield thing.co_code.hex()
-            yield from _parts((thing.co_names, thing.co_consts), seen)
-        case FunctionType():
-            yield thing.__qualname__
-            yield from _parts((thing.__code__, thing.__defaults__, thing.__kwdefaults__), seen)
-            yield from _parts([cell.cell_contents for cell in thing.__closure__ or ()], seen)
-            yield from _parts([thing.__globals__[name] for name in _used(thing)], seen)
-        case type():
-            yield thing.__qualname__
-            for owner in (owner for owner in thing.__mro__ if _package(owner) == _package(thing)):
-                own = {name: vars(owner)[name] for name in vars(owner) if not name.startswith(("__", "_abc_"))}
-                if is_dataclass(owner):
-                    own |= {item.name: _default(item) for item in fields(owner)}
-                elif "__init__" in vars(owner):
-                    own["__init__"] = vars(owner)["__init__"]
-                yield from _parts(sorted(own.items(), key=itemgetter(0)), seen)
-        case partial():
-            yield from _parts((thing.func, thing.args, thing.keywords), seen)
-        case staticmethod() | classmethod():
-            yield from _parts(thing.__func__, seen)
-        case property():
-            yield from _parts((thing.fget, thing.fset), seen)
-        case _ if is_dataclass(thing):
-            yield from _parts((type(thing), vars(thing)), seen)
-        case _:
-            yield f"{os.getpid()}, {id(thing)}"
-
-
-def _default(item: Field[Any]) -> Any:
-    """Return the default of a dataclass's field, as a function by its code and as a type by its name."""
-    value = item.default if item.default_factory is MISSING else item.default_factory
-    return type(value).__name__ if value is MISSING else value.__qualname__ if isinstance(value, type) else value
-
-
-def _used(function: FunctionType) -> list[str]:
-    """Return the names of plain values, functions and classes of its own module that a function uses."""
-    found = {name: function.__globals__[name] for name in _names(function.__code__) if name in function.__globals__}
-    own = (name for name, value in found.items() if getattr(value, "__module__", None) == function.__module__)
-    return sorted({*own, *(name for name, value in found.items() if isinstance(value, _PLAIN))})
-
-
-def _names(code: CodeType) -> set[str]:
-    """Return the names that code uses, also in functions and classes inside it."""
-    inner = (_names(item) for item in code.co_consts if isinstance(item, CodeType))
-    return set(code.co_names).union(*inner)
-
-
-def _package(owner: type) -> str:
-    return owner.__module__.partition(".")[0]

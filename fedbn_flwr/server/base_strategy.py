@@ -80,7 +80,7 @@ class BaseStrategy(FlowerFedAvg):
     personal: ClassVar[bool] = False
     #: the entries that stay on the nodes, one of `wire.GROUPS`
     stays: ClassVar[str] = "none"
-    #: constructor arguments of a base class that have another name here
+    #: constructor arguments of a base class that have another name here, or would do nothing
     replaced: ClassVar[tuple[str, ...]] = ()
     #: the values that `statistics` may have
     evaluated_with: ClassVar[tuple[str, ...]] = ("running", "exact")
@@ -164,10 +164,14 @@ class BaseStrategy(FlowerFedAvg):
         self.stages: dict[str, Stage] = {}
         if server_optimizer != "none":
             self.stages["optimizer"] = ServerOptimizer(server_optimizer, server_lr)
+        elif server_lr is not None:
+            raise ValueError("server_lr is the rate of a server_optimizer, which is none")
         self.gather_samples, self.statistics = gather_samples, statistics or self.evaluated_with[0]
         if self.statistics not in self.evaluated_with:
             known = " or ".join(self.evaluated_with)
             raise ValueError(f"statistics of {type(self).__name__} must be {known}, got {statistics!r}")
+        if gather_samples and self.statistics == "running":
+            raise ValueError("gather_samples are of gathered statistics, but statistics is running")
         if self.statistics != "running" and self.needs == "none":
             self.needs = "statistics"
         #: the groups whose means the method gets

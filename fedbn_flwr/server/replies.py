@@ -205,7 +205,7 @@ def read_reply(node: int, message: Message, expected: Expected) -> NodeReply:
     for group, arrays in records.items():
         of_model = group in (wire.ARRAYS, wire.PERSONAL, *expected.groups)
         if of_model and expected.arrays and arrays.layout is not expected.layout:
-            _check_forms(arrays, expected.arrays)
+            _check_forms(arrays, expected.arrays, is_beside=group in expected.groups)
         # of carried values, nodes do without those that cannot be used
         if group != wire.CARRIED and (bad := unusable(arrays)):
             raise RefusedError(f"its array {bad[0]!r} in {group!r} {bad[1].words}", bad[1].why)
@@ -264,13 +264,13 @@ def _is_usable(run: np.ndarray) -> bool:
     return run.dtype.kind not in "fc" or all(sound(run[part]).all() for part in portions(run))
 
 
-def _check_forms(arrays: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> None:
+def _check_forms(arrays: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray], is_beside: bool) -> None:
     for name, array in arrays.items():
         if name not in expected:
             raise RefusedError(f"its array {name!r} is not part of the model")
         if array.shape != expected[name].shape:
             raise RefusedError(f"its array {name!r} has shape {array.shape}, not {expected[name].shape}")
-        if array.dtype != expected[name].dtype:
+        if array.dtype != expected[name].dtype and not (is_beside and array.dtype == np.float64):
             raise RefusedError(f"its array {name!r} is {array.dtype}, not {expected[name].dtype}")
 
 

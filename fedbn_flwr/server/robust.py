@@ -97,7 +97,7 @@ class Robust(Averager):
     def average(self, states: States, weights: Sequence[float], start: Start | None = None) -> Arrays:
         """Return what takes the place of the states' mean; nodes count equally."""
         names = [name for name in states[0] if is_floating(states[0][name])]
-        if self.name == "multi-krum":
+        if self.name == "multi-krum" and names:
             distances = np.sum([_squared_distances(_rows(states, name)) for name in names], axis=0)
             states = [states[index] for index in self._nearest(distances)]
         means = {

@@ -3,12 +3,14 @@
 import gc
 import json
 import logging
+import os
 import random
 import re
 import shutil
 import signal
 import sys
 import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -27,6 +29,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from fedbn_flwr import compare, run
+from fedbn_flwr.client import Rule, register_rule
 from fedbn_flwr.client.evaluation import evaluate
 from fedbn_flwr.data import Split, load
 from fedbn_flwr.data.own_data import fingerprint_of
@@ -210,18 +213,133 @@ def test_what_another_process_cannot_import_stays_in_one(monkeypatch: pytest.Mon
 # ---- what is kept ----------------------------------------------------------------------------------------------------
 
 
-def test_changed_code_or_data_are_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    call = partial(quick, Pull(mu=0.1), tmp_path, rounds=1)
-    call(model=make_net)
-    call(model=make_net)
-    assert len(list(tmp_path.glob("pull*"))) == 1
-    call(model=make_net, data=load(DATA))
-    with monkeypatch.context() as patch:
-        patch.setattr(f"{__name__}.WIDTH", 8)
-        call(model=make_net)
-    monkeypatch.setattr(Pull, "weigh", lambda self, replies: [1.0] * len(replies))
-    call(model=make_net)
-    assert len(list(tmp_path.glob("pull*"))) == 4
+def name_of(method: Any = "fedavg", model: Any = UNSET, **options: Any) -> str:
+    """Return the name of the folder of a run."""
+    study = comparison([method], given_options(model, UNSET, None, {**OPTIONS, **options}), 1, {}, 1, "stacked")
+    (one,) = study.runs(Path("nowhere"))
+    return one.folder.name
+
+
+#: a user's parts, which are not what they were if a number in a file beside theirs is another one
+OWN_PARTS = """
+from torch import nn
+from fedbn_flwr.client import Rule, register_rule
+from fedbn_flwr.data import load, register_dataset, register_partition
+from fedbn_flwr.models import register_model
+from fedbn_flwr.norm import register_norm
+from fedbn_flwr.strategies import FedAvg, register_strategy
+IMPORT
+
+def make_net(num_classes):
+    return nn.Linear(WIDTHS[0], num_classes)
+
+loss = nn.CrossEntropyLoss(label_smoothing=1 / WIDTHS[0])
+
+@register_model("own")
+def own_model(num_classes, in_channels, image_size):
+    return make_net(num_classes)
+
+@register_dataset("own")
+def own_data(request):
+    return load("synthetic:n=80")
+
+@register_partition("own:COUNT")
+def own_partition(request):
+    return [request.order[:: WIDTHS[0]]]
+
+@register_norm("own")
+def own_norm(model):
+    return model
+
+@register_strategy("own")
+class Own(FedAvg):
+    pass
+"""
+
+
+@pytest.mark.parametrize("held", ["{}", "{}.inner"])
+def test_code_that_a_name_tells_counts_by_its_file_and_those_beside_it(
+    held: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    module = held.format(f"own_parts_{len(held)}")
+    folder = tmp_path.joinpath(*module.split(".")[:-1])
+    file, beside = folder / f"{module.rpartition('.')[2]}.py", folder / f"beside_{len(held)}.py"
+
+    def write(text: str, path: Path, when: int = 1) -> None:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        os.utime(path, (when, when))
+
+    def names() -> list[str]:
+        chosen = {"partition": "own:1", "method": "own", "norm": "own", "dataset": "own", "model": "own"}
+        told = {"model": f"{module}:make_net", "objective": f"{module}:loss"}
+        asked = [{key: value} for options in (chosen, told) for key, value in options.items()]
+        return [name_of(**{"plugins": module, **options}) for options in ({}, *asked)]
+
+    write(OWN_PARTS.replace("IMPORT", f"from {'.' * (folder != tmp_path)}{beside.stem} import WIDTHS"), file)
+    write("WIDTHS = (4, 4)", beside)
+    first = names()
+    assert len({*first}) == len(first)
+    assert names() == first
+    write("WIDTHS = (64, 64)", beside)
+    changed = names()
+    assert [one == other for one, other in zip(first, changed, strict=True)] == [True] + [False] * 7
+    # what is imported may be another one than the file's: it counts as itself
+    write("WIDTHS = (4, 4)", beside, when=2**32)
+    assert not {*names()[1:]} & {*first, *changed}
+    assert names() == names()
+
+
+def test_what_is_handed_over_counts_as_itself() -> None:
+    def net(width: int) -> Any:
+        class Wide(FedAvg):
+            weight = width
+
+        return lambda num_classes: nn.Linear(width, num_classes), Wide
+
+    def objectives() -> Iterator[str]:
+        for number in range(40):
+            yield name_of(objective=nn.CrossEntropyLoss(label_smoothing=number / 40))
+            gc.collect()
+
+    assert len({*objectives()}) == 40
+    one, other = net(4), net(4)
+    names = [name_of(strategy, make) for make in (one[0], other[0], partial(one[0])) for strategy in (one[1], other[1])]
+    assert len({*names}) == 6
+    assert name_of(one[1], one[0]) == names[0]
+
+
+def test_a_model_that_has_changed_is_another_run() -> None:
+    model = make_net(4, 1)
+    names = [name_of(model=model), name_of(model=model)]
+    model.scale = 2.0  # type: ignore[assignment]
+    names.append(name_of(model=model))
+    with torch.no_grad():
+        model.get_parameter("0.weight")[0, 0, 0, 0] += 1
+    names += [name_of(model=model), name_of(model=make_net(4, 1))]
+    assert [names.index(name) for name in names] == [0, 0, 2, 3, 4]
+
+
+def test_a_rule_that_is_defined_again_is_another_run_of_own_methods() -> None:
+    def define(factor: float) -> list[str]:
+        @register_rule
+        class Times(Rule):
+            times: float = 0.0
+
+            def adjust(self) -> None:
+                self.times *= factor
+
+        return [name_of(Pull), name_of()]
+
+    first, again = define(1.0), define(0.0)
+    assert [one == other for one, other in zip(first, again, strict=True)] == [False, True]
+
+
+def test_changed_data_are_another_run(tmp_path: Path) -> None:
+    for data in (load(DATA), load(DATA), DATA):
+        quick(Pull(mu=0.1), tmp_path, rounds=1, model=make_net, data=data)
+    assert len(list(tmp_path.glob("pull*"))) == 2
 
 
 def test_numbers_of_other_libraries_and_mappings_are_options(tmp_path: Path) -> None:
@@ -247,9 +365,7 @@ def test_changed_files_are_another_run(tmp_path: Path) -> None:
 
     def name(**options: Any) -> str:
         _listing.cache_clear()  # as in another process
-        study = comparison(["fedavg"], {**OPTIONS, **options}, 1, {}, 1, "stacked")
-        (one,) = study.runs(tmp_path)
-        return one.folder.name
+        return name_of(**options)
 
     model, images = tmp_path / "model.pt", tmp_path / "images"
     for part, kind in product(("train", "test"), ("cat", "dog")):
@@ -289,19 +405,23 @@ def test_without_a_folder_nothing_is_left(tmp_path: Path, monkeypatch: pytest.Mo
     assert list(tmp_path.iterdir()) == []
 
 
-#: a script without a guard, whose own classes and functions are not in a module
-SCRIPT = """
+#: a module of a user's own, and a script without a guard beside it
+MODULE = """
 import torch
-from fedbn_flwr import compare, run
 from fedbn_flwr.strategies import FedAvg
 
 class Mine(FedAvg):
     def weigh(self, replies):
-        return [1.0 if reply.num_examples in {3, 4} else 2.0 for reply in replies]
+        return [1.0 for _ in replies]
 
 def make_net(num_classes):
     return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 8), torch.nn.BatchNorm1d(8),
                                torch.nn.Linear(8, num_classes))
+"""
+SCRIPT = """
+import torch
+from fedbn_flwr import compare, run
+from mine import Mine, make_net
 
 data = (torch.rand(60, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(60) % 3)
 options = dict(clients=2, rounds=2, partition="iid")
@@ -313,6 +433,7 @@ print(run("fedavg", data=(data, data), workers=2, **options).summaries[0]["accur
 
 @pytest.mark.slow
 def test_a_script_goes_on_in_another_process_and_needs_no_guard(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MODULE)
     (tmp_path / "script.py").write_text(SCRIPT)
     path = environment(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
     first, second = (run_program(sys.executable, "script.py", cwd=tmp_path, env=path).splitlines() for _ in range(2))

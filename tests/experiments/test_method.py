@@ -35,7 +35,7 @@ def test_an_option_has_its_kind_its_default_and_its_help() -> None:
 
 def test_options_belong_to_the_strategies_that_have_them() -> None:
     assert sorted(owners("mu")) == ["fedbs", "fedprox"]
-    assert owners("weighting") == list(REGISTRY)
+    assert owners("clip-norm") == list(REGISTRY)
     # objects of Python's are no options, and what follows from shared options is not a strategy's own
     assert not {"privacy", "seed", "lr-schedule", "patience", "evaluate-every"} & set(all_options())
     assert resolve({"method": "fixbn", "mu": "0.2", "freeze-round": "0.25"}).options == {"freeze_round": 0.25}
@@ -92,6 +92,8 @@ def test_shared_options_reach_the_strategy() -> None:
     assert (strategy.exchange_timeout, strategy.min_available_nodes) == (7.0, 2)
     # nodes with models of their own all evaluate them
     assert [resolve({"method": name}).make_strategy(5).fraction_evaluate for name in ("fedbn", "fedavg")] == [1.0, 0.0]
+    with pytest.raises(UsageError, match="'fedbn': all nodes evaluate, whatever fraction-evaluate says"):
+        resolve({"method": "fedbn", "fraction-evaluate": "0.5"}).make_strategy(5)
 
 
 def test_a_resolved_experiment_resolves_to_itself() -> None:

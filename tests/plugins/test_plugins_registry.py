@@ -1,7 +1,5 @@
 """What users register: found by name like what is there already, and never in place of it."""
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -190,38 +188,3 @@ def test_what_cannot_be_imported_is_named(modules: Path, name: str, message: str
     (modules / "half_plugin.py").write_text("import something_missing\n")
     with pytest.raises(ValueError, match=message):
         load_plugins(name)
-
-
-#: a method of a user's own, with a state and a group of its own, and one that is only weighed otherwise
-OWN_METHODS = """
-from dataclasses import dataclass, field
-from fedbn_flwr.plugins import fingerprint
-from fedbn_flwr.strategies import BY_NODE, FedAvg, MethodState, PooledGroup
-
-@dataclass
-class Kept(MethodState):
-    mine: dict = field(default_factory=dict, metadata=BY_NODE)
-    CHANGE
-
-class Stateful(FedAvg):
-    state_type = Kept
-    sends = (PooledGroup("mine", "mine"),)
-
-class Weighed(FedAvg):
-    def weigh(self, replies):
-        return [1.0 for _ in replies]
-
-print(fingerprint(Stateful), fingerprint(Weighed))
-"""
-
-
-def test_methods_have_the_same_fingerprint_in_every_process_until_their_state_changes() -> None:
-    def printed(change: str = "") -> list[str]:
-        script = OWN_METHODS.replace("CHANGE", change)
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-        return done.stdout.split()
-
-    first = printed()
-    assert printed() == first
-    stateful, weighed = printed("more: int = 3")
-    assert (stateful != first[0], weighed) == (True, first[1])

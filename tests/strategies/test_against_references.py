@@ -35,6 +35,7 @@ from fedbn_flwr.strategies import (
 from fedbn_flwr.wire import Instruction
 from tests.helpers.harness import (
     ALONE,
+    CLASSES,
     INSTRUCTION,
     SIZES,
     Federation,
@@ -293,6 +294,30 @@ def test_fbn_normalizes_with_constants_that_move_once_a_round(average: float) ->
     got = Federation(make_model()).run(FBN(average=average), ROUNDS)
     expected = fbn(start, make_split(), make_nodes(), ROUNDS, INSTRUCTION, average)
     assert distance({name: got[name] for name in expected}, expected) < 1e-12
+
+
+class FarOff(nn.Module):
+    """BN of float32 numbers whose mean is a thousand of their deviations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn, self.head = nn.BatchNorm1d(16), nn.Linear(16, CLASSES)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.head(self.bn(inputs.flatten(1) + 1000))
+
+
+def test_fbns_variances_do_not_cancel() -> None:
+    got = Federation(FarOff()).run(FBN(average=0.0), 1, lr=0.0)
+    own = []
+    for node in make_nodes():
+        batches = mini_batches(make_split(), node, replace(INSTRUCTION, server_round=1), False)
+        inputs = [x.double().flatten(1) for x, _ in batches]
+        own.append(torch.stack([torch.stack([x.mean(0), x.var(0, correction=0)]) for x in inputs]).mean(0))
+    p, (m, v) = torch.tensor(SIZES)[:, None] / sum(SIZES), torch.stack(own).unbind(1)
+    # the constant that is added changes no variance; float32 rounds the sums to 6e-5
+    expected = (p * (v + (m - (p * m).sum(0)) ** 2)).sum(0)
+    torch.testing.assert_close(got["bn.running_var"].double(), expected, rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("exchange", ["fused", "paper"])

@@ -28,6 +28,7 @@ from fedbn_flwr.strategies import (
     HeteroFL,
     Privacy,
     Scaffold,
+    Standalone,
 )
 
 
@@ -39,6 +40,11 @@ from fedbn_flwr.strategies import (
         (FedAvg, "wait", "known: arrayrecord_key, "),
         (FedTANII, "exchanges", "exchange"),
         (FedTANII, "freeze_round", "known: arrayrecord_key, "),
+        # what would do nothing
+        (FedBS, "weighting", "known: arrayrecord_key, "),
+        (FedNorm, "server_optimizer", "known: arrayrecord_key, "),
+        (Standalone, "server_optimizer", "known: arrayrecord_key, "),
+        (Standalone, "server_lr", "known: arrayrecord_key, "),
     ],
 )
 def test_a_wrong_keyword_is_named_with_what_was_meant(strategy: type[BaseStrategy], wrong: str, meant: str) -> None:
@@ -63,7 +69,7 @@ def test_what_an_option_does_not_take_is_refused_by_its_name(name: str) -> None:
     # a rule is read by `Robust.parse`
     known = constructor_options(REGISTRY[name]).items()
     options = {key: each for key, each in known if each.kind is not str and (each.help or each.range)}
-    assert options.keys() >= {"evaluate_every", "weighting", "server_optimizer", "momentum_state"}
+    assert options.keys() >= {"evaluate_every", "clip_norm", "momentum_state"}
     for key, option in options.items():
         for value in wrong(option):
             with pytest.raises(ValueError, match=f"^{key} must be .*, got {re.escape(repr(value))}$"):
@@ -97,16 +103,21 @@ def test_the_bounds_of_options_are_those_of_the_methods() -> None:
             strategy(**options)
     FedBS(epsilon=0.0, mu=0.0, patience_rounds=1)
     FixBN(latest=1, window=2, threshold=0, frozen_lr=0)
-    FedTAN(memory=0, oldest=0)
+    FedTAN(carry=True, memory=0, oldest=0)
 
 
 PRIVATE: dict[str, Any] = {"weighting": "uniform", "privacy": Privacy(1.0, 1.0)}
 #: what does not go together, and why
 REFUSED: list[tuple[Callable[[], object], str]] = [
-    (lambda: FedTAN(trust=1.0), "trust must be 0 or more than 1, got 1.0"),
+    (lambda: FedTAN(carry=True, trust=1.0), "trust must be 0 or more than 1, got 1.0"),
+    *(
+        (lambda given=given: FedTAN(**given), f"{next(iter(given))} is an option of carried corrections, but carry is")
+        for given in ({"trust": 2.0}, {"memory": 0.1}, {"oldest": 1})
+    ),
+    (lambda: FedAvg(server_lr=0.1), "server_lr is the rate of a server_optimizer, which is none"),
+    (lambda: FedAvg(gather_samples=9), "gather_samples are of gathered statistics, but statistics is running"),
     (lambda: FedTAN(carry=True, exchange="paper"), "carried corrections are always fused"),
     (lambda: FedTAN(arrayrecord_key="weights"), "FedTAN sends messages of its own, with 'arrays' and 'config' in them"),
-    (lambda: FedNorm(server_optimizer="adam"), "server_optimizer must be none"),
     (lambda: FedBS(robust="median"), "would not reach losses, by which nodes are weighted, which FedBS"),
     (lambda: FedNorm(robust="median"), "would not reach means of BN over few nodes, which FedNorm shares"),
     (lambda: FedAvg(momentum_state="global", robust="median"), "would not reach the optimizer's state"),
@@ -119,7 +130,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
         (lambda make=make: make(**PRIVATE, statistics="exact"), "privacy would not protect gathered statistics")
         for make in (HBN, HeteroFL, FedAvg, MTFL)
     ),
-    (lambda: FedBS(**PRIVATE), "privacy would not protect losses"),
+    (lambda: FedBS(privacy=PRIVATE["privacy"]), "privacy would not protect losses"),
     (lambda: FedNorm(**PRIVATE), "privacy would not protect means of BN over few nodes"),
     (lambda: FedAvg(**PRIVATE, momentum_state="global"), "privacy would not protect the optimizer's state"),
     (lambda: FedBN(**PRIVATE, mean_personal=True), "privacy would not protect the entries that nodes keep"),

@@ -22,6 +22,7 @@ from fedbn_flwr.strategies import (
     FixBN,
     HeteroFL,
     Scaffold,
+    Standalone,
 )
 from tests.helpers.engine_comparison import Stacked
 from tests.helpers.faults import Fault, FaultyReply, failed, infinite, silent, spoiling
@@ -149,6 +150,11 @@ def test_kept_entries_of_fewer_nodes_than_a_rule_needs_are_not_averaged(
     assert bool(strategy.state.personal) == is_mean
     said = f"Round 2: robust={rule} needs kept entries of 5 nodes, and has 4: 1 missing"
     assert (said in caplog.messages) != is_mean
+
+
+def test_a_rule_has_nothing_to_do_where_nothing_is_shared() -> None:
+    ends = [Federation(make_model(), SIZES).run(Standalone(robust=rule), 1) for rule in ("none", *RULES)]
+    assert [distance(end, ends[0]) for end in ends] == [0.0] * 4
 
 
 def test_without_mean_personal_no_rule_misses_kept_entries(caplog: pytest.LogCaptureFixture) -> None:
