@@ -97,7 +97,7 @@ class FedBS(FedAvg):
             first = replies[0]
             raise CannotTrainError(
                 f"FedBS weighs by the metric {key!r}, which no node sent; node {first.node} sent "
-                f"{', '.join(sorted(first.metrics))}{remedy}"
+                f"{wire.printable(', '.join(sorted(first.metrics)))}{remedy}"
             )
         for reply, weight in zip(replies, weights, strict=True):
             if not weight:

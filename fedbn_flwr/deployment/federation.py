@@ -17,6 +17,12 @@ _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-
 _SITE = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 
 
+def check_name(what: str, name: str) -> None:
+    """Refuse a name that cannot be a site's or a federation's."""
+    if not _SITE.fullmatch(name):
+        raise DeploymentError(f"{what} {name!r} must be lower-case letters, digits and hyphens")
+
+
 @dataclass(frozen=True)
 class Federation:
     """A server and its sites, whose numbers `provision` keeps."""
@@ -39,14 +45,12 @@ class Federation:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be a federation."""
-        if not _SITE.fullmatch(self.name):
-            raise DeploymentError(f"name {self.name!r} must be lower-case letters, digits and hyphens")
+        check_name("name", self.name)
         for host in (self.server, *self.also):
             if not (_is_address(host) or _HOST.fullmatch(host)):
                 raise DeploymentError(f"{host!r} is neither a host name nor an address")
         for site in self.sites:
-            if not _SITE.fullmatch(site):
-                raise DeploymentError(f"site {site!r} must be lower-case letters, digits and hyphens")
+            check_name("site", site)
             if self.sites.count(site) > 1:
                 raise DeploymentError(f"site {site!r} is listed twice")
         if not self.sites:

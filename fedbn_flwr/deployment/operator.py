@@ -19,6 +19,7 @@ from urllib.error import HTTPError
 from urllib.request import HTTPSHandler, ProxyHandler, build_opener
 
 from fedbn_flwr.deployment import DeploymentError
+from fedbn_flwr.deployment.federation import check_name
 from fedbn_flwr.deployment.keys import PRIVATE, check_public_key
 
 #: seconds to wait for the server, and for Flower's command
@@ -57,6 +58,7 @@ class Operator:
         """Register a site's public key under the name of its file; returns the node's number."""
         check_public_key(key)
         sites, name = self.sites(), key.stem
+        check_name("site", name)
         if name in sites:
             raise DeploymentError(f"site {name!r} is registered already: `fedbn-flwr site revoke` it first")
         node = str(self.flower("supernode", "register", str(key.resolve()), self.name, "--name", name)["node-id"])

@@ -57,6 +57,10 @@ class Refusal:
     reason: str
     why: Why = Why.OTHER
 
+    def __post_init__(self) -> None:
+        """Clean the reason, which may be the node's own words."""
+        object.__setattr__(self, "reason", wire.printable(self.reason))
+
     def __str__(self) -> str:
         return f"node {self.node}: {self.reason}" if self.node else self.reason
 
@@ -73,9 +77,7 @@ def log_refused(refused: Sequence[Refusal], outcome: str = "left out of this rou
     for reason in dict.fromkeys(refusal.reason for refusal in refused):
         nodes = [str(refusal.node) for refusal in refused if refusal.reason == reason]
         who = f"Node {nodes[0]} is" if len(nodes) == 1 else f"Nodes {', '.join(nodes)} are"
-        # it may be the node's own words
-        printable = "".join(sign if sign.isprintable() else " " for sign in reason[:500])
-        log(WARNING, "%s %s: %s", who, outcome, printable)
+        log(WARNING, "%s %s: %s", who, outcome, reason)
 
 
 def read_each(

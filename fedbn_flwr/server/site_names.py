@@ -11,6 +11,7 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.server.grids import PassingGrid
+from fedbn_flwr.wire import printable
 
 #: a node's number in a text, with the words around it
 _NODE = re.compile(r"(site \d+ \()?(?:node )?\b(\d+)\b(?(1)\))", re.IGNORECASE)
@@ -27,7 +28,7 @@ class SitesByName(PassingGrid):
         """Return the connected nodes that take part."""
         # older versions of Flower do not tell names
         there: dict[int, str] = {
-            node.node_id: getattr(node, "name", "") for node in getattr(self._grid, "get_nodes", tuple)()
+            node.node_id: printable(getattr(node, "name", "")) for node in getattr(self._grid, "get_nodes", tuple)()
         }
         there = there or dict.fromkeys(self._grid.get_node_ids(), "")
         if self._chosen and there and not any(there.values()):

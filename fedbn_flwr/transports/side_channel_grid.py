@@ -131,7 +131,7 @@ class SideChannelGrid(PassingGrid):
 
     def _leave_to_messages(self, reason: str) -> None:
         if not self._why_not:
-            log(WARNING, "Layer-wise steps go by messages, the side channel cannot be used: %s", reason)
+            log(WARNING, "Layer-wise steps go by messages, the side channel cannot be used: %s", wire.printable(reason))
         self._why_not = reason
 
 

@@ -196,6 +196,11 @@ class Instruction:
         return sorted([*changed, *dict(self.rule_keys)])
 
 
+def printable(text: str) -> str:
+    """Return a text of a node as logs and terminals may show it: in one line of at most 500 signs."""
+    return "".join(sign if sign.isprintable() else " " for sign in text[:500])
+
+
 def wire_key(name: str) -> str:
     """Return the kebab-case spelling of a Python name."""
     return name.replace("_", "-")

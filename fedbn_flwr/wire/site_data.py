@@ -7,7 +7,7 @@ from typing import Any, Self
 from flwr.app import ConfigRecord, MetricRecord, RecordDict
 
 from fedbn_flwr.layerwise.exchange import LARGEST, MOST
-from fedbn_flwr.wire import METRICS, PARTITION_ID, REPORT
+from fedbn_flwr.wire import METRICS, PARTITION_ID, REPORT, printable
 
 #: the kind of message that asks a site, and the name of its handler
 SITE_DATA = "query.data"
@@ -52,12 +52,12 @@ class SiteData:
         """Read an answer; a ValueError says why a site's data cannot be used."""
         report: Mapping[str, Any] = content.config_records.get(REPORT) or {}
         if PROBLEM in report:
-            raise ValueError(str(report[PROBLEM]))
+            raise ValueError(printable(str(report[PROBLEM])))
         metrics: Mapping[str, Any] = content.metric_records.get(METRICS) or {}
         try:
             numbers = [tuple(metrics[key]) for key in (_TRAIN, _TEST, _SHAPE, _MEAN, _VARIANCE)]
-            site = cls(int(metrics[PARTITION_ID]), tuple(report[_CLASS_NAMES]), *numbers)
-            [*zip(map(str.strip, site.class_names), site.train, site.test, strict=True)]
+            site = cls(int(metrics[PARTITION_ID]), tuple(map(printable, report[_CLASS_NAMES])), *numbers)
+            [*zip(site.class_names, site.train, site.test, strict=True)]
             whole, moments = (site.site, *site.train, *site.test, *site.shape), (*site.mean, *site.variance)
             # pixels are from 0 to 1, other samples as they are; of ids there are no means
             largest, channels = 1 if len(site.shape) == 3 else LARGEST, site.shape[0] if site.mean else 0
@@ -68,7 +68,7 @@ class SiteData:
             ):
                 raise ValueError("numbers that are none")
             return site
-        except (LookupError, OverflowError, TypeError, ValueError) as error:
+        except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
             raise ValueError("its app does not say what its data are") from error
 
 

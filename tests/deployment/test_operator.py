@@ -104,6 +104,10 @@ def test_sites_are_registered_by_the_name_of_their_key_and_revoked_by_it(
     assert main(["site", "init", str(kit)]) == 0
     assert main(["site", "register", str(kit / "node.key"), *home]) == 2
     assert "is a private key, which must not leave its site" in capsys.readouterr().err
+    strange = kit / "north\n\x1b[31m.pub"
+    strange.write_bytes((kit / "north.pub").read_bytes())
+    assert main(["site", "register", str(strange), *home]) == 2
+    assert r"site 'north\n\x1b[31m' must be lower-case letters, digits and hyphens" in capsys.readouterr().err
     key = str(kit / "north.pub")
     assert main(["site", "register", key, *home]) == 0
     assert main(["site", "register", key, *home]) == 2

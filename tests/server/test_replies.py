@@ -26,7 +26,10 @@ from fedbn_flwr.server.replies import (
 )
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.state import arrays_to_record
+from fedbn_flwr.strategies import FedAvg
 from fedbn_flwr.wire.pooled import Summed
+from tests.helpers.harness import Federation, make_model
+from tests.helpers.tellers import telling
 
 Arrays = Mapping[str, np.ndarray]
 MODEL = {"w": np.zeros(2)}
@@ -157,6 +160,11 @@ def test_a_nodes_own_words_stay_on_their_line_and_are_cut(caplog: pytest.LogCapt
     (line,) = caplog.messages
     assert line.startswith("Node 1 is left out of this round: it failed: no WARNING : all is well [2Jxxx")
     assert len(line) == len("Node 1 is left out of this round: ") + 500
+    words = dict.fromkeys((0, 1), lambda _: int("no\n\x1b[2J" + "x" * 10**6))
+    with pytest.raises(CannotTrainError) as error:
+        Federation(make_model(), (8, 8), telling(words)).run(FedAvg(), 1)
+    assert str(error.value).isprintable()
+    assert len(str(error.value)) < 600
 
 
 def test_each_reason_is_said_once_with_all_its_nodes(caplog: pytest.LogCaptureFixture) -> None:

@@ -4,7 +4,7 @@ Sites evaluate on their own test data.
 """
 
 from collections.abc import Mapping, Sequence
-from math import isnan
+from math import isfinite, isnan
 from types import MappingProxyType
 from typing import Any
 
@@ -20,7 +20,7 @@ from fedbn_flwr.client.learning_task import task_of
 from fedbn_flwr.data import Data
 from fedbn_flwr.norm import adapt
 from fedbn_flwr.server.grids import PassingGrid
-from fedbn_flwr.server.replies import log_refused, read_each
+from fedbn_flwr.server.replies import RefusedError, log_refused, read_each
 from fedbn_flwr.strategies import BaseStrategy, NodeReply
 
 Score = dict[str, Any]
@@ -150,7 +150,8 @@ class SiteScorer:
     def _row(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
         by_class = class_means([metrics], self._metrics, self._class_names)
         named = {name.removeprefix(wire.CLASS): values for name, values in by_class.items()}
-        return {"accuracy": metrics[wire.ACCURACY], "loss": metrics[wire.EVAL_LOSS], **named}
+        scores = _scores(metrics, False, wire.ACCURACY)
+        return {"accuracy": scores["accuracy"], "loss": scores["loss"], **named}
 
 
 def score_nodes(replies: Sequence[NodeReply], domain_names: Sequence[str] = (), basic: str = wire.ACCURACY) -> Score:
@@ -182,13 +183,20 @@ def class_means(rows: Sequence[Mapping[str, Any]], metrics: Sequence[str], class
 
 
 def _scores(metrics: Mapping[str, Any], has_domains: bool, basic: str) -> Score:
-    """Return what a node's evaluation says, by the names of scores; an error if anything is missing."""
+    """Return what a node's evaluation says, by the names of scores; an error if anything is missing or impossible."""
     of_task = {key: key.removeprefix(wire.SCORE) for key in metrics if key.startswith(wire.SCORE)}
     keys = {basic: basic, (own := f"{basic}-personal"): own, **of_task, wire.EVAL_LOSS: "loss"}
     if wire.LOCAL_LOSS in metrics:
         keys[wire.LOCAL_LOSS] = "train-loss-global"
-    scores: Score = {name: float(metrics[key]) for key, name in keys.items()}
+    scores: Score = {name: _possible(key, metrics[key]) for key, name in keys.items()}
     if has_domains:
         domain, row = int(metrics[wire.DOMAIN]), [float(each) for each in metrics[f"domain-{basic}"]]
-        scores |= {"domain": domain, "domains": row, "own": row[domain]}
+        scores |= {"domain": domain, "domains": row, "own": _possible(basic, row[domain])}
     return scores
+
+
+def _possible(key: str, score: Any) -> float:
+    """Return a score; RefusedError if it is not finite, or an accuracy that is no share."""
+    if not isfinite(score) or (key.startswith(wire.ACCURACY) and not 0 <= score <= 1):
+        raise RefusedError(f"its {key!r} is {score}")
+    return float(score)

@@ -92,9 +92,9 @@ def agree(config: Config, answers: Answers) -> Agreement:
     """
     described = [answer for answer in answers.values() if isinstance(answer, SiteData)]
     if described and not config.classes:
-        names = sorted({name for site in described for name in site.class_names})
+        names = ",".join(sorted({name for site in described for name in site.class_names}))
         raise UsageError(
-            f"the data set 'sites' needs classes, in the order of their numbers; there are: {','.join(names)}"
+            f"the data set 'sites' needs classes, in the order of their numbers; there are: {wire.printable(names)}"
         )
     forms = Counter((site.shape, len(site.mean)) for site in described)
     (shape, means), _ = forms.most_common(1)[0] if forms else (((), 0), 0)
@@ -151,7 +151,7 @@ def _read(reply: Message | None, timeout: float) -> SiteData | str:
     if reply is None:
         return f"it has not said what its data are within {timeout:g} seconds"
     if reply.has_error():
-        return f"it cannot say what its data are: {reply.error.reason}"
+        return wire.printable(f"it cannot say what its data are: {reply.error.reason}")
     try:
         return SiteData.read(reply.content)
     except ValueError as error:

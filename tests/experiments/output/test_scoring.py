@@ -205,6 +205,19 @@ def test_a_node_whose_scores_cannot_be_read_is_left_out_by_name(caplog: pytest.L
     ]
 
 
+IMPOSSIBLE: list[tuple[str, Any]] = [(wire.EVAL_LOSS, float("inf")), (wire.DOMAIN_ACCURACY, [0.5, 1000.0])]
+IMPOSSIBLE += [(key, value) for key in ("accuracy", "accuracy-personal") for value in (1000.0, -0.1, float("nan"))]
+
+
+@pytest.mark.parametrize(("key", "value"), IMPOSSIBLE)
+def test_an_impossible_score_is_left_out_by_name(key: str, value: Any, caplog: pytest.LogCaptureFixture) -> None:
+    said = replies([(0.5, 1.0, [0.25, 0.75]), (0.25, 0.5, [0.5, 0.5])])
+    lies = [said[0], replace(said[1], metrics={**said[1].metrics, key: value})]
+    assert score_nodes(lies, ("first", "second")) == score_nodes(said[:1], ("first", "second"))
+    number = value[1] if isinstance(value, list) else value
+    assert caplog.messages == [f"Node 1 is left out of the scores: its {key.removeprefix('domain-')!r} is {number}"]
+
+
 @pytest.mark.parametrize("method", ["fedavg", "fedbn"])
 def test_in_segmentation_nodes_have_a_mean_iou_on_their_own_city(method: str, tmp_path: Path) -> None:
     data, shared = "streets:cities=2:images=4:test=2", {"clients": "2", "rounds": "1", "batch-size": "2"}

@@ -97,6 +97,15 @@ def test_a_number_in_a_text_gets_its_name_and_no_other_number_does() -> None:
     assert with_names("node 12 of 110", {}) == "node 12 of 110"
 
 
+def test_a_name_is_shown_in_one_line() -> None:
+    class Odd(InProcessGrid):
+        def get_nodes(self) -> list[NodeInfo]:
+            return [NodeInfo(node_id=1000, name="north\n\x1b[31m")]
+
+    sites = SitesByName(Odd(app, 1))
+    assert (sites.get_node_ids(), sites.names) == ([1000], {1000: "north  [31m"})
+
+
 def test_a_record_that_logging_cannot_write_ends_no_run() -> None:
     with sites_by_name(InProcessGrid(app, 1), ()), pytest.MonkeyPatch.context() as patch:
         patch.setattr(logging, "raiseExceptions", False)  # it would print what is wrong with the record

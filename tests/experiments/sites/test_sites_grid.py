@@ -69,6 +69,16 @@ def test_one_mean_a_channel_and_pixels_from_0_to_1() -> None:
         assert SiteData.read(right.pack()) == right
 
 
+def test_texts_of_a_site_are_shown_in_one_line() -> None:
+    with pytest.raises(ValueError, match=r"^no\S* {2}\[2Jx{400,}$") as error:
+        SiteData.read(problem(f"no\n\x1b[2J{'x' * 10**6}"))
+    assert len(str(error.value)) == 500
+    assert SiteData.read(replace(NORTH, class_names=("ill\x1b[2J", "well")).pack()).class_names == ("ill [2J", "well")
+    with pytest.raises(UsageError) as unknown:
+        agree(Config(dataset="sites"), {1: replace(NORTH, class_names=("a", "b" * 10**6))})
+    assert len(str(unknown.value)) < 600
+
+
 #: a third site that cannot take part although it is asked first, and why
 UNFIT: dict[str, tuple[SiteData | str, str]] = {
     "problem": ("the folder is empty", "the folder is empty"),

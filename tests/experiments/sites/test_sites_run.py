@@ -143,6 +143,26 @@ def test_a_site_that_says_more_samples_than_it_has_is_named(
     assert sum(text.startswith("Node 1001 outweighs the others in training") for text in caplog.messages) == 2
 
 
+@pytest.mark.parametrize("accuracy", [1000.0, math.inf, math.nan])
+def test_an_impossible_accuracy_of_a_site_stops_no_run(
+    accuracy: float, sites: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Boasting(SitesInProcess):
+        def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+            replies = list(super().pull_messages(message_ids))
+            for reply in replies:
+                if (reply.metadata.message_type, reply.metadata.src_node_id) == ("evaluate", 1001):
+                    reply.content.metric_records["metrics"]["accuracy"] = accuracy
+            return replies
+
+    summary = run_at_sites(tmp_path, sites, Boasting, **{"stop-at": 0.999})
+    assert (len(read_rounds(tmp_path)), list(summary["sites"])) == (2, ["0", "2"])
+    assert summary["accuracy"] == pytest.approx(
+        (summary["sites"]["0"]["accuracy"] + summary["sites"]["2"]["accuracy"]) / 2
+    )
+    assert f"Node 1001 is left out of the scores: its 'accuracy' is {accuracy}" in caplog.messages
+
+
 def test_the_order_of_classes_decides_their_numbers(sites: list[str], tmp_path: Path) -> None:
     run_at_sites(tmp_path / "one", sites, classes="covid,normal,pneumonia")
     run_at_sites(tmp_path / "other", sites, classes="pneumonia,covid,normal")
