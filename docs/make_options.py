@@ -80,7 +80,7 @@ def page() -> str:
         table(("option", "default", "meaning"), COMMAND),
         "## For all methods",
         options(options_of(Config)),
-        "Every strategy also takes these:",
+        "Strategies also take these, except where one would do nothing:",
         options(own_options(FedAvg)),
         "## For single strategies",
         DOCSTRINGS,

@@ -277,7 +277,9 @@ def test_code_that_a_name_tells_counts_by_its_file_and_those_beside_it(
         asked = [{key: value} for options in (chosen, told) for key, value in options.items()]
         return [name_of(**{"plugins": module, **options}) for options in ({}, *asked)]
 
-    write(OWN_PARTS.replace("IMPORT", f"from {'.' * (folder != tmp_path)}{beside.stem} import WIDTHS"), file)
+    alone = f"from {beside.stem} import WIDTHS"
+    inside = f"from . import {beside.stem} as beside\nWIDTHS = beside.WIDTHS"
+    write(OWN_PARTS.replace("IMPORT", alone if folder == tmp_path else inside), file)
     write("WIDTHS = (4, 4)", beside)
     first = names()
     assert len({*first}) == len(first)
@@ -311,13 +313,13 @@ def test_what_is_handed_over_counts_as_itself() -> None:
 
 
 def test_a_model_that_has_changed_is_another_run() -> None:
-    model = make_net(4, 1)
+    model = make_net(10, 1)
     names = [name_of(model=model), name_of(model=model)]
     model.scale = 2.0  # type: ignore[assignment]
     names.append(name_of(model=model))
     with torch.no_grad():
-        model.get_parameter("0.weight")[0, 0, 0, 0] += 1
-    names += [name_of(model=model), name_of(model=make_net(4, 1))]
+        model.get_parameter("5.weight")[5, 70] += 1  # which its text leaves out
+    names += [name_of(model=model), name_of(model=make_net(10, 1))]
     assert [names.index(name) for name in names] == [0, 0, 2, 3, 4]
 
 
