@@ -34,7 +34,7 @@ from fedbn_flwr.deployment.keys import (
     write_new,
 )
 from fedbn_flwr.deployment.operator import Operator
-from fedbn_flwr.deployment.site import WRITTEN, read_env
+from fedbn_flwr.deployment.site import WRITTEN
 
 _TEMPLATES = Path(__file__).parent / "templates"
 #: the names of the server's services in docker-compose.yml, and the machine itself
@@ -69,8 +69,6 @@ def _numbers(federation: Federation, out: Path) -> dict[str, int]:
     """Return the sites' numbers. A site keeps its number, which is nobody else's, even when the site is removed."""
     path = out / "numbers.json"
     numbers: dict[str, int] = json.loads(path.read_text()) if path.exists() else {}
-    for kit in sorted((out / "sites").glob("*/.env")):
-        numbers.setdefault(kit.parent.name, int(read_env(kit.parent)["FEDBN_PARTITION"]))
     for site in federation.sites:
         numbers.setdefault(site, max(numbers.values(), default=-1) + 1)
     path.write_text(json.dumps(numbers, indent=2) + "\n")
