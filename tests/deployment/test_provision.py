@@ -15,7 +15,7 @@ from flwr.supercore.primitives.asymmetric import uses_nist_ec_curve
 
 from fedbn_flwr.deployment.cli import main
 from fedbn_flwr.deployment.keys import certificate_hosts
-from fedbn_flwr.deployment.site import read_env
+from fedbn_flwr.deployment.provision import read_env
 from tests.helpers.checkout import ROOT
 from tests.helpers.compose import read_compose
 
