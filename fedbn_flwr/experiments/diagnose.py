@@ -21,7 +21,7 @@ from fedbn_flwr.experiments.data_and_model import fresh_model, load_data, make_p
 from fedbn_flwr.experiments.method import Experiment, resolve
 from fedbn_flwr.experiments.output.console import console, new_table
 from fedbn_flwr.experiments.output.run_folder import make_folder, write_json
-from fedbn_flwr.experiments.results.pictures import figure
+from fedbn_flwr.experiments.results.plots import figure
 from fedbn_flwr.plugins.options import UsageError, whole_number
 from fedbn_flwr.randomness import numpy_generator, torch_generator
 from fedbn_flwr.wire import Instruction, wire_key
