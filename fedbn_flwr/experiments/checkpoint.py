@@ -208,7 +208,7 @@ class Saver:
     def save(self, now: Round) -> None:
         """Write a checkpoint after a round."""
         begun = monotonic()
-        content = arrays_of(now.arrays), self._strategy.state_dict(), pack_state(self._standing, {})
+        content = arrays_of(now.after), self._strategy.state_dict(), pack_state(self._standing, {})
         checkpoint = Checkpoint(now.number, *content, self._history.to_text())
         write_checkpoint(self._folder, checkpoint, self._local.save_states if self._local else None)
         for config in self._configs:

@@ -5,7 +5,7 @@ import torch
 
 from fedbn_flwr.data import Data, Split
 from fedbn_flwr.experiments import Config, resolve
-from fedbn_flwr.experiments.checks import check
+from fedbn_flwr.experiments.checks import checked_material
 from fedbn_flwr.experiments.material import Material, load_data, rounds_within_budget
 from tests.helpers.toys import assert_same_state
 
@@ -80,7 +80,7 @@ def test_validation_takes_the_test_datas_place_and_is_not_trained_on() -> None:
 
 def test_only_a_federation_that_is_there_knows_how_many_it_is() -> None:
     there = resolve({"dataset": TINY}, federation=True)
-    material = check(there, there.make_strategy(0))
+    material = checked_material(there, there.make_strategy(0))
     assert material
     assert not material.partition
     assert [resolve({"dataset": TINY}, federation=there).config.clients for there in (True, False)] == [0, 5]
