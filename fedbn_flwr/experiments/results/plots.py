@@ -239,8 +239,8 @@ def curves(runs: Frame) -> Iterator[Picture]:
     rounds, layers = rounds_of(runs), rounds_of(runs, "dynamics.jsonl")
     settings = rounds["setting"].unique()
     for setting in settings[:SETTINGS]:
-        own = [each[each["setting"] == setting] for each in (runs, rounds, layers)]
-        yield from filter(None, _curves(*own, few=len(settings) <= FEW))
+        own, its_rounds, its_layers = (each[each["setting"] == setting] for each in (runs, rounds, layers))
+        yield from filter(None, _curves(own, its_rounds, its_layers, few=len(settings) <= FEW))
 
 
 def _curves(runs: Frame, rounds: Frame, layers: Frame, few: bool) -> Iterator[Picture | None]:

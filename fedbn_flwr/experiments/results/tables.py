@@ -115,11 +115,12 @@ class Lines:
     def cells(self, name: str, spread: str = "deviation") -> Any:
         """Return the numbers of a column, with as many digits as the paper prints; of a method that failed none."""
         cells = {}
-        for key, value in self.of(name).drop(self.failures, errors="ignore").iterrows():
-            printed = [number.printed for each in self.paper.reported if (number := each.number(*key[::-1], name))]
-            digits = max([self.digits, *(len(text.partition(" ")[0].partition(".")[2]) for text in printed)])
+        for (setting, label), value in self.of(name).drop(self.failures, errors="ignore").iterrows():
+            numbers = [each.number(label, setting, name) for each in self.paper.reported]
+            decimals = [len(number.printed.partition(" ")[0].partition(".")[2]) for number in numbers if number]
             shown = value[spread] if spread and value["number"] > 1 else None
-            cells[key] = Number(number_text(value["mean"], shown, digits), value["mean"], shown)
+            text = number_text(value["mean"], shown, max([self.digits, *decimals]))
+            cells[setting, label] = Number(text, value["mean"], shown)
         return pd.Series(cells, self.index, dtype=object)
 
     def words(self, missing: str = "") -> Any:
@@ -154,9 +155,9 @@ class Lines:
             columns[heading.format(each.place)] = pd.Series(cells, self.index, dtype=object)
         return columns
 
-    def mean(self, numbers: Any, digits: int = 0) -> Any:
-        """Return the mean of a number of the finished runs."""
-        numbers = pd.to_numeric(numbers, errors="coerce").dropna()
+    def mean(self, name: str, digits: int = 0) -> Any:
+        """Return the mean of a column of the finished runs."""
+        numbers = pd.to_numeric(column(self.ended, name), errors="coerce").dropna()
         place = [self.ended.loc[numbers.index, key] for key in CELL]
         return counts(numbers.groupby(place, sort=False).agg(fmean), digits).reindex(self.index)
 
@@ -211,7 +212,7 @@ def results(runs: Frame, paper: Paper | None = None) -> Table:
 def comparison(runs: Frame, caption: str) -> Table:
     """Return the scores of methods, their differences to the first one, and what they cost."""
     lines = Lines(runs, digits=1)
-    ended, differences, chosen = lines.ended, lines.differences(""), lines.chosen()
+    differences, chosen = lines.differences(""), lines.chosen()
     firsts = lines.compared()["first"].reindex(lines.index)
     columns = {
         heading_of(lines.columns[0]): lines.cells(lines.columns[0]).fillna(lines.words("not recorded")),
@@ -220,9 +221,9 @@ def comparison(runs: Frame, caption: str) -> Table:
         **{f"vs {first}": differences.where(firsts == first) for first in firsts.dropna().unique()},
         "chosen": chosen,
         "lr": pd.Series({key: _rate(own) for key, own in runs.groupby(CELL)}, lines.index).where(chosen.isna()),
-        "MB sent": lines.mean(column(ended, "payload-bytes") / MEGABYTE, 1),
-        "exchanges": lines.mean(column(ended, "exchanges")),
-        "s": lines.mean(column(ended, "seconds"), 1),
+        "MB sent": lines.mean("MB sent", 1),
+        "exchanges": lines.mean("exchanges"),
+        "s": lines.mean("seconds", 1),
     }
     return Table("results", caption, lines.frame(columns), lines.footer())
 
@@ -268,7 +269,7 @@ def unseen(runs: Frame, caption: str) -> Table:
         "as it is": lines.cells(lines.columns[0], "interval").fillna(lines.words("not recorded")),
         **{text: lines.cells(name, "interval") for name, text in names.items()},
         "chosen": lines.chosen(),
-        "s": lines.mean(column(lines.ended, "seconds"), 1),
+        "s": lines.mean("seconds", 1),
     }
     return Table("results", caption, lines.frame(columns))
 
@@ -290,13 +291,12 @@ def _by_unseen_domain(runs: Frame) -> Frame:
 def costs(runs: Frame) -> Table:
     """Return what the runs sent, and their time."""
     lines = Lines(runs)
-    ended = lines.ended
     columns = {
-        "rounds": lines.mean(ended["rounds"]),
-        "exchanges": lines.mean(column(ended, "exchanges")),
-        "MB sent": lines.mean(column(ended, "payload-bytes") / MEGABYTE, 1),
-        "MB a round, as papers count": lines.mean(column(ended, "paper-bytes") / MEGABYTE / ended["rounds"], 2),
-        "seconds": lines.mean(column(ended, "seconds"), 1),
+        "rounds": lines.mean("rounds"),
+        "exchanges": lines.mean("exchanges"),
+        "MB sent": lines.mean("MB sent", 1),
+        "MB a round, as papers count": lines.mean("MB a round", 2),
+        "seconds": lines.mean("seconds", 1),
     }
     return Table("costs", "What the runs sent, and their time", lines.frame(columns))
 
@@ -315,7 +315,7 @@ def all_runs(runs: Frame) -> Table:
         "chosen": _chosen(ended),
         heading_of(score): counts(scaled(ended, score), 2 if is_share(score) else ERROR_DIGITS),
         "exchanges": counts(column(ended, "exchanges")),
-        "MB sent": counts(column(ended, "payload-bytes") / MEGABYTE, 1),
+        "MB sent": counts(ended["MB sent"], 1),
         "seconds": counts(column(ended, "seconds"), 1),
         "folder": [Path(folder).name for folder in runs["folder"]],
     }

@@ -5,7 +5,6 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
