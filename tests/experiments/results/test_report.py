@@ -3,12 +3,9 @@
 import csv
 import json
 import re
-import shutil
-import subprocess
 from collections.abc import Mapping, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,8 +17,8 @@ from fedbn_flwr.experiments import main
 from fedbn_flwr.experiments.results.bars import bars
 from fedbn_flwr.experiments.results.curves import draw_marks, marks_of
 from fedbn_flwr.experiments.results.folders import read_parts
-from fedbn_flwr.experiments.results.pictures import Picture, bar_style, line_style
-from fedbn_flwr.experiments.results.show import fill, show
+from fedbn_flwr.experiments.results.pictures import bar_style, line_style
+from fedbn_flwr.experiments.results.show import show
 from fedbn_flwr.experiments.results.table import Cell, Table
 from fedbn_flwr.experiments.results.values import QUANTITIES, Value, values_of
 from tests.helpers.matrix_files import ROUNDS, round_row, summary_of, write_matrix, write_run, write_study
@@ -243,15 +240,6 @@ def test_runs_and_comparisons_in_one_page(tmp_path: Path) -> None:
     assert page.cell("results", SCORE, run_in(tmp_path / "one").name)
 
 
-@pytest.mark.parametrize("name", ["study.json", "matrix.json"])
-def test_a_file_that_is_none_of_ours_is_one_line(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / name).write_text('{"title": "mine"}')
-    (tmp_path / "recipe.yaml").write_text("methods: [fedavg]")
-    assert main(["report", str(tmp_path)]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert f"{name} is not the record of a study" in line
-
-
 def test_bars_by_domain_are_of_domains(tmp_path: Path) -> None:
     """Of every quantity that a single run or a recipe may have beside."""
     quantities = [*(name for name in QUANTITIES if name != "domain-accuracy"), "domain-accuracy"]
@@ -283,13 +271,6 @@ def test_the_map_is_gn_minus_bn(tmp_path: Path) -> None:
     axes = Figure().add_subplot()
     picture.paint(axes)
     assert [text.get_text() for text in axes.texts] == ["+25.0"]
-
-
-def test_runs_of_a_comparison_that_have_not_begun_are_waiting(tmp_path: Path) -> None:
-    planned = [("fedavg", 0), ("fedavg", 1), ("fixbn", 0)]
-    page = write_page(write_comparison(tmp_path, planned, {"fedavg": 0.5}), out=tmp_path / "page")
-    assert "3 runs: 1 finished, 2 waiting" in page.text
-    assert page.cell("results", SCORE, "fixbn") == "waiting"
 
 
 def test_one_seed_is_said_once_and_zero_has_no_sign(tmp_path: Path) -> None:
@@ -389,16 +370,3 @@ def test_latex_prints_names_as_they_are() -> None:
     hard = r"a\_b\&50\%\#\{x\}\textasciitilde{}\textasciicircum{}\textbackslash{}\textless{}\textbar{}{[}{*}]"
     assert rf"\caption{{{hard}}}" in text
     assert hard + r" & $-$1.00 \\" in text
-
-
-@pytest.mark.skipif(shutil.which("pdflatex") is None, reason="no LaTeX here (Debian: texlive-latex-recommended)")
-@pytest.mark.usefixtures("drawn")
-def test_latex_compiles(tmp_path: Path) -> None:
-    table = Table("results", HARD, [{"method": Cell(HARD), "n": Cell("1 ± 2", 1.0)}], [HARD])
-    picture = Picture("curve", HARD, lambda axes: axes.plot([0, 1]))
-    (tmp_path / "curve.pdf").write_bytes(picture.file("pdf"))
-    (tmp_path / "results.tex").write_text(show(table, "latex"))
-    part = SimpleNamespace(prefix="", tables=[table], pictures=[picture])
-    (tmp_path / "paper.tex").write_text(fill("example.tex", parts=[part]))
-    words = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "paper.tex"]
-    assert subprocess.run(words, cwd=tmp_path, stdout=subprocess.DEVNULL, check=False).returncode == 0

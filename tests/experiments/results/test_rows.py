@@ -55,11 +55,17 @@ def test_a_comparison_is_a_study_without_settings(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", ["", "[]", '{"title": "mine", "recipe": {}, "runs": [{}]}', '{"title": "a", "recipe": {}, "runs": []}']
+    ("name", "content"),
+    [
+        *(("study.json", text) for text in ("", "[]", '{"title": "mine", "recipe": {}, "runs": [{}]}')),
+        ("study.json", '{"title": "a", "recipe": {}, "runs": []}'),
+        ("matrix.json", '{"title": "mine"}'),
+    ],
 )
-def test_a_study_that_cannot_be_read_is_one_line(tmp_path: Path, content: str) -> None:
-    (tmp_path / "study.json").write_text(content)
-    with pytest.raises(UsageError, match=r"study.json is not the record of a study"):
+def test_a_study_that_cannot_be_read_is_one_line(tmp_path: Path, name: str, content: str) -> None:
+    (tmp_path / name).write_text(content)
+    (tmp_path / "recipe.yaml").write_text("methods: [fedavg]")
+    with pytest.raises(UsageError, match=f"{name} is not the record of a study"):
         rows(tmp_path)
 
 
