@@ -9,7 +9,7 @@ import csv
 from collections import defaultdict
 from pathlib import Path
 
-from fedbn_flwr.experiments.results.pictures import figure
+from fedbn_flwr.experiments.results.plots import figure
 
 FOLDER = Path(__file__).parent
 

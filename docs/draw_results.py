@@ -13,7 +13,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from fedbn_flwr.experiments.results.pictures import draw_runs, figure
+from fedbn_flwr.experiments.results.plots import draw_runs, figure
+from fedbn_flwr.experiments.results.rows import pd
 from fedbn_flwr.experiments.results.values import spread
 
 HERE = Path(__file__).parent
@@ -83,10 +84,14 @@ def draw_curves(setting: str, axes: Sequence[str], path: Path) -> None:
     with figure(path, len(axes), (4.0 * len(axes), 5)) as (picture, panels):
         for panel, axis in zip(panels, axes, strict=True):
             for index, (method, seeds) in enumerate((name, seeds) for name, seeds in lines.items() if seeds):
-                runs = [
-                    ([float(row[axis]) for row in rows], [float(row[SCORE]) for row in rows]) for rows in seeds.values()
+                points = [
+                    {"run": seed, "x": float(row[axis]), "y": float(row[SCORE])}
+                    for seed, rows in seeds.items()
+                    for row in rows
                 ]
-                draw_runs(panel, runs, label=method, linestyle=STYLES[index % len(STYLES)], color=f"C{index}")
+                draw_runs(
+                    panel, pd.DataFrame(points), label=method, linestyle=STYLES[index % len(STYLES)], color=f"C{index}"
+                )
             panel.set(xlabel=AXES[axis], ylabel=SCORE if axis == "round" else "")
             panel.grid(alpha=0.3)
             if axis in ("exchanges", "MB sent"):

@@ -19,12 +19,12 @@ except PackageNotFoundError:  # a checkout that was never installed
 if TYPE_CHECKING:
     from fedbn_flwr.experiments.laboratory import compare as compare
     from fedbn_flwr.experiments.laboratory import run as run
-    from fedbn_flwr.experiments.results.folders import rows as rows
+    from fedbn_flwr.experiments.results.rows import rows as rows
     from fedbn_flwr.norm import adapt as adapt
 
 __all__ = ["__version__", "adapt", "compare", "rows", "run"]
 _LABORATORY = "experiments.laboratory"
-_MODULES = {"compare": _LABORATORY, "run": _LABORATORY, "rows": "experiments.results.folders", "adapt": "norm"}
+_MODULES = {"compare": _LABORATORY, "run": _LABORATORY, "rows": "experiments.results.rows", "adapt": "norm"}
 
 
 def __getattr__(name: str) -> Any:

@@ -27,28 +27,12 @@ FLOORS = (
 )
 #: the experiments have floors of their own, by what comes after `fedbn_flwr.experiments.`
 INNER_FLOORS = (
-    # what a run is, its files, and its row
-    ("config", "choice", "method", "output.run_folder", "results.rows", "results.paper"),
-    ("material", "checks", "output.recorder", "output.scoring", "output.sinks"),
-    (
-        "results.values",
-        "results.findings",
-        "results.pictures",
-        "results.curves",
-        "results.bars",
-    ),  # what its numbers say
-    (
-        "checkpoint",
-        "runs",
-        "client_side",
-        "server_side",
-        "engines",
-        "flower_run",
-        "sites",
-        "study",
-    ),  # what becomes of it
-    ("recipes.schema", "results", "output"),
-    ("recipes", "laboratory", "diagnose", "cli"),  # what users call
+    ("config", "choice", "method", "output.run_folder", "recipes.paper"),  # what a run is, and its files
+    ("material", "checks", "output"),
+    ("checkpoint", "runs", "client_side", "server_side", "engines", "sites", "study"),  # what becomes of it
+    ("recipes.schema",),
+    ("results",),  # what its numbers say
+    ("recipes", "laboratory", "diagnose", "flower_run", "cli"),  # what users call
 )
 #: public import paths that stand for a room, and the package itself, which imports the experiments when asked for them
 DOORS = {"fedbn_flwr.strategies": "strategies", "fedbn_flwr": ""}

@@ -3,7 +3,6 @@
 Its base, `NodeApp`, is what happens to a message before a handler sees it, and to a reply before it leaves.
 """
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -16,7 +15,6 @@ from fedbn_flwr.client import BNClient, Reply, read_instruction
 from fedbn_flwr.client.own_loop_client import OwnLoopClient
 from fedbn_flwr.clientapp.mods import ClientAppCallable, Mod, is_outermost
 from fedbn_flwr.layerwise.shared_statistics import UnlikeBatchNormError
-from fedbn_flwr.plugins.gone import refuse_sums
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.state.records import array_records
 from fedbn_flwr.transports.message_client import handle_layerwise_message
@@ -49,7 +47,6 @@ class NodeApp(ClientApp):
         packed = PACKED in message.content
         received = with_content(message, unpack(message.content)) if packed else message
         try:
-            refuse_sums(os.environ)
             reply = handle(received, context)
         except UsageError as error:  # in one line: Flower would show a traceback
             reply = _error(str(error), message)

@@ -5,8 +5,7 @@ array of indices a client.
 """
 
 from fedbn_flwr.data.augmentation import AUGMENTATIONS, parse_augmentation
-from fedbn_flwr.data.dataset_registry import DATASETS, SITES, DatasetRequest, register_dataset
-from fedbn_flwr.data.loading import load
+from fedbn_flwr.data.loading import DATASETS, SITES, DatasetRequest, load, register_dataset
 from fedbn_flwr.data.partition import PARTITIONS, PartitionRequest, partition, register_partition
 from fedbn_flwr.data.splits import Data, Split, leave_out, normalized, renumbered, without_domains
 

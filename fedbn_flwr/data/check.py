@@ -8,9 +8,9 @@ from typing import Literal
 import numpy as np
 import torch
 
-from fedbn_flwr.data.dataset_registry import DATASETS, DatasetRequest
 from fedbn_flwr.data.decoding import Source, UnreadableImageError, read_image, read_map
 from fedbn_flwr.data.file_split import FileSplit
+from fedbn_flwr.data.loading import DATASETS, DatasetRequest
 from fedbn_flwr.data.sets.catalog import CATALOG
 from fedbn_flwr.data.splits import Data, Split
 from fedbn_flwr.plugins import did_you_mean

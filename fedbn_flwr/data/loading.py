@@ -1,21 +1,19 @@
-"""The data sets that there are, each registered with the function that reads it, and loading them by name.
-
-A process keeps the last ones.
-"""
+"""Data sets by name: what a spec asks for, the functions that read one, and loading; a process keeps the last ones."""
 
 import importlib
 import os
-from collections.abc import Callable
-from dataclasses import asdict, replace
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from math import isfinite
 from pathlib import Path
 from threading import RLock
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from fedbn_flwr.data.dataset_registry import DATASETS, SITES, DatasetRequest, Read, register_dataset
 from fedbn_flwr.data.domains import digits, digits_domains, image_domains
 from fedbn_flwr.data.file_split import WORKERS
 from fedbn_flwr.data.files import TORCHVISION, from_folder, from_torchvision
@@ -25,7 +23,8 @@ from fedbn_flwr.data.sets.hugging_face import Choice, hugging_face
 from fedbn_flwr.data.sets.imagenet import imagenet, tiny_imagenet
 from fedbn_flwr.data.splits import Data, Split
 from fedbn_flwr.data.streets import SIDE, streets
-from fedbn_flwr.plugins import Named, did_you_mean
+from fedbn_flwr.plugins import Named, add, did_you_mean
+from fedbn_flwr.plugins.options import Option, Range, option_key, read_options, read_pairs
 from fedbn_flwr.randomness import torch_generator
 
 #: standard deviations of the prototypes' pixels and of the noise upon them, in grey levels around 128
@@ -36,6 +35,74 @@ CHUNK = 4096
 ROOT_VARIABLE, DEFAULT_ROOT = "FEDBN_FLWR_DATA", "~/.cache/fedbn-flwr"
 #: held while loading; reentrant, because a user's function may call `load`
 _loading = RLock()
+#: the data set of a run for which every site of a deployment has data of its own
+SITES = "sites"
+
+
+@dataclass(frozen=True)
+class DatasetRequest:
+    """The parts of a spec `name[:argument]`, and where and how to read the data set."""
+
+    name: str
+    argument: str
+    image_size: int | None
+    root: Path
+    #: processes that decode image files ahead of training
+    image_workers: int = WORKERS
+
+    def home(self, name: str) -> Path:
+        """Return the argument's path as a folder; without one, the folder of this name in `root`."""
+        return Path(self.path).expanduser() if self.path else self.root / name
+
+    @property
+    def path(self) -> str:
+        """The path (or name) in an argument `[PATH][:key=value]...`."""
+        return self._parts[0]
+
+    def options(self, **defaults: int | str) -> dict[str, Any]:
+        """Read the argument as `key=value:key=value...`: these keys, of the types of their defaults."""
+        return self._read(defaults, [*filter(None, [self.path]), *self._parts[1]])
+
+    def options_after_path(self, **defaults: int | str) -> dict[str, Any]:
+        """Read the options of an argument `[PATH][:key=value]...`, as `options` does."""
+        return self._read(defaults, self._parts[1])
+
+    @property
+    def _parts(self) -> tuple[str, list[str]]:
+        """Split `PATH:key=value...`; what comes before the first `:key=` is the path."""
+        path, *options = re.split(r":(?=[a-z-]+=)", f":{self.argument}")
+        return path.removeprefix(":"), options
+
+    def _read(self, defaults: Mapping[str, int | str], items: Sequence[str]) -> dict[str, Any]:
+        known = {
+            option_key(name): Option(name, type(value), value, range=Range(0) if isinstance(value, int) else None)
+            for name, value in defaults.items()
+        }
+        return {**defaults, **read_options(self.name, known, read_pairs(self.name, items))}
+
+
+#: reads a data set
+Read = Callable[[DatasetRequest], Data]
+R = TypeVar("R", bound=Read)
+#: the data sets by name; `register_dataset` adds one
+DATASETS: dict[str, Read] = {}
+
+
+def register_dataset(name: str) -> Callable[[R], R]:
+    """Register a function that reads a data set, under the name that `--dataset` takes; used as a decorator.
+
+        @register_dataset("my-images")
+        def my_images(request: DatasetRequest) -> Data:
+            return Data("my-images", train, test, num_classes=10)
+
+    It is called once a process for each spec. A name that another data set has is a ValueError.
+    """
+
+    def register(read: R) -> R:
+        add(DATASETS, "data set", name, read)
+        return read
+
+    return register
 
 
 def synthetic(n: int, test: int, classes: int, size: int, channels: int, seed: int) -> Data:

@@ -6,7 +6,6 @@ Rows are taken in the order in which they come, which `partition` has shuffled.
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TypeVar
 
 import numpy as np
@@ -319,18 +318,11 @@ def _union(request: PartitionRequest) -> list[Rows]:
 def partition(spec: str, data: Data, clients: int, seed: int) -> list[Rows]:
     """Return sorted indices into the training split, one array a client.
 
-    The same arguments give the same arrays; do not change them. No sample has two clients. Every sample has one, except
-    where a spec leaves samples out: `classes` with too few clients to hold every class, and `domain` with more splits
-    than clients a domain. Without SPLITS a domain is cut into as many parts as it has clients. A spec that is unknown
-    or cannot be followed is a ValueError.
+    No sample has two clients. Every sample has one, except where a spec leaves samples out: `classes` with too few
+    clients to hold every class, and `domain` with more splits than clients a domain. Without SPLITS a domain is cut
+    into as many parts as it has clients. A spec that is unknown or cannot be followed is a ValueError.
     """
     kind, arguments = _parse(spec)
-    return _partition(spec, kind, tuple(arguments), data, clients, seed)
-
-
-# few, because each holds its data set
-@lru_cache(maxsize=4)
-def _partition(spec: str, kind: Kind, arguments: tuple[str, ...], data: Data, clients: int, seed: int) -> list[Rows]:
     if not 1 <= clients <= len(data.train):
         raise ValueError(f"partition {spec!r}: {clients} clients cannot share {len(data.train)} samples")
     try:

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from fedbn_flwr import __version__
 from fedbn_flwr.deployment import DeploymentError
+from fedbn_flwr.deployment.operator import Operator, describe
 from fedbn_flwr.plugins import MissingExtraError, extra
 from fedbn_flwr.plugins.options import UsageError
 
@@ -116,7 +117,7 @@ def _provision(file: Path, out: Path) -> Iterator[str]:
 
 
 def _site_init(kit: Path) -> Iterator[str]:
-    from fedbn_flwr.deployment.site import init_site
+    from fedbn_flwr.deployment.provision import init_site
 
     yield f"give {init_site(kit)} to the operator; node.key stays here"
 
@@ -131,14 +132,10 @@ def _site_log(kit: Path) -> Sequence[str]:
 
 
 def _site_register(keys: Sequence[Path], operator: Path) -> Iterator[str]:
-    from fedbn_flwr.deployment.operator import Operator
-
     yield from (f"registered {key.stem} as node {Operator(operator).register(key)}" for key in keys)
 
 
 def _site_revoke(name: str, operator: Path) -> Iterator[str]:
-    from fedbn_flwr.deployment.operator import Operator
-
     yield f"revoked {name}, which was node {Operator(operator).revoke(name)}"
 
 
@@ -153,12 +150,8 @@ def _preflight(kit: Path) -> Iterator[object]:
 
 
 def _status(operator: Path) -> Iterable[str]:
-    from fedbn_flwr.deployment.operator import Operator, describe
-
     return describe(Operator(operator))
 
 
 def _fetch(run: str, operator: Path, out: Path) -> Iterable[Path]:
-    from fedbn_flwr.deployment.operator import Operator
-
     return Operator(operator).fetch(run, out)

@@ -51,18 +51,17 @@ class Federation:
                 raise DeploymentError(f"{host!r} is neither a host name nor an address")
         for site in self.sites:
             check_name("site", site)
-            if self.sites.count(site) > 1:
-                raise DeploymentError(f"site {site!r} is listed twice")
+        if twice := [site for site in self.sites if self.sites.count(site) > 1]:
+            raise DeploymentError(f"site {twice[0]!r} is listed twice")
         if not self.sites:
             raise DeploymentError("sites must list at least one site")
-        ports = ("port", "operator_port", "exchange_port")
-        for key in ports:
-            if not 1024 <= getattr(self, key) <= 65535:
-                raise DeploymentError(f"{option_key(key)} must be between 1024 and 65535, got {getattr(self, key)}")
+        ports = {"port": self.port, "operator-port": self.operator_port, "exchange-port": self.exchange_port}
+        for key, number in ports.items():
+            if not 1024 <= number <= 65535:
+                raise DeploymentError(f"{key} must be between 1024 and 65535, got {number}")
         for one, other in combinations(ports, 2):
-            if getattr(self, one) == getattr(self, other):
-                number = getattr(self, one)
-                raise DeploymentError(f"{option_key(one)} and {option_key(other)} must differ, both are {number}")
+            if ports[one] == ports[other]:
+                raise DeploymentError(f"{one} and {other} must differ, both are {ports[one]}")
         if self.days < 1:
             raise DeploymentError(f"days must be at least 1, got {self.days}")
 

@@ -1,7 +1,6 @@
 """Keys and certificates: a CA for the server's certificate, a node key for each site, shared secrets."""
 
 import os
-import secrets
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
@@ -58,7 +57,7 @@ def make_ca(name: str, certificate: Path, key: Path) -> None:
     subject = _subject(f"{name} CA")
     builder = _builder(subject, subject, private.public_key(), timedelta(days=365 * CA_YEARS))
     builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-    builder = builder.add_extension(_key_usage(key_cert_sign=True, crl_sign=True), critical=True)
+    builder = builder.add_extension(_key_usage("key_cert_sign", "crl_sign"), critical=True)
     write_new(key, _pem(private), PRIVATE)
     write_new(certificate, builder.sign(private, hashes.SHA384()).public_bytes(_PEM), PUBLIC)
 
@@ -73,7 +72,7 @@ def make_server_certificate(ca: Path, ca_key: Path, hosts: Sequence[str], days: 
     names = x509.SubjectAlternativeName([_alternative(host) for host in dict.fromkeys(hosts)])
     builder = builder.add_extension(names, critical=False)
     builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-    builder = builder.add_extension(_key_usage(digital_signature=True), critical=True)
+    builder = builder.add_extension(_key_usage("digital_signature"), critical=True)
     builder = builder.add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
     authority = x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key())
     builder = builder.add_extension(authority, critical=False)
@@ -125,12 +124,12 @@ def public_text(key: ec.EllipticCurvePrivateKey) -> str:
     return key.public_key().public_bytes(serialization.Encoding.OpenSSH, form).decode()
 
 
-def make_secret(path: Path) -> None:
-    """Make a file of 32 random bytes."""
-    write_new(path, secrets.token_bytes(32), PRIVATE)
-
-
 _PEM = serialization.Encoding.PEM
+#: what a key can be for
+_USES = (
+    *("digital_signature", "key_cert_sign", "crl_sign", "content_commitment", "key_encipherment"),
+    *("data_encipherment", "key_agreement", "encipher_only", "decipher_only"),
+)
 
 
 def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
@@ -151,18 +150,8 @@ def _builder(
     return builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
 
 
-def _key_usage(digital_signature: bool = False, key_cert_sign: bool = False, crl_sign: bool = False) -> x509.KeyUsage:
-    return x509.KeyUsage(
-        digital_signature=digital_signature,
-        key_cert_sign=key_cert_sign,
-        crl_sign=crl_sign,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        encipher_only=False,
-        decipher_only=False,
-    )
+def _key_usage(*uses: str) -> x509.KeyUsage:
+    return x509.KeyUsage(**{use: use in uses for use in _USES})
 
 
 def _alternative(host: str) -> x509.GeneralName:

@@ -18,7 +18,7 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.request import HTTPSHandler, ProxyHandler, build_opener
 
-from fedbn_flwr.deployment import DeploymentError
+from fedbn_flwr.deployment import DeploymentError, read_text
 from fedbn_flwr.deployment.federation import check_name
 from fedbn_flwr.deployment.keys import PRIVATE, check_public_key
 
@@ -35,12 +35,7 @@ class Operator:
     def __init__(self, home: Path) -> None:
         self.home = home.resolve()
         path = self.home / "config.toml"
-        try:
-            text = path.read_text()
-        except OSError as error:
-            raise DeploymentError(
-                f"{path} cannot be read ({error.strerror}): is {home} an operator's folder?"
-            ) from error
+        text = read_text(path, f": is {home} an operator's folder?")
         # Flower wants an absolute path, and the folder may have moved since
         here = re.sub(r'(?m)^root-certificates = ".*"$', f'root-certificates = "{self.home / "ca.crt"}"', text)
         if here != text:
@@ -48,7 +43,8 @@ class Operator:
         links = tomllib.loads(here)["superlink"]
         self.name: str = links["default"]
         self.address: str = links[self.name]["address"]
-        self._key = self._read_key()
+        advice = "; `fedbn-flwr provision` makes one, and what the server needs"
+        self._key = read_text(self.home / "operator.key", advice).strip()
         self._write_credentials()
         context = ssl.create_default_context(cafile=self.home / "ca.crt")
         self._opener = build_opener(ProxyHandler({}), HTTPSHandler(context=context))
@@ -134,15 +130,6 @@ class Operator:
         options: Mapping[str, Any] = json.loads(config)["options"]
         rows = [json.loads(line) for line in rounds.splitlines() if line.endswith(b"}")]
         return {"method": options["method"], "rounds": options["rounds"], "done": len(rows), "last": (rows or [{}])[-1]}
-
-    def _read_key(self) -> str:
-        path = self.home / "operator.key"
-        try:
-            return path.read_text().strip()
-        except OSError as error:
-            raise DeploymentError(
-                f"{path} cannot be read ({error.strerror}); `fedbn-flwr provision` makes one, and what the server needs"
-            ) from error
 
     def _write_credentials(self) -> None:
         """Let Flower's own command send the operator's key to the address that its configuration names."""

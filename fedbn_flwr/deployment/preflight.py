@@ -24,7 +24,7 @@ from fedbn_flwr import __version__
 from fedbn_flwr.deployment import DeploymentError
 from fedbn_flwr.deployment.flower_internals import is_registered
 from fedbn_flwr.deployment.keys import load_node_key, public_text
-from fedbn_flwr.deployment.site import WRITTEN, read_env
+from fedbn_flwr.deployment.provision import WRITTEN, read_env
 
 #: seconds that Flower's node authentication lets a node's clock be ahead of the server's, and behind it
 AHEAD, BEHIND = 5, 305

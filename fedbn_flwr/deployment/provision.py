@@ -1,5 +1,7 @@
 """Making a federation's folders: one for its server, one for its operator, its CA, and a kit for each site.
 
+A site itself completes its kit with its keys and secret.
+
 ```
 ca/        ca.key                                the CA's private key: needed to renew, best kept offline
 server/    .env docker-compose.yml ca.crt server.crt server.key superexec.secret state/ results/
@@ -14,13 +16,14 @@ A folder that exists is completed: new sites get their kits, and no file is over
 """
 
 import json
+import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 
 from fedbn_flwr import __version__
-from fedbn_flwr.deployment import DeploymentError
+from fedbn_flwr.deployment import DeploymentError, read_text
 from fedbn_flwr.deployment.federation import Federation
 from fedbn_flwr.deployment.keys import (
     PRIVATE,
@@ -28,17 +31,18 @@ from fedbn_flwr.deployment.keys import (
     certificate_hosts,
     hand_over,
     make_ca,
-    make_secret,
+    make_node_key,
     make_server_certificate,
     user_of,
     write_new,
 )
 from fedbn_flwr.deployment.operator import Operator
-from fedbn_flwr.deployment.site import WRITTEN, read_env
 
 _TEMPLATES = Path(__file__).parent / "templates"
 #: the names of the server's services in docker-compose.yml, and the machine itself
 _INNER_HOSTS = ("superlink", "proxy", "localhost", "127.0.0.1")
+#: folders of a kit that the containers write to
+WRITTEN = ("log", "state", "models")
 #: lines of `.env` that are not the federation's
 _OWN = ("FEDBN_DATA", "FEDBN_USER", "COMPOSE_PROFILES")
 _SITES_DOOR = (
@@ -55,7 +59,7 @@ def provision(federation: Federation, out: Path) -> list[str]:
     certificate, in_use = out / "ca" / "ca.crt", out / "server" / "ca.crt"
     if in_use.exists():
         # the CA may be offline by now: a new one would sign nothing that the server shows
-        _missing_text(certificate, in_use.read_text())
+        _missing(certificate, in_use.read_text())
     if not certificate.exists():
         make_ca(federation.name, certificate, out / "ca" / "ca.key")
     _provision_operator(federation, out)
@@ -69,8 +73,6 @@ def _numbers(federation: Federation, out: Path) -> dict[str, int]:
     """Return the sites' numbers. A site keeps its number, which is nobody else's, even when the site is removed."""
     path = out / "numbers.json"
     numbers: dict[str, int] = json.loads(path.read_text()) if path.exists() else {}
-    for kit in sorted((out / "sites").glob("*/.env")):
-        numbers.setdefault(kit.parent.name, int(read_env(kit.parent)["FEDBN_PARTITION"]))
     for site in federation.sites:
         numbers.setdefault(site, max(numbers.values(), default=-1) + 1)
     path.write_text(json.dumps(numbers, indent=2) + "\n")
@@ -125,25 +127,25 @@ def _provision_server(federation: Federation, out: Path) -> None:
         raise DeploymentError(
             f"the server lacks {' '.join(other)}: delete {', '.join(made)} in {out}, and run this again"
         )
-    _missing_text(out / ".env", fill("all.env", values))
-    _missing(server / "superexec.secret", make_secret)
-    _missing_text(server / "ca.crt", (out / "ca" / "ca.crt").read_text())
+    _missing(out / ".env", fill("all.env", values))
+    _missing(server / "superexec.secret", secrets.token_bytes(32), PRIVATE)
+    _missing(server / "ca.crt", (out / "ca" / "ca.crt").read_text())
     for name, purpose, part in (
         ("nginx.conf", _SITES_DOOR, "nginx-sites.conf"),
         ("operator.conf", _OPERATORS_DOOR, "nginx-operator.conf"),
     ):
-        text = fill("nginx.conf", {"PURPOSE": purpose, "SERVERS": fill(part, values), **values})
+        door = {"PURPOSE": purpose, "SERVERS": fill(part, values), **values}
         # the operator's key stands in the second one
-        _missing(server / name, lambda new, text=text: write_new(new, text, PRIVATE))  # type: ignore[misc]
-    _missing_text(server / ".env", settings)
-    _missing_text(server / "docker-compose.yml", compose_file().read_text())
+        _missing(server / name, fill("nginx.conf", door), PRIVATE)
+    _missing(server / ".env", settings)
+    _missing(server / "docker-compose.yml", compose_file().read_text())
     hand_over(server)
 
 
 def _provision_operator(federation: Federation, out: Path) -> None:
     operator = (out / "operator").resolve()
-    _missing_text(operator / "ca.crt", (out / "ca" / "ca.crt").read_text())
-    _missing(operator / "operator.key", lambda new: write_new(new, secrets.token_hex(32) + "\n", PRIVATE))
+    _missing(operator / "ca.crt", (out / "ca" / "ca.crt").read_text())
+    _missing(operator / "operator.key", secrets.token_hex(32) + "\n", PRIVATE)
     address = f"127.0.0.1:{federation.operator_port}"
     lines = [
         "[superlink]",
@@ -153,7 +155,7 @@ def _provision_operator(federation: Federation, out: Path) -> None:
         f'address = "{address}"',
         f'root-certificates = "{operator / "ca.crt"}"',
     ]
-    _missing_text(operator / "config.toml", "\n".join(lines) + "\n")
+    _missing(operator / "config.toml", "\n".join(lines) + "\n")
     # for Flower's own command
     Operator(operator)
 
@@ -171,13 +173,46 @@ def _provision_site(federation: Federation, out: Path, site: str, numbers: Mappi
         "VERSIONS": f"fedbn-flwr={__version__},flwr={version('flwr')}",
     }
     other = _other_lines(kit / ".env", text := fill("site.env", values))
-    _missing_text(kit / ".env", text)
-    _missing_text(kit / "ca.crt", (out / "ca" / "ca.crt").read_text())
-    _missing_text(kit / "docker-compose.yml", compose_file().read_text())
+    _missing(kit / ".env", text)
+    _missing(kit / "ca.crt", (out / "ca" / "ca.crt").read_text())
+    _missing(kit / "docker-compose.yml", compose_file().read_text())
     for unit in ("fedbn-node.service", "fedbn-exec.service"):
-        _missing_text(kit / unit, fill(unit, values))
+        _missing(kit / unit, fill(unit, values))
     hand_over(kit)
     return [f"the kit of {site} is out of date; its .env, here and at the site, needs {' '.join(other)}"] * bool(other)
+
+
+def read_env(kit: Path) -> dict[str, str]:
+    """Read the kit's `.env`."""
+    text = read_text(kit / ".env", f": is {kit} the kit of a site?")
+    lines = [line.strip() for line in text.splitlines()]
+    return dict(line.split("=", 1) for line in lines if not line.startswith("#") and "=" in line)
+
+
+def init_site(kit: Path) -> Path:
+    """Make the site's private key and secret, which stay here, and give what they need to the user of the containers.
+
+    A key that is there stays. Returns the public half, which the operator needs.
+    """
+    env = read_env(kit)
+    if "FEDBN_SITE" not in env:
+        raise DeploymentError(f"{kit / '.env'} has no line FEDBN_SITE=...")
+    site = env["FEDBN_SITE"]
+    # Compose has read `.env` already when it runs this as the service `init`, and says which user it found
+    user = os.environ.get("FEDBN_USER") or env.get("FEDBN_USER") or user_of(kit)
+    if "FEDBN_USER" not in env:
+        with (kit / ".env").open("a") as file:
+            file.write(f"\n# who the containers run as; must be able to read the data\nFEDBN_USER={user}\n")
+    public = kit / f"{site}.pub"
+    if not (kit / "node.key").exists():
+        public.unlink(missing_ok=True)  # the key that it belonged to is lost
+        make_node_key(kit / "node.key", public, site)
+    _missing(kit / "superexec.secret", secrets.token_bytes(32), PRIVATE)
+    for folder in (*WRITTEN, "code"):
+        (kit / folder).mkdir(mode=0o700, exist_ok=True)
+    for name in ("node.key", "superexec.secret", "code", *WRITTEN):
+        hand_over(kit / name, user)
+    return public
 
 
 def _make_certificate(federation: Federation, out: Path) -> None:
@@ -199,10 +234,6 @@ def compose_file() -> Path:
     return next((path for path in places if path.exists()), places[0])
 
 
-def _missing(path: Path, make: Callable[[Path], None]) -> None:
+def _missing(path: Path, content: str | bytes, mode: int = PUBLIC) -> None:
     if not path.exists():
-        make(path)
-
-
-def _missing_text(path: Path, text: str) -> None:
-    _missing(path, lambda new: write_new(new, text, PUBLIC))
+        write_new(path, content, mode)

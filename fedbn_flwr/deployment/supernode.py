@@ -1,8 +1,8 @@
 """Flower's SuperNode, which ends when it can no longer take part; a restart policy then brings it back.
 
-It records what it sends in the file `FEDBN_SITE_LOG`. Where `FEDBN_APPS` names hashes, no other apps run. It does not
-start where its site still asks for secure sums. Flower's own command lives on without its loop or its heartbeat after
-an unexpected error: the process is alive and the node offline for ever. Takes the arguments of `flower-supernode`.
+It records what it sends in the file `FEDBN_SITE_LOG`. Where `FEDBN_APPS` names hashes, no other apps run. Flower's own
+command lives on without its loop or its heartbeat after an unexpected error: the process is alive and the node offline
+for ever. Takes the arguments of `flower-supernode`.
 
 Where `FEDBN_EXCHANGE` names the server's side channel, the apps of the site reach it through this process, the only one
 of a site that talks to the server.
@@ -22,8 +22,6 @@ from fedbn_flwr.deployment import DeploymentError
 from fedbn_flwr.deployment.flower_internals import come_back_noticed, guard
 from fedbn_flwr.deployment.relay import start_relay
 from fedbn_flwr.deployment.sent_log import SentLog
-from fedbn_flwr.plugins.gone import refuse_sums
-from fedbn_flwr.plugins.options import UsageError
 
 #: the address of the server's side channel, HOST:PORT
 EXCHANGE_VARIABLE = "FEDBN_EXCHANGE"
@@ -42,9 +40,8 @@ def main() -> None:
     threading.excepthook = _end
     log = SentLog(Path(os.environ[LOG_VARIABLE]) if os.environ.get(LOG_VARIABLE) else None)
     try:
-        refuse_sums(os.environ)
         _guard(log)
-    except (DeploymentError, UsageError) as error:
+    except DeploymentError as error:
         sys.exit(f"the SuperNode does not start: {error}")
     if target := os.environ.get(EXCHANGE_VARIABLE):
         # where the SuperNode listens for the apps of its site

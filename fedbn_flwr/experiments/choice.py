@@ -53,6 +53,11 @@ def _is_edge(value: Any, values: Sequence[Any]) -> bool:
     return False
 
 
+def metric_of(summary: Mapping[str, Any]) -> str:
+    """Return the score by which a run is compared with others."""
+    return str(summary.get("metric") or "accuracy")
+
+
 def chosen_of(summary: Mapping[str, Any]) -> str:
     """Return what was chosen for a run, with a mark at the edge of the grid; empty if nothing was."""
     edges = summary.get("chosen-at-edge", ())

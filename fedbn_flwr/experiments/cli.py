@@ -22,9 +22,10 @@ from fedbn_flwr.experiments.method import all_options, forms_of, import_plugins,
 from fedbn_flwr.experiments.output.listing import listing, show_listing, show_one
 from fedbn_flwr.experiments.recipes.commands import CHANGES, list_recipes, reproduce, show_plan
 from fedbn_flwr.experiments.recipes.schema import SUFFIXES
-from fedbn_flwr.experiments.results.folders import read_parts, show_part
 from fedbn_flwr.experiments.results.page import WRITERS, report
-from fedbn_flwr.experiments.results.pictures import draw_or_warn
+from fedbn_flwr.experiments.results.plots import draw_or_warn
+from fedbn_flwr.experiments.results.rows import read_parts
+from fedbn_flwr.experiments.results.show import show_part
 from fedbn_flwr.experiments.runs import Terminated
 from fedbn_flwr.experiments.study import quiet
 from fedbn_flwr.plugins import did_you_mean

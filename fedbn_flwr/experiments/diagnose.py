@@ -20,7 +20,7 @@ from fedbn_flwr.experiments.material import Material
 from fedbn_flwr.experiments.method import resolve
 from fedbn_flwr.experiments.output.console import console, new_table
 from fedbn_flwr.experiments.output.run_folder import make_folder, write_json
-from fedbn_flwr.experiments.results.pictures import figure
+from fedbn_flwr.experiments.results.plots import figure
 from fedbn_flwr.plugins.options import UsageError, whole_number
 from fedbn_flwr.randomness import numpy_generator, torch_generator
 from fedbn_flwr.wire import Instruction, wire_key

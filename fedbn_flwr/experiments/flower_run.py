@@ -3,7 +3,6 @@
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,9 @@ from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.engines import ENGINES, run_with_grid
 from fedbn_flwr.experiments.method import ENGINE, Experiment, resolve
 from fedbn_flwr.experiments.output.recorder import Progress, Summary
-from fedbn_flwr.experiments.output.run_folder import CONFIG, read_json, read_rounds
-from fedbn_flwr.experiments.results.pictures import draw_or_warn, plot_curves
-from fedbn_flwr.experiments.results.rows import metric_of, title_of
+from fedbn_flwr.experiments.output.run_folder import CONFIG, read_json
+from fedbn_flwr.experiments.results.plots import draw_or_warn, plot_curves
+from fedbn_flwr.experiments.results.rows import rows
 from fedbn_flwr.experiments.runs import Run, alone_in, asked_of, has_results
 from fedbn_flwr.experiments.server_side import count_nodes, run
 from fedbn_flwr.plugins import did_you_mean
@@ -72,8 +71,7 @@ def serve(grid: Grid, run_config: Mapping[str, Any], run_id: int = 0) -> Summary
     with alone_in(folder), sites_by_name(grid, chosen) as sites:
         summary = Run(experiment, engine, folder).train(train)
         if not (folder / "curves.png").exists():
-            curves = {str(summary["method"]): [read_rounds(folder)]}
-            draw_or_warn(partial(plot_curves, curves, title_of(summary), metric_of(summary)), folder / "curves.png")
+            draw_or_warn(lambda: plot_curves(rows(folder)), folder / "curves.png")
     log(INFO, "Results: %s", folder)
     return summary
 

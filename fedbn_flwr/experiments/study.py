@@ -24,13 +24,12 @@ import torch
 from fedbn_flwr.data.prefetch import serve_parent
 from fedbn_flwr.experiments.checkpoint import AUTOMATIC, STOPPING
 from fedbn_flwr.experiments.checks import check_simulation
-from fedbn_flwr.experiments.choice import SEEDS, Choice, Grid
+from fedbn_flwr.experiments.choice import SEEDS, Choice, Grid, metric_of
 from fedbn_flwr.experiments.engines import ENGINES, NEEDED, prepare
 from fedbn_flwr.experiments.method import Experiment, all_options, import_plugins, own_options, parse, resolve
 from fedbn_flwr.experiments.output.recorder import Progress, Summary
 from fedbn_flwr.experiments.output.run_folder import make_folder, write_json
 from fedbn_flwr.experiments.output.scoring import merit
-from fedbn_flwr.experiments.results.rows import metric_of
 from fedbn_flwr.experiments.runs import SIDE_BY_SIDE, Run, setting_name, stoppable
 from fedbn_flwr.plugins.options import UsageError, as_value, convert
 from fedbn_flwr.simulation.processes.worker import preload

@@ -1,6 +1,6 @@
 """The nodes' end of a side channel: the messages of a layer-wise step come, and requests go, over one gRPC stream.
 
-The server's end is in `side_channel_server.py`, the frames of both in `side_channel_frames.py`.
+The server's end is in `side_channel_grid.py`, the frames of both in `side_channel_frames.py`.
 """
 
 import os

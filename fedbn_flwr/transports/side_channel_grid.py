@@ -1,17 +1,29 @@
 """The server's end of layer-wise steps over a side channel: a grid that takes messages to nodes another way.
 
-The nodes' end is in `side_channel_client.py`; the streams themselves are in `side_channel_server.py`.
+There is one gRPC stream a node, for one attempt at a layer-wise step. A node is admitted by a token, which it has from
+an ordinary Flower message. A token opens one stream, and is worth nothing when the attempt has ended. The nodes' end is
+in `side_channel_client.py`.
+
+Both ends say `alive`, in place of gRPC's keepalive. There, what counts is not `grpc.keepalive_timeout_ms` but
+`grpc.http2.ping_timeout_ms`, a minute unless it is set (gRPC 1.85: a cut connection was noticed after 60 s with 4 s and
+2 s asked for, after 2 s with this option); and a proxy answers pings for a node that is gone.
 """
 
+import hashlib
 import os
+import secrets
+import threading
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from logging import INFO, WARNING
+from logging import DEBUG, INFO, WARNING
 from pathlib import Path
+from queue import SimpleQueue
 from statistics import median
 from typing import Any
 
+import grpc
 from flwr.app import ConfigRecord, Error, Message, RecordDict
 from flwr.common import log
 from flwr.common.constant import ErrorCode
@@ -19,9 +31,8 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr import wire
 from fedbn_flwr.server.grids import PassingGrid, identify, question_of
+from fedbn_flwr.transports import side_channel_frames as frames
 from fedbn_flwr.transports.message_records import ADDRESS, SIDE_CHANNEL, TOKEN, UNREACHABLE, StepPosition
-from fedbn_flwr.transports.side_channel_frames import pack_frame
-from fedbn_flwr.transports.side_channel_server import NodeLink, SideChannel
 
 #: where a deployment's server names what a run does not: the port to listen on, the address by which sites reach it,
 #: and certificate and private key, or `none` if a proxy in front of it has them
@@ -29,6 +40,12 @@ PORT_VARIABLE, ADDRESS_VARIABLE = "FEDBN_FLWR_EXCHANGE_PORT", "FEDBN_FLWR_EXCHAN
 CERTIFICATE_VARIABLE, KEY_VARIABLE = "FEDBN_FLWR_EXCHANGE_CERTIFICATE", "FEDBN_FLWR_EXCHANGE_KEY"
 #: seconds after which the grid looks for Flower's replies, which may be errors of nodes that others wait for
 _LOOK = 0.25
+_OPTIONS = [
+    ("grpc.max_receive_message_length", frames.TRANSPORT_LIMIT),
+    ("grpc.max_metadata_size", 8192),
+    # otherwise a second server would share the port, and get half of the nodes
+    ("grpc.so_reuseport", 0),
+]
 
 
 @dataclass(frozen=True)
@@ -107,39 +124,32 @@ class SideChannelGrid(PassingGrid):
 
     def _begin(self, messages: Sequence[Message]) -> "_Attempt | None":
         """Return an attempt whose nodes are there, or have failed; None if no node can use the side channel."""
-        options = self._options
         try:
-            nodes = [message.metadata.dst_node_id for message in messages]
-            channel = SideChannel(nodes, f"[::]:{options.port}", options.certificates)
-        except RuntimeError:
-            self._leave_to_messages(f"port {options.port} cannot be had")
-            return None
-        attempt = _Attempt(self._grid, channel)
-        try:
-            why_not = attempt.connect(messages, options)
-        except BaseException:
-            channel.close()
-            raise
-        if why_not:
-            channel.close()
-            self._leave_to_messages(why_not)
+            attempt = _Attempt(self._grid, messages, self._options)
+        except UnusableError as error:
+            reason = wire.printable(str(error))
+            if not self._why_not:
+                log(WARNING, "Layer-wise steps go by messages, the side channel cannot be used: %s", reason)
+            self._why_not = reason
             return None
         if self._why_not:
             log(INFO, "The side channel can be used again")
         self._why_not = ""
         return attempt
 
-    def _leave_to_messages(self, reason: str) -> None:
-        if not self._why_not:
-            log(WARNING, "Layer-wise steps go by messages, the side channel cannot be used: %s", wire.printable(reason))
-        self._why_not = reason
+
+class UnusableError(RuntimeError):
+    """The port of the side channel cannot be had, or no node can come."""
 
 
 class _Attempt:
-    """An attempt at a layer-wise step: the messages on their way, and the replies to them."""
+    """An attempt at a layer-wise step: the messages on their way, and the replies to them.
 
-    def __init__(self, grid: Grid, channel: SideChannel) -> None:
-        self._grid, self._channel = grid, channel
+    Its nodes are there, or have failed. UnusableError if there can be no side channel.
+    """
+
+    def __init__(self, grid: Grid, messages: Sequence[Message], options: SideChannelOptions) -> None:
+        self._grid = grid
         #: by their ids, the messages without a reply
         self.asked: dict[str, Message] = {}
         #: by Flower's ids of the messages that began the attempt, the nodes whose reply by Flower has not come
@@ -148,9 +158,19 @@ class _Attempt:
         #: from a message to the replies of all nodes
         self._seconds: list[float] = []
         self._began = 0.0
+        nodes = [message.metadata.dst_node_id for message in messages]
+        try:
+            self._channel = SideChannel(nodes, f"[::]:{options.port}", options.certificates)
+        except RuntimeError:
+            raise UnusableError(f"port {options.port} cannot be had") from None
+        try:
+            self._connect(messages, options)
+        except BaseException:
+            self._channel.close()
+            raise
 
-    def connect(self, messages: Sequence[Message], options: SideChannelOptions) -> str:
-        """Tell the nodes where the channel is, and wait until they are there; return why none of them can come."""
+    def _connect(self, messages: Sequence[Message], options: SideChannelOptions) -> None:
+        """Tell the nodes where the channel is, and wait until they are there; UnusableError if none can come."""
         invitations = []
         for message in messages:
             node = message.metadata.dst_node_id
@@ -160,15 +180,14 @@ class _Attempt:
         ids, links = self._grid.push_messages(invitations), self._channel.links
         self._awaited = dict(zip(ids, links, strict=True))
         deadline = time.monotonic() + options.connect_timeout
-        while not self._channel.wait(_has_come, _LOOK) and time.monotonic() < deadline:
+        while not self._channel.wait(lambda link: link.has_come, _LOOK) and time.monotonic() < deadline:
             self._look()
-        out_of_reach = [link for link in links.values() if not _has_come(link)]
+        out_of_reach = [link for link in links.values() if not link.has_come]
         for link in out_of_reach:
             link.fail(f"it did not connect to the side channel within {options.connect_timeout:g} s")
         out_of_reach += [links[node] for node, reply in self._by_flower.items() if _why_unreachable(reply)]
-        if not out_of_reach or any(link.is_connected for link in links.values()):
-            return ""
-        return "; ".join(f"node {node}: {link.failure}" for node, link in links.items())
+        if out_of_reach and not any(link.is_connected for link in links.values()):
+            raise UnusableError("; ".join(f"node {node}: {link.failure}" for node, link in links.items()))
 
     def expect_reply(self, message: Message) -> str:
         """Note that a node owes the reply to a message, and return the message's id."""
@@ -182,7 +201,7 @@ class _Attempt:
         if not link.is_open:
             (sent,) = self._grid.push_messages([message])
             return sent
-        link.send(pack_frame(message.content))
+        link.send(frames.pack_frame(message.content))
         return self.expect_reply(message)
 
     def pull(self, ids: Collection[str]) -> list[Message]:
@@ -229,11 +248,6 @@ class _Attempt:
                 link.finish()
 
 
-def _has_come(link: NodeLink) -> bool:
-    """Return whether a node is there, or need not be waited for."""
-    return link.is_connected or link.has_spoken
-
-
 def _why_unreachable(reply: Message) -> str:
     """Return why a node could not use the side channel; nothing if it could."""
     report: Any = reply.content.config_records.get(wire.REPORT, {}) if reply.has_content() else {}
@@ -251,3 +265,166 @@ def _certificates() -> tuple[bytes, bytes] | None:
             f"exchange-port needs {CERTIFICATE_VARIABLE} and {KEY_VARIABLE} in the ServerApp's environment, the files "
             f"of its certificate and private key ({CERTIFICATE_VARIABLE}=none where a proxy has them): {error}"
         ) from error
+
+
+# ---- the streams -----------------------------------------------------------------------------------------------------
+
+
+class NodeLink:
+    """One node of an attempt: what it has replied, and what it is to be sent."""
+
+    def __init__(self, changed: threading.Condition) -> None:
+        self._changed = changed
+        self.is_connected, self.is_done = False, False
+        #: to the latest message
+        self.reply: RecordDict | None = None
+        #: why it cannot go on
+        self.failure = ""
+        self._heard = 0.0
+        self.outgoing: SimpleQueue[bytes | None] = SimpleQueue()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the node can be sent messages."""
+        return self.is_connected and not (self.is_done or self.failure)
+
+    @property
+    def has_spoken(self) -> bool:
+        """Whether nothing more is to be expected from it before the next message."""
+        return self.is_done or self.reply is not None or bool(self.failure)
+
+    @property
+    def has_come(self) -> bool:
+        """Whether the node is there, or need not be waited for."""
+        return self.is_connected or self.has_spoken
+
+    def connect(self) -> None:
+        """Take note that its stream is there."""
+        with self._changed:
+            self.is_connected, self._heard = True, time.monotonic()
+            self._changed.notify_all()
+
+    def hear(self, frame: bytes) -> None:
+        """Take a frame; frames.FrameError if it is not one that a node may send now."""
+        content = None if frame == frames.ALIVE else frames.read_frame(frame)
+        with self._changed:
+            self._heard = time.monotonic()
+            if content is None:
+                return
+            end: Any = content.config_records.get(frames.END, {})
+            if reason := end.get(frames.REASON, ""):
+                self.fail(str(reason))
+            elif self.has_spoken:
+                raise frames.FrameError("it sent a frame where none is due")
+            elif frames.END in content:
+                self.finish()
+            else:
+                self.reply = content
+                self._changed.notify_all()
+
+    def finish(self) -> None:
+        """Note that its reply comes by Flower, and end its stream."""
+        with self._changed:
+            self.is_done = True
+            self._changed.notify_all()
+        self.outgoing.put(None)
+
+    def send(self, frame: bytes) -> None:
+        """Send the node the next message."""
+        with self._changed:
+            self.reply = None
+        self.outgoing.put(frame)
+
+    def fail(self, reason: str) -> None:
+        """Note why the node cannot go on, and end its stream; only the first reason counts, and none after its end."""
+        with self._changed:
+            if not (self.failure or self.is_done):
+                self.failure = reason
+                self._changed.notify_all()
+        self.outgoing.put(None)
+
+    def fail_if_silent(self) -> None:
+        """Give the node up if nothing has come from it for too long."""
+        if self.is_connected and time.monotonic() - self._heard > frames.SILENCE:
+            self.fail(f"its side channel was silent for {frames.SILENCE:g} s")
+
+
+class SideChannel:
+    """Listens on a port, and admits the nodes of one attempt; without certificates it speaks no TLS.
+
+    RuntimeError if the port cannot be had.
+    """
+
+    def __init__(self, nodes: Sequence[int], address: str, certificates: tuple[bytes, bytes] | None) -> None:
+        self._changed = threading.Condition()
+        self.links = {node: NodeLink(self._changed) for node in nodes}
+        self.tokens = {node: secrets.token_urlsafe(32) for node in nodes}
+        #: by the digests of their tokens, the nodes that have not come yet: how long a look-up takes says nothing then
+        self._awaited = {_digest(token): self.links[node] for node, token in self.tokens.items()}
+        # a few more, for peers that are not admitted; where these come in hundreds, nodes wait for their turn
+        streams = len(nodes) + 16
+        self._server = grpc.server(
+            ThreadPoolExecutor(streams, "side-channel"), options=_OPTIONS, maximum_concurrent_rpcs=streams + 1000
+        )
+        handler = grpc.stream_stream_rpc_method_handler(self._serve)
+        self._server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(frames.SERVICE, {frames.METHOD: handler}),)
+        )
+        if certificates is None:
+            self.port: int = self._server.add_insecure_port(address)
+        else:
+            self.port = self._server.add_secure_port(address, grpc.ssl_server_credentials([certificates]))
+        self._server.start()
+
+    def wait(self, is_over: Callable[[NodeLink], bool], seconds: float) -> bool:
+        """Return whether it is over for every node, after at most so many seconds; nodes that are silent fail."""
+        with self._changed:
+            is_over_for_all = self._changed.wait_for(lambda: all(map(is_over, self.links.values())), seconds)
+        for link in self.links.values():
+            link.fail_if_silent()
+        return is_over_for_all
+
+    def close(self) -> None:
+        """End every stream, and stop listening; a node that is not done learns that the attempt is over."""
+        with self._changed:
+            self._awaited = {}
+        for link in self.links.values():
+            link.outgoing.put(None)
+        self._server.stop(1).wait()
+
+    def _admit(self, token: object) -> NodeLink | None:
+        """Return the node that a token belongs to, once."""
+        with self._changed:
+            return self._awaited.pop(_digest(str(token)), None)
+
+    def _serve(self, received: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        """Take a node's stream: its frames in a thread of their own, answers in this one."""
+        link = self._admit(dict(context.invocation_metadata()).get(frames.TOKEN, ""))
+        if link is None:
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is unknown, used, or of an earlier attempt")
+        assert link is not None
+        if not context.add_callback(lambda: link.fail("its side channel broke")):
+            link.fail("its side channel broke")
+        # now the node knows that it is admitted
+        context.send_initial_metadata(())
+        link.connect()
+        threading.Thread(target=_listen, args=(link, received), daemon=True).start()
+        yield from frames.frames_to_send(link.outgoing)
+        if not link.is_done:
+            context.abort(grpc.StatusCode.ABORTED, link.failure or "the attempt is over")
+
+
+def _listen(link: NodeLink, received: Iterator[bytes]) -> None:
+    """Take all frames of a node."""
+    try:
+        for frame in received:
+            link.hear(frame)
+    except frames.FrameError as error:
+        link.fail(str(error))
+    except Exception:
+        log(DEBUG, "A side channel ended", exc_info=True)
+    link.fail("its side channel broke")
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode(errors="replace")).digest()

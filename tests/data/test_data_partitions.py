@@ -76,10 +76,6 @@ def test_every_seed_draws_differently(spec: str) -> None:
         assert not (OTHER_CLASSES[spec] and np.array_equal(class_counts(one, data), class_counts(other, data)))
 
 
-def test_the_same_arguments_give_the_same_arrays() -> None:
-    assert partition("iid", labelled(50), 5, 0) is partition("iid", labelled(50), 5, 0)
-
-
 @settings(max_examples=20, deadline=None)
 @given(st.integers(1, 12), st.sampled_from([0.1, 0.5, 3.0, 100.0]), st.integers(1, 9), st.integers(0, 2**32))
 def test_a_dirichlet_draw_is_that_of_flwr_datasets(clients: int, alpha: float, fewest: int, seed: int) -> None:

@@ -12,7 +12,7 @@ from flwr.common.config import parse_config_args
 from fedbn_flwr.client.node_memory import STATE_VARIABLE
 from fedbn_flwr.deployment.cli import main
 from fedbn_flwr.deployment.federation import Federation
-from fedbn_flwr.deployment.site import read_env
+from fedbn_flwr.deployment.provision import read_env
 from tests.helpers.checkout import ROOT, run
 from tests.helpers.compose import COMPOSE, Service, interpolate, read_compose
 

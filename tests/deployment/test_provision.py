@@ -15,7 +15,7 @@ from flwr.supercore.primitives.asymmetric import uses_nist_ec_curve
 
 from fedbn_flwr.deployment.cli import main
 from fedbn_flwr.deployment.keys import certificate_hosts
-from fedbn_flwr.deployment.site import read_env
+from fedbn_flwr.deployment.provision import read_env
 from tests.helpers.checkout import ROOT
 from tests.helpers.compose import read_compose
 
@@ -169,9 +169,6 @@ def test_numbers_belong_to_names_and_are_never_given_again(
     )
     shutil.rmtree(out / "sites" / "east")
     assert numbers("more", "north") == {"more": "4", "north": "0"}
-    # a federation of an earlier version has its numbers in the kits only
-    (out / "numbers.json").unlink()
-    assert numbers("last") == {"last": "5"}
 
 
 def test_another_server_needs_another_certificate_and_that_the_cas_key(

@@ -19,7 +19,7 @@ import pytest
 from fedbn_flwr.deployment.federation import Federation
 from fedbn_flwr.deployment.provision import provision
 from fedbn_flwr.transports.side_channel_frames import METHOD, SERVICE, TOKEN
-from fedbn_flwr.transports.side_channel_server import SideChannel
+from fedbn_flwr.transports.side_channel_grid import SideChannel
 from tests.helpers.loopback import has_proxy
 from tests.helpers.ports import free_ports
 from tests.helpers.relay import Relay

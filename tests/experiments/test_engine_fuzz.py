@@ -76,7 +76,7 @@ def assert_alike(one: Path, other: Path) -> None:
 def test_engines_agree_and_runs_go_on(
     number: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedbn_flwr.experiments.results.pictures.plot_curves", lambda *_: None)  # most of a run's time
+    monkeypatch.setattr("fedbn_flwr.experiments.results.results.plot_curves", lambda *_: None)  # most of a run's time
     chance, whole = random.Random(number), tmp_path / "0"
     while refused(options := drawn(chance), whole, capsys):
         whole = tmp_path / str(int(whole.name) + 1)

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
+from fedbn_flwr import rows
 from fedbn_flwr.experiments import checkpoint, main
 from fedbn_flwr.experiments.checkpoint import Checkpoint, write_checkpoint
 from fedbn_flwr.experiments.output.recorder import Journal
-from fedbn_flwr.experiments.results.folders import read_parts
-from fedbn_flwr.experiments.results.rows import rounds_of
+from fedbn_flwr.experiments.output.run_folder import read_rounds
 from fedbn_flwr.server.round import Round
 from tests.helpers.checkout import BIN, ROOT
 from tests.helpers.registered import registries_restored
@@ -46,11 +46,11 @@ def listed(folder: Path) -> list[tuple[str, int]]:
 
 def check_report(folder: Path) -> None:
     """What a report reads is what the runs' own files say."""
-    (part,) = read_parts([folder])
-    for row in part.rows:
-        finished = Path(row["folder"], "summary.json").exists()
-        assert row["state"] == ("finished" if finished else "unfinished" if rounds_of(row) else "waiting")
-    assert {Path(row["folder"]) for row in part.rows} >= {path.parent for path in folder.glob("*/summary.json")}
+    frame = rows(folder)
+    for path, state in zip(map(Path, frame["folder"]), frame["state"], strict=True):
+        finished = (path / "summary.json").exists()
+        assert state == ("finished" if finished else "unfinished" if read_rounds(path) else "waiting")
+    assert {*map(Path, frame["folder"])} >= {path.parent for path in folder.glob("*/summary.json")}
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import torch
 from fedbn_flwr import adapt, compare, run
 from fedbn_flwr.client.evaluation import evaluate
 from fedbn_flwr.data import Data, Split
-from fedbn_flwr.experiments.results.folders import rows
+from fedbn_flwr.experiments.results.rows import rows
 from fedbn_flwr.randomness import torch_generator
 from tests.helpers.runs import OPTIONS
 

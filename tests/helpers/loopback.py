@@ -15,7 +15,7 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Self
 
-from fedbn_flwr.deployment.site import read_env
+from fedbn_flwr.deployment.provision import read_env
 from fedbn_flwr.transports.side_channel_grid import PORT_VARIABLE
 from tests.helpers.checkout import environment
 from tests.helpers.compose import Service, image_environment, read_compose

@@ -79,3 +79,19 @@ def write_finished(folder: Path, accuracy: float, method: str = "fedavg", seed: 
     rows = [round_row(n, accuracy * n / ROUNDS if n % 2 == 0 else None) for n in range(1, ROUNDS + 1)]
     write_run(folder, rows, method, seed)
     (folder / "summary.json").write_text(json.dumps({"method": method, **summary_of(accuracy, seed)}))
+
+
+def write_comparison(folder: Path, ended: Sequence[Mapping[str, Any]], recipe: Mapping[str, Any] | None = None) -> Path:
+    """Write a study of runs with these summaries, each with its `method`; return its folder.
+
+    Those without a seed have 0, those without a setting are of the only one, and those with nothing else wait.
+    """
+    runs = []
+    for number, summary in enumerate(ended):
+        method, path = summary["method"], folder / str(number)
+        place = {"setting": "", "labels": {}, "label": method, "method": method, "seed": 0}
+        runs.append({**place, **{key: summary[key] for key in place.keys() & summary.keys()}, "folder": path.name})
+        if summary.keys() - place.keys():
+            path.mkdir(parents=True)
+            (path / "summary.json").write_text(json.dumps(summary))
+    return write_study(folder, recipe or {"methods": [*dict.fromkeys(run["label"] for run in runs)]}, runs)

@@ -304,7 +304,8 @@ class FarOff(nn.Module):
         self.bn, self.head = nn.BatchNorm1d(16), nn.Linear(16, CLASSES)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return self.head(self.bn(inputs.flatten(1) + 1000))
+        logits: Tensor = self.head(self.bn(inputs.flatten(1) + 1000))
+        return logits
 
 
 def test_fbns_variances_do_not_cancel() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fedbn_flwr.transports import side_channel_frames
 from fedbn_flwr.transports.side_channel_frames import ALIVE, METHOD, SERVICE, TOKEN, last_frame
-from fedbn_flwr.transports.side_channel_server import NodeLink, SideChannel
+from fedbn_flwr.transports.side_channel_grid import NodeLink, SideChannel
 from tests.transports.test_side_channel_frames import REQUEST
 
 NODES = (3, 7)

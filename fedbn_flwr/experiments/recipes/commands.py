@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from fedbn_flwr.client import pick_device
+from fedbn_flwr.experiments.choice import metric_of
 from fedbn_flwr.experiments.engines import engine_named
 from fedbn_flwr.experiments.material import expected_steps, load_data, rounds_within_budget
 from fedbn_flwr.experiments.output.console import console, new_table, percent
 from fedbn_flwr.experiments.output.recorder import Summary
 from fedbn_flwr.experiments.output.run_folder import command_line
 from fedbn_flwr.experiments.recipes.schema import read_recipe, recipe_names
-from fedbn_flwr.experiments.results.folders import read_parts, show_part
-from fedbn_flwr.experiments.results.rows import metric_of, outcome_of
+from fedbn_flwr.experiments.results.rows import outcome_of, read_parts
+from fedbn_flwr.experiments.results.show import show_part
 from fedbn_flwr.experiments.results.values import is_share
 from fedbn_flwr.experiments.runs import Run, keeping
 from fedbn_flwr.experiments.study import Setting, cells_of, checked, execute, write_study

@@ -10,8 +10,7 @@ from typing import Any, NoReturn
 from fedbn_flwr.experiments.choice import Grid
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.method import all_options, parse, refuse_code
-from fedbn_flwr.experiments.results.paper import Direction, Number, Paper, Reported, Side
-from fedbn_flwr.experiments.results.values import QUANTITIES
+from fedbn_flwr.experiments.recipes.paper import QUANTITIES, Direction, Number, Paper, Reported, Side
 from fedbn_flwr.experiments.study import STUDY, Setting, Study
 from fedbn_flwr.plugins import did_you_mean
 from fedbn_flwr.plugins.options import ALL_OPTIONS, Option, UsageError, options_of, whole_number
@@ -211,7 +210,7 @@ def parse_recipe(name: str, content: object, **known: Any) -> Recipe:
     paper = Paper(
         place=given.text("place"),
         about=given.text("about"),
-        quantities=given.names("quantities", list(QUANTITIES), ["score"]),
+        quantities=given.names("quantities", QUANTITIES, ["score"]),
         reported=[_reported(part, methods, [setting.name for setting in settings]) for part in reported],
         directions=[_direction(part, methods, labels) for part in directions],
         notes=given.texts("notes"),
@@ -262,17 +261,16 @@ def _reported(part: Fields, methods: Collection[str], settings: Sequence[str]) -
     if not isinstance(values, Mapping):
         part.refuse("values must be a mapping of methods")
     part.known("values: ", values, methods, "unknown method", has)
-    read: dict[str, dict[str, dict[str, Number]]] = {}
+    read: dict[tuple[str, str, str], Number] = {}
     for method, of_method in values.items():
         by_setting = {"": of_method} if settings == [""] else of_method
         if not isinstance(by_setting, Mapping):
             part.refuse(f"values: {method} must be a mapping of settings: {'; '.join(settings)}")
         part.known(f"values: {method}: ", by_setting, settings, "unknown setting", has)
-        read[method] = {}
         for setting, cell in by_setting.items():
             where = ": ".join(filter(None, ("values", method, setting)))
             columns = cell if isinstance(cell, Mapping) else {"": cell}
-            read[method][setting] = {str(name): _number(part, where, value) for name, value in columns.items()}
+            read |= {(method, setting, str(name)): _number(part, where, value) for name, value in columns.items()}
     return Reported(place, read)
 
 

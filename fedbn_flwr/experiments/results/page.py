@@ -3,26 +3,38 @@
 from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from fedbn_flwr import __version__
-from fedbn_flwr.experiments.output.console import console
 from fedbn_flwr.experiments.output.run_folder import make_folder
-from fedbn_flwr.experiments.results.bars import bars
-from fedbn_flwr.experiments.results.curves import SETTINGS, curves
 from fedbn_flwr.experiments.results.findings import findings
-from fedbn_flwr.experiments.results.folders import Part, read_parts
-from fedbn_flwr.experiments.results.rows import config_of, counts, options_of_run, rounds_of
-from fedbn_flwr.experiments.results.show import fill, show
-from fedbn_flwr.experiments.results.table import COSTS, RESULTS, RUNS, curve_table, table
-from fedbn_flwr.experiments.results.values import values_of
+from fedbn_flwr.experiments.results.plots import SETTINGS, bars, curves
+from fedbn_flwr.experiments.results.rows import Part, config_of, counts, read_parts, rounds_of
+from fedbn_flwr.experiments.results.show import fill, latex, say, show
+from fedbn_flwr.experiments.results.tables import all_runs, costs, curve_table, results
 from fedbn_flwr.plugins import did_you_mean
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.state.record_files import write_bytes
 
 #: keys of `config.json` that tell the machine
 MACHINE = ("hardware", "cores", "system")
+#: a document that shows the tables and pictures
+DOCUMENT = r"""\documentclass[a4paper]{article}
+\usepackage[T1]{fontenc}
+\usepackage[margin=2cm]{geometry}
+\usepackage{booktabs,graphicx}
+\begin{document}
+%s\end{document}
+"""
+FIGURE = r"""\begin{figure}[htbp]
+\centering
+\includegraphics[width=0.7\linewidth]{%s.pdf}
+\caption{%s}
+\end{figure}
+
+"""
 
 
 class Content:
@@ -30,17 +42,14 @@ class Content:
 
     def __init__(self, part: Part, prefix: str) -> None:
         """With `prefix` the names of the part's files begin."""
-        rows, paper = part.rows, part.paper
-        values = values_of(rows, paper.quantities, paper.rounds)
+        runs, paper = part.runs, part.paper
         self.part, self.prefix = part, prefix
-        self.results = table(rows, RESULTS, paper)
-        self.costs = table(rows, COSTS, name="costs", caption="What the runs sent, and their time")
-        self.runs = table(rows, RUNS, by=("setting", "label", "seed"), name="runs", caption="All runs")
-        self.tables = [shown for shown in (self.results, self.costs) if shown.lines]
+        self.results, self.costs, self.runs = results(runs, paper), costs(runs), all_runs(runs)
+        self.tables = [shown for shown in (self.results, self.costs) if len(shown.frame)]
         # they are not drawn yet
-        self.pictures = [*bars(rows, values), *curves(rows)]
-        self.findings = findings(rows, values, paper)
-        self.settings_left_out = max(0, len({row["setting"] for row in rows if rounds_of(row)}) - SETTINGS)
+        self.pictures = [*bars(runs, paper), *curves(runs)]
+        self.findings = findings(runs, paper)
+        self.settings_left_out = max(0, rounds_of(runs)["setting"].nunique() - SETTINGS)
 
     def draw(self, folder: Path, kind: str) -> list[bytes]:
         """Write all pictures as files of a kind; return their contents."""
@@ -49,13 +58,17 @@ class Content:
             write_bytes(folder / f"{self.prefix}{picture.name}.{kind}", content)
         return contents
 
+    @cached_property
+    def configs(self) -> list[dict[str, Any]]:
+        """What the runs have written about themselves; nothing of a run that has not begun."""
+        return [config_of(folder) for folder in self.part.runs["folder"]]
+
     def facts(self) -> list[tuple[str, str]]:
         """Return what ran and how, each fact with its name; different values of the runs side by side."""
-        configs = [config_of(row) for row in self.part.rows]
-        versions = [config.get("versions", {}).items() for config in configs]
-        machines = [[f"{config.get(key) or ''}{' cores' * (key == 'cores')}" for key in MACHINE] for config in configs]
+        machines = [[f"{own.get(key) or ''}{' cores' * (key == 'cores')}" for key in MACHINE] for own in self.configs]
+        versions = [own.get("versions", {}).items() for own in self.configs]
         facts = {
-            "command": [self.part.command or str(config.get("command", "")) for config in configs],
+            "command": [self.part.command or str(own.get("command", "")) for own in self.configs],
             "versions": [", ".join(f"{name} {version}" for name, version in each) for each in versions],
             "machine": [", ".join(filter(None, each)) for each in machines],
         }
@@ -63,7 +76,7 @@ class Content:
 
     def options(self) -> dict[str, str]:
         """Return the options that all begun runs share."""
-        begun = list(filter(None, map(options_of_run, self.part.rows)))
+        begun = [config["options"] for config in self.configs if config.get("options")]
         first = begun[0] if begun else {}
         return {key: str(value) for key, value in first.items() if all(other.get(key) == value for other in begun)}
 
@@ -74,7 +87,7 @@ def _write_html(parts: Sequence[Content], folder: Path) -> str:
         "page.html",
         parts=list(zip(parts, images, strict=True)),
         title=parts[0].part.title if len(parts) == 1 else f"{len(parts)} results",
-        summary=counts([row for part in parts for row in part.part.rows]),
+        summary=counts([state for part in parts for state in part.part.runs["state"]]),
         version=__version__,
         written=f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %Z}",
     )
@@ -84,17 +97,21 @@ def _write_html(parts: Sequence[Content], folder: Path) -> str:
 
 def _write_csv(parts: Sequence[Content], folder: Path) -> str:
     for part in parts:
-        for shown in (*part.tables, part.runs, curve_table(part.part.rows)):
+        for shown in (*part.tables, part.runs, curve_table(part.part.runs)):
             write_bytes(folder / f"{part.prefix}{shown.name}.csv", show(shown, "csv").encode())
     return f"{parts[0].prefix}results.csv (and a file for each other table)"
 
 
 def _write_latex(parts: Sequence[Content], folder: Path) -> str:
+    body = ""
     for part in parts:
         part.draw(folder, "pdf")
         for shown in part.tables:
             write_bytes(folder / f"{part.prefix}{shown.name}.tex", show(shown, "latex").encode())
-    write_bytes(folder / "example.tex", fill("example.tex", parts=parts).encode())
+            body += f"\\input{{{part.prefix}{shown.name}}}\n"
+        figures = [FIGURE % (part.prefix + picture.name, latex(picture.caption)) for picture in part.pictures]
+        body += "".join(figures) + "\\clearpage\n"
+    write_bytes(folder / "example.tex", (DOCUMENT % body).encode())
     return "example.tex (tables with booktabs, pictures as PDF files)"
 
 
@@ -117,6 +134,4 @@ def report(options: Mapping[str, Any]) -> None:
     read = read_parts(folders)
     make_folder(folder)
     parts = [Content(part, f"{n}-" if len(read) > 1 else "") for n, part in enumerate(read, start=1)]
-    for name in formats:
-        text = WRITERS[name](parts, folder)
-        console.print(f"Report: {folder.resolve()}/{text}", soft_wrap=True, markup=False, highlight=False)
+    say(f"Report: {folder.resolve()}/{WRITERS[name](parts, folder)}" for name in formats)

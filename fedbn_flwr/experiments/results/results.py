@@ -2,7 +2,7 @@
 
 import shutil
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,20 +17,11 @@ from fedbn_flwr.experiments.method import Method, method_of
 from fedbn_flwr.experiments.output.console import console
 from fedbn_flwr.experiments.output.recorder import Summary
 from fedbn_flwr.experiments.output.run_folder import PERSONAL
-from fedbn_flwr.experiments.results.pictures import plot_curves
-from fedbn_flwr.experiments.results.rows import (
-    Row,
-    finished,
-    frame_of,
-    rounds_of,
-    row_of,
-    score_of,
-    title_of,
-    typical,
-)
+from fedbn_flwr.experiments.results.plots import plot_curves
+from fedbn_flwr.experiments.results.rows import Frame, column, finished, pd, rounds_of, row_of, score_of
 from fedbn_flwr.experiments.results.show import show, show_comparison, show_run
-from fedbn_flwr.experiments.results.table import table
-from fedbn_flwr.experiments.results.values import Value, compared
+from fedbn_flwr.experiments.results.tables import results
+from fedbn_flwr.experiments.results.values import values_of
 from fedbn_flwr.experiments.runs import Run
 from fedbn_flwr.models import read_weights
 from fedbn_flwr.plugins.options import UsageError
@@ -51,27 +42,25 @@ class Results:
         self.folder = folder
         self.summaries = [summary for _, summary in runs]
         #: a row for each run
-        self.rows = [row_of(run.folder, summary, **run.place) for run, summary in runs]
-        self._runs = {_key(row): run for row, (run, _) in zip(self.rows, runs, strict=True)}
+        self.rows = pd.DataFrame([row_of(run.folder, summary, **run.place) for run, summary in runs])
+        self._runs = {_key(run.place): run for run, _ in runs}
         if not is_kept:
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
 
     @property
     def failures(self) -> dict[Key, str]:
         """Why runs failed, by method and seed; empty if none did."""
-        return {_key(row): row["error"] for row in self.rows if row["error"]}
+        return {_key(run): run["error"] for run in self.rows.to_dict("records") if run["error"]}
 
     @property
-    def differences(self) -> dict[str, Value]:
+    def differences(self) -> dict[str, Any]:
         """The mean score of each method, and its mean difference to the first one.
 
         Differences are paired by seed; `half_width` is half the width of their 95 % interval.
         """
-        runs, score, numbers = finished(self.rows), score_of(self.rows), dict[str, dict[int, float]]()
-        for row in runs:
-            if row.get(score) is not None:
-                numbers.setdefault(row["method"], {})[row["seed"]] = row[score]
-        return compared(numbers)
+        score = score_of(self.rows)
+        scores = finished(self.rows).assign(label=self.rows["method"], column=score, value=column(self.rows, score))
+        return {each.Index[-1]: each for each in values_of(scores.dropna(subset="value")).itertuples(name="Value")}
 
     def curves(self, quantity: str = "") -> dict[Key, dict[int, float]]:
         """Return a quantity by method and seed, and there by round; by default the score.
@@ -79,14 +68,16 @@ class Results:
         `pandas.DataFrame(results.curves())` has a row for each round and a column for each run. A ValueError lists what
         is recorded.
         """
-        quantity = quantity or score_of(self.rows)
-        rounds = {_key(row): rounds_of(row) for row in finished(self.rows)}
-        recorded = {name for each in rounds.values() for row in each for name in row} - {"round"}
+        quantity, ended = quantity or score_of(self.rows), finished(self.rows)
+        rounds = rounds_of(ended)
+        recorded = [*rounds.columns[5:]]
         if recorded and quantity not in recorded:
             raise UsageError(f"no run has recorded {quantity!r}; recorded: {', '.join(sorted(recorded))}")
+        known = rounds.dropna(subset=quantity)
         return {
-            key: {row["round"]: row[quantity] for row in each if row.get(quantity) is not None}
-            for key, each in rounds.items()
+            _key(run): dict(zip(own["round"], own[quantity], strict=True))
+            for at, run in ended.iterrows()
+            for own in [known[known["run"] == at]]
         }
 
     def model(
@@ -142,17 +133,16 @@ class Results:
         return partial(preprocess, trained=split.inputs, image_size=config.image_size, **normalization(split))
 
     def _key_of(self, method: Method, seed: int | None) -> Key:
-        text = method_of(method) if method != "" else str(self.rows[0]["method"])
-        runs = [_key(run) for run in finished(self.rows) if run["method"] == text and seed in (None, run["seed"])]
-        known = [key for key in runs if key in self._runs]
-        if not known:
-            names = ", ".join(f"{name!r} (seed {number})" for name, number in self._runs)
-            raise UsageError(f"there is no model of {text!r}{'' if seed is None else f', seed {seed}'}; of: {names}")
-        return known[0]
+        text = method_of(method) if method != "" else str(self.rows["method"][0])
+        for key in map(_key, finished(self.rows).to_dict("records")):
+            if key[0] == text and seed in (None, key[1]):
+                return key
+        names = ", ".join(f"{name!r} (seed {number})" for name, number in self._runs)
+        raise UsageError(f"there is no model of {text!r}{'' if seed is None else f', seed {seed}'}; of: {names}")
 
-    def to_pandas(self) -> Any:
+    def to_pandas(self) -> Frame:
         """Return a `pandas.DataFrame` with a row for each run, as `rows` of a folder."""
-        return frame_of(self.rows)
+        return self.rows.copy()
 
     def plot(self) -> Any:
         """Draw the score and the loss over the rounds; return a `matplotlib.figure.Figure`, which a notebook shows.
@@ -160,17 +150,14 @@ class Results:
         Its lines and labels can be changed, and `save` writes it in the form that a file's ending names. A UsageError
         says so if no run has finished.
         """
-        if not (runs := finished(self.rows)):
-            raise UsageError(f"{self.folder} has no picture: no run has finished")
-        curves: dict[str, list[list[dict[str, Any]]]] = {}
-        for row in runs:
-            curves.setdefault(row["method"], []).append(rounds_of(row))
-        return plot_curves(curves, title_of(typical(runs)), score_of(runs))
+        return plot_curves(self.rows)
 
     def show(self) -> None:
         """Print the table of the runs; of a single run its numbers."""
         if len(self.rows) == 1 and not self.failures:
-            show_run(self.rows[0])
+            (run,) = self.rows.to_dict("records")
+            show_run(run)
+            console.print(f"Results: {Path(run['folder']).resolve()}", soft_wrap=True)
         else:
             show_comparison(self.rows)
             console.print(f"Results: {self.folder.resolve()} (a folder for each run)", soft_wrap=True)
@@ -181,8 +168,8 @@ class Results:
         return shown.get().rstrip("\n")
 
     def _repr_html_(self) -> str:
-        return show(table(self.rows), "html")
+        return show(results(self.rows), "html")
 
 
-def _key(run: Row) -> Key:
+def _key(run: Mapping[str, Any]) -> Key:
     return str(run["method"]), int(run["seed"])

@@ -1,22 +1,117 @@
-"""A run is a row: where it stands in its study, its state, its folder, and every key of its `summary.json`."""
+"""Folders of results as a `pandas.DataFrame`: `rows` has a row for every run, `read_parts` what stands beside them."""
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from fedbn_flwr.experiments.output.run_folder import CONFIG, SUMMARY, read_json, read_rounds
+from fedbn_flwr.experiments.recipes.paper import Paper
+from fedbn_flwr.experiments.recipes.schema import parse_recipe
+from fedbn_flwr.experiments.runs import FREE, setting_name
+from fedbn_flwr.experiments.study import STUDY
 from fedbn_flwr.plugins import extra
+from fedbn_flwr.plugins.options import UsageError
 
-Row = Mapping[str, Any]
+#: a `pandas.DataFrame`
+Frame = Any
 #: what a run can have come to; an unfinished one runs, or was interrupted
 STATES = ("finished", "failed", "unfinished", "waiting")
+#: the columns of a method in a setting
+CELL = ["setting", "label"]
+#: the keys of a recipe that is a comparison, and nothing more
+OF_COMPARISONS = {"methods", "options", "seeds", "grid"}
+#: options in which the settings of single runs differ: their runs share no picture, and no difference is taken
+OF_SETTINGS = {"dataset": "{}", "model": "{}", "partition": "{}", "clients": "{} clients", "rounds": "{} rounds"}
 
-#: scores on a domain that nobody trained with, after adapting to so many of its unlabeled samples
-ADAPTED = ("accuracy-adapted-20", "accuracy-adapted-100", "accuracy-adapted-all")
+
+class _Pandas:
+    def __getattr__(self, name: str) -> Any:
+        with extra("cli"):  # takes a second to import, and a node's process never needs it
+            import pandas
+
+        return getattr(pandas, name)
 
 
-def row_of(folder: Path, summary: Row | None = None, **place: Any) -> Row:
+pd = _Pandas()
+
+
+@dataclass(frozen=True)
+class Part:
+    """The runs of a study, or runs that were given one by one."""
+
+    title: str
+    runs: Frame
+    paper: Paper = field(default_factory=Paper)
+    #: the command that made it; empty if each run has its own
+    command: str = ""
+    #: whether the study ran in small
+    is_small: bool = False
+
+    @property
+    def about(self) -> str:
+        """What it is about, and where in a paper."""
+        ended = finished(self.runs)
+        same = self.runs["setting"].nunique() == 1 and len(ended) and "partition" in ended
+        return ". ".join(filter(None, (self.paper.place, self.paper.about))) or (
+            title_of(ended.iloc[0]) if same else ""
+        )
+
+
+def rows(folders: str | Path | Sequence[str | Path]) -> Frame:
+    """Return a `pandas.DataFrame` with a row for every run of these folders, in the order of their studies.
+
+    Its columns are `setting`, `labels`, `label`, `method`, `seed`, `state` (finished, failed, unfinished or waiting),
+    `error`, `folder`, and the keys of `summary.json`.
+    """
+    given = [folders] if isinstance(folders, str | Path) else folders
+    return pd.concat([part.runs for part in read_parts([*map(Path, given)])], ignore_index=True)
+
+
+def read_parts(folders: Sequence[Path]) -> list[Part]:
+    """Read folders of results; several with a single run each become one part.
+
+    A UsageError names a folder that holds no results.
+    """
+    parts, alone = list[Part](), list[Part]()
+    for folder in dict.fromkeys(folders):
+        if not folder.is_dir():
+            raise UsageError(f"{folder} is not a folder of results")
+        try:
+            part = _study(folder) if (folder / STUDY).is_file() else _single(folder)
+        except (TypeError, KeyError, AttributeError) as error:
+            text = "is not the record of a study, or not whole (the command that made it writes it again)"
+            raise UsageError(f"{folder / STUDY} {text}") from error
+        (alone if len(part.runs) == 1 and part.paper == Paper() else parts).append(part)
+    if len(alone) > 1:
+        alone = [Part("Runs", _together(pd.concat([part.runs for part in alone], ignore_index=True)))]
+    return [*parts, *alone]
+
+
+def _study(folder: Path) -> Part:
+    study = read_json(folder / STUDY)
+    title, content, command = study["title"], study["recipe"], study["command"]
+    runs = pd.DataFrame([row_of(folder / run.pop("folder"), **run) for run in study["runs"]])
+    if runs.empty:
+        raise KeyError("runs")
+    if content.keys() <= OF_COMPARISONS:
+        return Part(title, runs, command=command)
+    recipe = parse_recipe(title, content)
+    paper = (recipe.in_small() if study["smoke"] else recipe).paper
+    return Part(title, runs, replace(paper, rounds=study["rounds"]), command, study["smoke"])
+
+
+def _single(folder: Path) -> Part:
+    """Return the run that only its own files tell of."""
+    if not (folder / CONFIG).is_file():
+        raise UsageError(f"{folder} holds no results of `fedbn-flwr run`, `compare` or `reproduce`")
+    known = {**config_of(folder).get("options", {}), **(read_json(folder / SUMMARY) or {})}
+    method = str(known.get("method") or folder.name)
+    row = row_of(folder, label=method, method=method, seed=int(known.get("seed") or 0))
+    return Part(folder.resolve().name, pd.DataFrame([row]))
+
+
+def row_of(folder: Path, summary: Mapping[str, Any] | None = None, **place: Any) -> dict[str, Any]:
     """Return the row of one run: of its `summary`, by default that in its folder.
 
     `place` has its setting, labels, label, method and seed.
@@ -30,84 +125,80 @@ def row_of(folder: Path, summary: Row | None = None, **place: Any) -> Row:
     return {**about, **known, **about}
 
 
-def config_of(row: Row) -> Mapping[str, Any]:
+def _together(runs: Frame) -> Frame:
+    """Return single runs as methods in settings.
+
+    Runs of a method are its seeds if they differ in nothing else; otherwise the folders' names tell which is which.
+    """
+    options = [{key: value for key, value in each.items() if key not in FREE} for each in options_of(runs)]
+    axes = [key for key in OF_SETTINGS if len({each.get(key) for each in options}) > 1]
+    labels = [{key: OF_SETTINGS[key].format(each.get(key)) for key in axes} for each in options]
+    runs = runs.assign(labels=labels, setting=[*map(setting_name, labels)])
+    others = [str(sorted((key, value) for key, value in each.items() if key != "seed")) for each in options]
+    alike = runs.assign(others=others).groupby(CELL)["others"].nunique().max() == 1
+    if alike and not runs.duplicated([*CELL, "seed"]).any():
+        return runs
+    return runs.assign(label=[Path(folder).resolve().name for folder in runs["folder"]])
+
+
+def config_of(folder: str | Path) -> dict[str, Any]:
     """Return the content of a run's `config.json`; empty before the run began."""
-    config = read_json(Path(row["folder"]) / CONFIG)
+    config = read_json(Path(folder, CONFIG))
     return config if isinstance(config, dict) else {}
 
 
-def options_of_run(row: Row) -> Mapping[str, Any]:
-    """Return the options of a run; empty before it began."""
-    options: Mapping[str, Any] = config_of(row).get("options", {})
-    return options
+def options_of(runs: Frame) -> list[dict[str, Any]]:
+    """Return the options of each run; empty before it began."""
+    return [config_of(folder).get("options", {}) for folder in runs["folder"]]
 
 
-def rounds_of(row: Row, name: str = "rounds.jsonl") -> list[dict[str, Any]]:
-    """Return what a run has written about its rounds so far."""
-    return read_rounds(Path(row["folder"]), name)
+def rounds_of(runs: Frame, name: str = "rounds.jsonl") -> Frame:
+    """Return what runs have written about their rounds so far, each row with the index and the place of its run."""
+    places = runs[[*CELL, "seed"]].to_dict("index")
+    written = {run: read_rounds(Path(folder), name) for run, folder in runs["folder"].items()}
+    lines = [{"run": run, **places[run], **row} for run, rounds in written.items() for row in rounds]
+    return pd.DataFrame(lines, columns=None if lines else ["run", *CELL, "seed", "round"])
 
 
-def rounds_run(row: Row) -> Any:
-    """Return the number of rounds of a finished run, which may have stopped before the last one of its options."""
-    return row.get("stopped-after", row.get("rounds"))
+def finished(runs: Frame) -> Frame:
+    """Return the runs that came to their end, with the number of `rounds` that they made before they stopped."""
+    ended = runs[runs["state"] == "finished"]
+    return ended.assign(rounds=column(ended, "stopped-after").fillna(column(ended, "rounds")))
 
 
-def frame_of(rows: Sequence[Row]) -> Any:
-    """Return rows as a `pandas.DataFrame`."""
-    with extra("cli"):  # takes a second to import
-        import pandas
-
-    return pandas.DataFrame(rows)
+def column(runs: Frame, name: str) -> Any:
+    """Return a column of runs, which has nothing if no run has it."""
+    return runs.reindex(columns=[name])[name]
 
 
-def records(rows: Any) -> list[Row]:
-    """Return the rows of a `pandas.DataFrame` as mappings, without what a run lacks; a list stays as it is."""
-    if isinstance(rows, list):
-        return rows
-    return [
-        {key: value for key, value in row.items() if value is not None and value == value}  # NaN is not itself
-        for row in rows.to_dict("records")
-    ]
+def known(value: Any) -> bool:
+    """Return whether a cell of a frame has something: what is missing is NaN, which is not itself."""
+    return value is not None and bool(value == value)
 
 
-def finished(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows of runs that came to their end."""
-    return [row for row in rows if row["state"] == "finished"]
-
-
-def metric_of(row: Row) -> str:
-    """Return the score by which a run is compared with others."""
-    return str(row.get("metric") or "accuracy")
-
-
-def score_of(rows: Sequence[Row]) -> str:
+def score_of(runs: Frame) -> str:
     """Return the score by which methods are compared."""
-    return next((metric_of(row) for row in finished(rows) if "metric" in row), "accuracy")
+    return str(next(iter(column(finished(runs), "metric").dropna()), "accuracy"))
 
 
-def typical(rows: Sequence[Row]) -> Row:
-    """Return a run whose partition is that of the clients: the centralized reference only if it is alone."""
-    return next((row for row in rows if row.get("partition") != "union"), rows[0])
-
-
-def title_of(row: Row) -> str:
+def title_of(run: Any) -> str:
     """Return data, model, partition and clients of a run as one line."""
-    return f"{row['dataset']}, {row['model']}, {row['partition']}, {row['clients']:.0f} clients"
+    return f"{run['dataset']}, {run['model']}, {run['partition']}, {run['clients']:.0f} clients"
 
 
-def counts(rows: Sequence[Row]) -> str:
+def typical(runs: Frame) -> Any:
+    """Return a run whose partition is that of the clients: the centralized reference only if it is alone."""
+    of_clients = runs[runs["partition"] != "union"] if "partition" in runs else runs
+    return (of_clients if len(of_clients) else runs).iloc[0]
+
+
+def counts(states: Sequence[str]) -> str:
     """Return how many runs are in each state."""
-    states = Counter(row["state"] for row in rows)
-    named = [f"{states[state]} {state}" for state in STATES if states[state]]
-    return f"{len(rows)} run{'s' * (len(rows) != 1)}: {', '.join(named)}"
+    named = [f"{number} {state}" for state in STATES if (number := list(states).count(state))]
+    return f"{len(states)} run{'s' * (len(states) != 1)}: {', '.join(named)}"
 
 
-def outcome_of(row: Row) -> str:
+def outcome_of(run: Mapping[str, Any]) -> str:
     """Return in a few words how a run failed: `failed`, or that it diverged and when."""
-    return f"diverged at round {row['diverged']:.0f}" if "diverged" in row else "failed"
-
-
-def about_absent(classes: Sequence[str], partition: str, clients: int) -> str:
-    """Return a sentence about classes that nobody has, though they are tested."""
-    few = ", ".join(classes[:5]) + ", ..." * (len(classes) > 5)
-    return f"no client has samples of {len(classes)} classes ({few}): {partition} with {clients:.0f} clients"
+    diverged = run.get("diverged")
+    return f"diverged at round {diverged:.0f}" if known(diverged) else "failed"

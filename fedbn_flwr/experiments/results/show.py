@@ -1,10 +1,7 @@
 """The forms of a table: in a terminal, as HTML, as CSV and for LaTeX. A new one is a line of `FORMS`."""
 
-import csv
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from io import StringIO
-from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
@@ -12,23 +9,21 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from fedbn_flwr.experiments.output.console import console, new_table
+from fedbn_flwr.experiments.recipes.paper import QUANTITIES, Paper
 from fedbn_flwr.experiments.results.findings import findings
-from fedbn_flwr.experiments.results.paper import Paper
-from fedbn_flwr.experiments.results.rows import Row, finished, typical
-from fedbn_flwr.experiments.results.table import (
-    COMPARISON,
-    DOMAINS,
-    REPRODUCED,
-    UNSEEN,
+from fedbn_flwr.experiments.results.rows import Frame, Part, finished, pd, typical
+from fedbn_flwr.experiments.results.tables import (
     WEAK,
-    Cell,
+    Number,
     Table,
+    by_domain,
     cautions,
+    comparison,
     count,
-    table,
-    unseen_rows,
+    reproduced,
+    unseen,
 )
-from fedbn_flwr.experiments.results.values import QUANTITIES, heading_of, is_share, values_of
+from fedbn_flwr.experiments.results.values import heading_of, is_share
 
 #: what LaTeX reads in another way than as the letter
 ESCAPES = {letter: f"\\{letter}" for letter in "#$%&_{}"} | {
@@ -42,14 +37,6 @@ ESCAPES = {letter: f"\\{letter}" for letter in "#$%&_{}"} | {
     "*": "{*}",
     "±": r"$\pm$",
 }
-#: the marks of LaTeX's templates
-LATEX = {
-    "block_start_string": "<%",
-    "block_end_string": "%>",
-    "variable_start_string": "<<",
-    "variable_end_string": ">>",
-    "keep_trailing_newline": True,
-}
 #: columns that a terminal may break where there is no mark to break at
 FOLDED = ("setting", "method", "state")
 
@@ -61,25 +48,24 @@ def show(shown: Table, form: str) -> str:
 
 def terminal(shown: Table) -> None:
     """Print a table with its caption; one wider than the terminal breaks headings, options and deviations."""
-    rich = new_table(escape(shown.caption))
-    for name in shown.headings:
+    rich, texts = new_table(escape(shown.caption)), shown.frame.map(str)
+    for name in texts:
         justify: Any = "right" if name in shown.numeric else "left"
         rich.add_column(name, justify=justify, overflow="fold", no_wrap=name not in FOLDED)
-    before = ""
-    for cells in shown.cells():
-        line = [cell.text for cell in cells]
-        if shown.headings[0] == "setting":  # a setting is named once
-            before, line[0] = line[0], line[0] if line[0] != before else ""
+    if "setting" in texts:  # a setting is named once
+        texts["setting"] = texts["setting"].where(texts["setting"] != texts["setting"].shift(), "")
+    for line in texts.itertuples(index=False):
         rich.add_row(*map(Text, line))
     if console.measure(rich, options=console.options.update_width(1000)).maximum > console.width:
         _break(rich)
     console.print(rich)
-    _say(f"  {note}" for note in shown.footer)
+    say(f"  {note}" for note in shown.footer)
 
 
-def _say(lines: Iterable[str]) -> None:
+def say(lines: Iterable[str], **style: Any) -> None:
+    """Print lines as they are."""
     for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        console.print(line, markup=False, highlight=False, soft_wrap=True, **style)
 
 
 def _break(rich: RichTable) -> None:
@@ -93,94 +79,104 @@ def _break(rich: RichTable) -> None:
 
 def to_csv(shown: Table) -> str:
     """Return a table as CSV: numbers with all their digits, and deviations in columns of their own."""
-    columns: list[list[object]] = []
-    for name in shown.headings:
-        cells = shown.column(name)
-        is_text = [cell.number is None or cell.text == "baseline" for cell in cells]
-        columns.append([name, *(cell.text if text else cell.number for cell, text in zip(cells, is_text, strict=True))])
-        if any(cell.spread is not None for cell in cells):
-            columns.append([f"{name} ±", *(cell.spread for cell in cells)])
-    file = StringIO()
-    csv.writer(file, lineterminator="\n").writerows(zip(*columns, strict=True))
-    return file.getvalue()
+    columns = {}
+    for name, cells in shown.frame.items():
+        columns[name] = cells.map(
+            lambda cell: cell.value if isinstance(cell, Number) and cell.text != "baseline" else str(cell)
+        )
+        spreads = cells.map(lambda cell: cell.spread if isinstance(cell, Number) else None)
+        columns |= {f"{name} ±": spreads} if spreads.notna().any() else {}
+    return str(pd.DataFrame(columns, dtype=object).to_csv(index=False))
+
+
+def to_latex(shown: Table) -> str:
+    """Return a table for LaTeX, with the rules of booktabs and no wider than the page."""
+    form = "".join("r" if name in shown.numeric else "l" for name in shown.frame)
+    texts = shown.frame.map(_latex_cell).rename(columns=latex)
+    notes = f"\\par\\smallskip{{\\footnotesize {latex(' '.join(shown.footer))}}}\n" if shown.footer else ""
+    return (
+        f"\\begin{{table}}[htbp]\n\\centering\n\\caption{{{latex(shown.caption)}}}\n"
+        f"\\resizebox{{\\ifdim\\width>\\linewidth \\linewidth\\else\\width\\fi}}{{!}}{{%\n"
+        f"{texts.to_latex(index=False, escape=False, column_format=form).rstrip()}}}\n{notes}\\end{{table}}\n"
+    )
+
+
+def _latex_cell(cell: Any) -> str:
+    shown = latex(str(cell))
+    return f"${shown[0]}${shown[1:]}" if isinstance(cell, Number) and shown[:1] in ("-", "+") else shown
+
+
+def latex(words: str) -> str:
+    """Return a text as LaTeX prints it."""
+    return "".join(ESCAPES.get(letter, letter) for letter in words)
 
 
 def fill(template: str, **values: object) -> str:
-    """Fill in a template: of HTML, whose values are text and no markup, or of LaTeX, with the marks `<%` and `<<`."""
+    """Fill in a template of HTML, whose values are text and no markup."""
     # a node's process imports this module, and never needs it
     from jinja2 import Environment, PackageLoader
 
-    options: dict[str, Any] = LATEX if template.endswith(".tex") else {"autoescape": True, "lstrip_blocks": True}
-    environment = Environment(loader=PackageLoader(__package__, "template"), trim_blocks=True, **options)
-    environment.filters |= {"latex": _latex, "cell": _latex_cell, "breakable": _breakable}
+    loader = PackageLoader(__package__, "template")
+    environment = Environment(loader=loader, trim_blocks=True, lstrip_blocks=True, autoescape=True)
+    environment.filters["breakable"] = _breakable
     return environment.get_template(template).render(values)
-
-
-FORMS: dict[str, Callable[[Table], str]] = {
-    "html": lambda shown: fill("table.html", table=shown),
-    "csv": to_csv,
-    "latex": lambda shown: fill("table.tex", table=shown),
-}
-
-
-def _latex_cell(cell: Cell) -> str:
-    shown = _latex(cell.text)
-    return f"${shown[0]}${shown[1:]}" if cell.number is not None and shown[:1] in ("-", "+") else shown
-
-
-def _latex(words: str) -> str:
-    """Return a text as LaTeX prints it."""
-    return "".join(ESCAPES.get(letter, letter) for letter in words)
 
 
 def _breakable(words: str) -> Any:
     """Return a text as HTML that may break before the options and layers of a method, and after a comma."""
     import markupsafe
 
-    return markupsafe.Markup(
-        str(markupsafe.escape(words)).replace(":", "<wbr>:").replace("+", "<wbr>+").replace(",", ",<wbr>")
-    )
+    escaped = str(markupsafe.escape(words))
+    return markupsafe.Markup(escaped.replace(":", "<wbr>:").replace("+", "<wbr>+").replace(",", ",<wbr>"))
 
 
-def show_run(row: Row) -> None:
+FORMS: dict[str, Callable[[Table], str]] = {
+    "html": lambda shown: fill("table.html", table=shown),
+    "csv": to_csv,
+    "latex": to_latex,
+}
+
+
+def show_run(run: dict[str, Any]) -> None:
     """Print the result of one run."""
     lines = []
-    for key, value in row.items():
+    for key, value in run.items():
         if isinstance(value, int | float) and not isinstance(value, bool):
             is_percent = key in QUANTITIES and is_share(key) and isinstance(value, float)
             digits = 2 if is_percent else 4 if isinstance(value, float) else 0
             name, number = (heading_of(key), 100 * value) if is_percent else (key, value)
-            lines.append({"result": Cell(name), "value": count(number, digits)})
-    title = f"{row['method']} on {row['dataset']}, {row['model']}, {row['partition']}"
-    terminal(Table("run", title, lines, cautions([row])))
-    console.print(f"Results: {Path(row['folder']).resolve()}", soft_wrap=True)
+            lines.append({"result": name, "value": count(number, digits)})
+    title = f"{run['method']} on {run['dataset']}, {run['model']}, {run['partition']}"
+    terminal(Table("run", title, pd.DataFrame(lines), cautions(pd.DataFrame([run]))))
 
 
-def show_comparison(rows: Sequence[Row]) -> None:
+def show_comparison(runs: Frame) -> None:
     """Print a line for each method, accuracies by domain where there are domains, and why a method failed."""
-    if done := finished(rows):
-        first = typical(done)
+    if len(ended := finished(runs)):
+        first = typical(ended)
         title = f"{first['dataset']}, {first['model']}, {first['partition']}, {first['rounds']:.0f} rounds"
-        if "unseen" in first:
-            about = (
-                f"{title}: the domain that nobody trained with, ± half the 95 % interval; adapted to its training data"
-            )
-            terminal(table(unseen_rows(rows), UNSEEN, digits=1, caption=about))
+        if "unseen" in ended:
+            about = "the domain that nobody trained with, ± half the 95 % interval; adapted to its training data"
+            terminal(unseen(runs, f"{title}: {about}"))
         else:
-            compared = table(rows, COMPARISON, digits=1, caption=title)
+            compared = comparison(runs, title)
             hints = [f"{line} `--seeds 3` gives intervals." if line == WEAK else line for line in compared.footer]
             terminal(replace(compared, footer=hints))
-        by_domain = "accuracy by domain, % (personal models: on their nodes' domain)"
-        if (domains := table(rows, DOMAINS, digits=1, caption=by_domain)).lines and "unseen" not in first:
-            terminal(domains)
-    for row in rows:
-        if row["error"]:
-            console.print(f"{row['label']}, seed {row['seed']}: {row['error']}", style="yellow", soft_wrap=True)
+            if len(
+                (domains := by_domain(runs, "accuracy by domain, % (personal models: on their nodes' domain)")).frame
+            ):
+                terminal(domains)
+    failed = runs[runs["error"] != ""].itertuples()
+    say((f"{run.label}, seed {run.seed}: {run.error}" for run in failed), style="yellow")
 
 
-def show_study(title: str, rows: Sequence[Row], paper: Paper) -> None:
-    """Print the table of a study beside the paper's numbers, what holds of the paper, and notes."""
+def show_part(part: Part) -> None:
+    """Print the table of runs; of a study with a paper beside its numbers, with what holds of the paper, and notes."""
+    paper = part.paper
+    if paper == Paper():
+        show_comparison(part.runs)
+        return
     place = f" ({paper.place})" if paper.place else ""
-    found = findings(rows, values_of(rows, paper.quantities, paper.rounds), paper)
-    terminal(table(rows, REPRODUCED, paper, caption=f"{title}: {paper.about}{place}"))
-    _say([*(line for item in found for line in item.lines()), *(f"Note: {note}" for note in paper.notes)])
+    terminal(reproduced(part.runs, paper, f"{part.title}: {paper.about}{place}"))
+    found = findings(part.runs, paper)
+    say([*(line for item in found for line in item.lines()), *(f"Note: {note}" for note in paper.notes)])

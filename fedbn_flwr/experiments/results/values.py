@@ -1,40 +1,34 @@
-"""The numbers of runs: what a run fills in, means over seeds, deviations, and differences that are paired by seed."""
+"""The numbers of runs: what each has measured; means over seeds, deviations, and differences paired by seed."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from math import isfinite, nan
+from collections.abc import Sequence
+from math import inf, nan
 from statistics import fmean, stdev
+from typing import Any
 
 from fedbn_flwr.experiments.output.scoring import LOWER_IS_BETTER
-from fedbn_flwr.experiments.results.rows import ADAPTED, Row, finished, metric_of, rounds_run
+from fedbn_flwr.experiments.recipes.paper import COUNTED, QUANTITIES
+from fedbn_flwr.experiments.results.rows import Frame, column, finished, pd
 from fedbn_flwr.plugins import extra
 
-#: setting, label of a method, column
-Key = tuple[str, str, str]
-#: column -> value; the rounds are those of a study at full size
-Read = Callable[[Row, int], dict[str, float]]
 AVERAGE = "Average"
-#: columns that are counted and not measured, with their units: every printed digit says something
-COUNTED = {"megabytes": "MiB a round", "gigabytes": "GiB in total", "extra-exchanges": "share of extra exchanges, %"}
+#: what stands for a method: the mean, deviation and number of its runs, half the width of the mean's 95 % interval, and
+#: the mean difference to the first method, paired by seed, half the width of its interval, and the number of pairs
+STATISTICS = ("mean", "deviation", "number", "interval", "difference", "half_width", "pairs")
 
 
-def _plain(key: str) -> Read:
-    return lambda row, _: {key: scale_of(key) * row[key]}
-
-
-def _domains(row: Row, _: int) -> dict[str, float]:
-    values = {name: 100 * value for name, value in row["domain-accuracy"].items()}
-    return {**values, AVERAGE: fmean(values.values())}
-
-
-def is_share(column: str) -> bool:
+def is_share(name: str) -> bool:
     """Whether files have a column's numbers as shares, which people read in percent."""
-    return not {*column.split("-")} & {*LOWER_IS_BETTER}
+    return not {*name.split("-")} & {*LOWER_IS_BETTER}
 
 
-def scale_of(column: str) -> float:
+def scale_of(name: str) -> float:
     """Return what a column's numbers are multiplied by to be read."""
-    return 100.0 if is_share(column) else 1.0
+    return 100.0 if is_share(name) else 1.0
+
+
+def heading_of(name: str) -> str:
+    """Return a column's name with its unit."""
+    return COUNTED.get(name) or name.replace("-", " ").replace("bn", "BN") + ", %" * is_share(name)
 
 
 def number_text(number: float, spread: float | None, digits: int = 2, sign: str = "") -> str:
@@ -42,65 +36,58 @@ def number_text(number: float, spread: float | None, digits: int = 2, sign: str 
     return f"{number:{sign}z.{digits}f}" + (f" ± {spread:.{digits}f}" if spread is not None else "")
 
 
-QUANTITIES: dict[str, Read] = {
-    # by which methods are compared: accuracy, unless data or objective have another one
-    "score": lambda row, _: {metric_of(row): scale_of(metric_of(row)) * row[metric_of(row)]},
-    **{key: _plain(key) for key in ("accuracy", "mean-iou", "accuracy-personal", "accuracy-mean-bn")},
-    **{key: _plain(key) for key in ADAPTED},
-    # of every domain, and the mean over domains
-    "domain-accuracy": _domains,
-    **{key: _plain(key) for key in ("loss", "train-loss", "train-loss-global")},
-    # as FedTAN's paper counts, in powers of 2^10: a round, and in as many rounds as the recipe has at full size
-    "megabytes": lambda row, _: {"megabytes": row["paper-bytes"] / rounds_run(row) / 2**20},
-    "gigabytes": lambda row, rounds: {"gigabytes": row["paper-bytes"] / rounds_run(row) * rounds / 2**30},
-    # the share of the exchanges beyond one a round
-    "extra-exchanges": lambda row, _: {"extra-exchanges": 100 * (1 - rounds_run(row) / row["exchanges"])},
-}
+def numbers_of(runs: Frame, quantities: Sequence[str] = (), rounds: int = 1) -> Frame:
+    """Return the numbers that finished runs have measured, as people read them, by setting, label, seed and column.
+
+    `rounds` are those of the study at full size. By default they are all that is measured and not counted.
+    """
+    ended, wide = finished(runs), dict[str, Any]()
+    for quantity in quantities or [name for name in QUANTITIES if name not in COUNTED]:
+        wide |= _columns(ended, quantity, rounds)
+    frame = pd.DataFrame(wide, ended.index).replace([inf, -inf], nan)
+    long = frame.stack(future_stack=True).dropna().rename("value").rename_axis([None, "column"]).reset_index("column")
+    return ended[["setting", "label", "seed"]].join(long, how="inner")
 
 
-def columns_of(row: Row, quantity: str, rounds: int) -> dict[str, float]:
-    """Return the columns that a run fills in; none if it could not train or did not record the quantity."""
-    try:
-        columns = QUANTITIES.get(quantity, _plain(quantity))(row, rounds)
-    except (KeyError, TypeError):  # files have null in place of a number that is not finite
-        return {}
-    return {column: value for column, value in columns.items() if isfinite(value)}
+def _columns(ended: Frame, quantity: str, rounds: int) -> dict[str, Any]:
+    """Return the columns of a quantity; bytes as FedTAN's paper counts them, in powers of 2^10."""
+    made, sent = ended["rounds"], column(ended, "paper-bytes")
+    match quantity:
+        case "score":  # by which methods are compared: accuracy, unless data or objective have another one
+            metrics = [*column(ended, "metric").dropna().unique()] or ["accuracy"]
+            return {name: _scaled(ended, name) for name in metrics}
+        case "domain-accuracy":
+            own = column(ended, quantity).dropna()
+            domains = 100 * pd.DataFrame([*own], own.index)
+            return {**domains, AVERAGE: pd.Series([fmean(row.dropna()) for _, row in domains.iterrows()], own.index)}
+        case "megabytes":
+            return {quantity: sent / made / 2**20}
+        case "gigabytes":
+            return {quantity: sent / made * rounds / 2**30}
+        case "extra-exchanges":  # the share of the exchanges beyond one a round
+            return {quantity: 100 * (1 - made / column(ended, "exchanges"))}
+    return {quantity: _scaled(ended, quantity)}
 
 
-def heading_of(column: str) -> str:
-    """Return a column's name with its unit."""
-    return COUNTED.get(column) or column.replace("-", " ").replace("bn", "BN") + ", %" * is_share(column)
+def _scaled(runs: Frame, name: str) -> Any:
+    return scale_of(name) * pd.to_numeric(column(runs, name), errors="coerce")
 
 
-@dataclass(frozen=True)
-class Value:
-    """A number of one method over its seeds."""
+def values_of(numbers: Frame) -> Frame:
+    """Return `STATISTICS` of every method from its numbers, by setting, column and label.
 
-    method: str
-    mean: float
-    deviation: float
-    #: of runs
-    number: int
-    #: mean difference to the first method, paired by seed, half the width of its 95 % interval, and the number of pairs
-    difference: float = nan
-    half_width: float = 0.0
-    pairs: int = 0
-    #: half the width of the 95 % interval of the mean
-    interval: float = 0.0
-
-    def __str__(self) -> str:
-        return number_text(self.mean, self.deviation if self.number > 1 else None)
-
-
-def compared(numbers: Mapping[str, Mapping[int, float]]) -> dict[str, Value]:
-    """Return the value of every method from its numbers by seed; differences are to the first method."""
-    values, first = {}, next(iter(numbers.values()), {})
-    for method, by_seed in numbers.items():
-        pairs = [number - first[seed] for seed, number in by_seed.items() if seed in first]
-        mean, deviation, interval = spread([*by_seed.values()])
-        difference, _, half_width = spread(pairs)
-        values[method] = Value(method, mean, deviation, len(by_seed), difference, half_width, len(pairs), interval)
-    return values
+    Differences are to the first method that has a number there.
+    """
+    place = ["setting", "column"]
+    firsts = numbers[numbers["label"] == numbers.groupby(place)["label"].transform("first")]
+    pairs = numbers.merge(firsts[[*place, "seed", "value"]], "left", [*place, "seed"], suffixes=("", " of first"))
+    pairs["gap"] = pairs["value"] - pairs["value of first"]
+    lines = []
+    for key, own in pairs.groupby([*place, "label"], sort=False):
+        (mean, deviation, interval), gaps = spread([*own["value"]]), [*own["gap"].dropna()]
+        difference, _, half_width = spread(gaps)
+        lines.append([*key, mean, deviation, len(own), interval, difference, half_width, len(gaps)])
+    return pd.DataFrame(lines, columns=[*place, "label", *STATISTICS]).set_index([*place, "label"])
 
 
 def spread(values: Sequence[float]) -> tuple[float, float, float]:
@@ -112,20 +99,3 @@ def spread(values: Sequence[float]) -> tuple[float, float, float]:
 
     deviation = stdev(values)
     return fmean(values), deviation, deviation / len(values) ** 0.5 * float(stdtrit(len(values) - 1, 0.975))
-
-
-def values_of(rows: Sequence[Row], quantities: Sequence[str] = (), rounds: int = 1) -> dict[Key, Value]:
-    """Return the values of the finished runs; by default of all that they have measured.
-
-    `rounds` are those of the study at full size.
-    """
-    runs, numbers = finished(rows), dict[tuple[str, str], dict[str, dict[int, float]]]()
-    for row in runs:
-        for quantity in quantities or [name for name in QUANTITIES if name not in COUNTED]:
-            for column, value in columns_of(row, quantity, rounds).items():
-                numbers.setdefault((row["setting"], column), {}).setdefault(row["label"], {})[row["seed"]] = value
-    return {
-        (setting, label, column): value
-        for (setting, column), by_method in numbers.items()
-        for label, value in compared(by_method).items()
-    }

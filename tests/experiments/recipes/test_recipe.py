@@ -10,7 +10,6 @@ from fedbn_flwr.experiments import UsageError, main
 from fedbn_flwr.experiments.checks import check
 from fedbn_flwr.experiments.material import load_data, rounds_within_budget
 from fedbn_flwr.experiments.recipes.schema import read_recipe, recipe_names
-from fedbn_flwr.experiments.results.values import columns_of
 
 #: a recipe with everything
 WHOLE: dict[str, Any] = {
@@ -194,23 +193,6 @@ def test_every_recipe_runs_in_small_for_20_rounds_at_least(name: str) -> None:
     for setting in small.study.settings:
         experiment = small.study.experiment(setting, small.study.methods_of(setting)[0], 0)
         check(experiment, experiment.make_strategy(experiment.config.clients))
-
-
-def test_columns_of_a_summary() -> None:
-    summary = {
-        "accuracy": 0.5,
-        "loss": None,
-        "domain-accuracy": {"a": 0.25, "b": 0.75},
-        "paper-bytes": 3 * 2**30,
-        "rounds": 3,
-        "exchanges": 12,
-    }
-    assert columns_of(summary, "accuracy", 3) == {"accuracy": 50}
-    assert columns_of(summary, "loss", 3) == {}
-    assert columns_of(summary, "domain-accuracy", 3) == {"a": 25, "b": 75, "Average": 50}
-    assert columns_of(summary, "megabytes", 3) == {"megabytes": 1024}
-    assert columns_of(summary, "gigabytes", 100) == {"gigabytes": 100}
-    assert columns_of(summary, "extra-exchanges", 3) == {"extra-exchanges": 75}
 
 
 def test_recipes_are_listed_by_paper_and_number(capsys: pytest.CaptureFixture[str]) -> None:

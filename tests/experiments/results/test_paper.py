@@ -1,12 +1,13 @@
 """The table beside the paper's numbers: means, the order of methods, and directions."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fedbn_flwr.experiments import main
 from fedbn_flwr.experiments.output.console import console
-from fedbn_flwr.experiments.recipes.schema import parse_recipe
-from fedbn_flwr.experiments.results.show import show_study
+from tests.helpers.matrix_files import write_comparison
 
 CONTENT: dict[str, Any] = {
     "place": "Table 1",
@@ -47,20 +48,17 @@ ACCURACIES = {
 }
 
 
-def run(setting: str, label: str, seed: int, accuracy: float | None) -> dict[str, Any]:
-    """The row of a run that finished, or failed."""
-    labels = dict(zip(("partition", "local-steps"), setting.split(", "), strict=True))
-    place = {"setting": setting, "labels": labels, "label": label, "method": label, "seed": seed}
-    if accuracy is None:
-        return {**place, "state": "failed", "error": "the loss is not finite"}
-    return {**place, "state": "finished", "error": "", "accuracy": accuracy}
-
-
 @pytest.fixture
-def text() -> str:
-    rows = [run(*key, seed, value) for key, values in ACCURACIES.items() for seed, value in enumerate(values)]
+def text(tmp_path: Path) -> str:
+    ended = [
+        {"setting": setting, "labels": dict(zip(CONTENT["vary"], setting.split(", "), strict=True))}
+        | {"label": label, "method": CONTENT["methods"][label], "seed": seed}
+        | ({"failed": "the loss is not finite"} if accuracy is None else {"accuracy": accuracy})
+        for (setting, label), accuracies in ACCURACIES.items()
+        for seed, accuracy in enumerate(accuracies)
+    ]
     with console.capture() as captured:
-        show_study("mine", rows, parse_recipe("mine", CONTENT).paper)
+        assert main(["results", str(write_comparison(tmp_path, ended, CONTENT))]) == 0
     return captured.get()
 
 

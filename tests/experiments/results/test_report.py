@@ -3,7 +3,8 @@
 import csv
 import json
 import re
-from collections.abc import Mapping, Sequence
+import shutil
+import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,19 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from fedbn_flwr.experiments import main
-from fedbn_flwr.experiments.results.bars import bars
-from fedbn_flwr.experiments.results.curves import draw_marks, marks_of
-from fedbn_flwr.experiments.results.folders import read_parts
-from fedbn_flwr.experiments.results.pictures import bar_style, line_style
-from fedbn_flwr.experiments.results.show import show
-from fedbn_flwr.experiments.results.table import Cell, Table
-from fedbn_flwr.experiments.results.values import QUANTITIES, Value, values_of
-from tests.helpers.matrix_files import ROUNDS, round_row, summary_of, write_matrix, write_run, write_study
+from fedbn_flwr.experiments.recipes.paper import QUANTITIES
+from fedbn_flwr.experiments.results.plots import bar_style, bars, draw_marks, line_style, marks_of
+from fedbn_flwr.experiments.results.rows import pd, read_parts
+from tests.helpers.matrix_files import (
+    ROUNDS,
+    round_row,
+    summary_of,
+    write_comparison,
+    write_finished,
+    write_matrix,
+    write_run,
+    write_study,
+)
 from tests.helpers.runs import run, run_in
 
 SCORE = "accuracy, %"
@@ -78,16 +84,6 @@ class Page(HTMLParser):
         rows = self.tables[table]
         (found,) = [row for row in rows[1:] if row[: len(begin)] == list(begin)]
         return found[rows[0].index(heading)]
-
-
-def write_comparison(folder: Path, asked: Sequence[tuple[str, int]], finished: Mapping[str, float]) -> Path:
-    """Write a comparison of which the runs with seed 0 of these methods have finished."""
-    runs = [{"label": method, "method": method, "seed": seed, "folder": f"{method}-{seed}"} for method, seed in asked]
-    for method, accuracy in finished.items():
-        write_run(folder / f"{method}-0", [round_row(n, accuracy) for n in range(1, ROUNDS + 1)], method)
-        summary = {"method": method, **summary_of(accuracy, 0), "metric": "accuracy"}
-        (folder / f"{method}-0/summary.json").write_text(json.dumps(summary))
-    return write_study(folder, {"methods": [*finished]}, runs)
 
 
 def write_page(*folders: Path, out: Path) -> Page:
@@ -182,6 +178,21 @@ def test_failed_unfinished_and_waiting_cells_are_named(tmp_path: Path) -> None:
     assert "Accuracy against rounds in Shards, E=1" not in write_page(matrix, out=tmp_path / "again").pictures
 
 
+def test_bytes_and_exchanges_are_counted_as_papers_do(tmp_path: Path) -> None:
+    quantities = ["domain-accuracy", "loss", "megabytes", "gigabytes", "extra-exchanges"]
+    matrix = write_matrix(tmp_path, {("IID, E=1", "BN"): (0.5,)}, quantities=quantities, reported=[], directions=[])
+    path = matrix / "IID__E=1-BN-seed0/summary.json"
+    domains = {"domain-accuracy": {"a": 0.25, "b": 0.75}, "loss": None}
+    counted = {"paper-bytes": 3 * 2**30, "rounds": 3, "exchanges": 12}
+    path.write_text(json.dumps(json.loads(path.read_text()) | domains | counted))
+    page, cell = write_page(matrix, out=tmp_path / "page"), ("IID, E=1", "BN")
+    columns = ("a, %", "b, %", "Average, %", "MiB a round", "GiB in total", "share of extra exchanges, %")
+    numbers = [page.cell("results", heading, *cell) for heading in columns]
+    # in as many rounds as the study has at full size
+    assert numbers == ["25.00", "75.00", "50.00", "1024.00", f"{ROUNDS}.00", "75.00"]
+    assert "loss" not in page.tables["results"][0]
+
+
 def test_a_run_that_stopped_early_has_the_rounds_that_it_ran(tmp_path: Path) -> None:
     quantities = ["megabytes", "extra-exchanges"]
     matrix = write_matrix(tmp_path, {("IID, E=1", "BN"): (0.9,)}, quantities=quantities, reported=[], directions=[])
@@ -240,20 +251,31 @@ def test_runs_and_comparisons_in_one_page(tmp_path: Path) -> None:
     assert page.cell("results", SCORE, run_in(tmp_path / "one").name)
 
 
+def test_a_file_that_is_none_of_ours_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "study.json").write_text('{"title": "mine"}')
+    assert main(["report", str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "study.json is not the record of a study" in line
+
+
+def painted(folder: Path, start: str) -> Any:
+    """Return the axes of the only picture of a study whose caption starts so."""
+    (part,) = read_parts([folder])
+    (picture,) = [each for each in bars(part.runs, part.paper) if each.caption.startswith(start)]
+    axes = Figure().add_subplot()
+    picture.paint(axes)
+    return axes
+
+
 def test_bars_by_domain_are_of_domains(tmp_path: Path) -> None:
     """Of every quantity that a single run or a recipe may have beside."""
-    quantities = [*(name for name in QUANTITIES if name != "domain-accuracy"), "domain-accuracy"]
-    (part,) = read_parts([write_matrix(tmp_path, ALL, quantities=quantities)])
-    values = {
-        **values_of(part.rows, quantities),
-        **{(*key, name): Value(key[1], 1.0, 0.0, 1) for key in ALL for name in QUANTITIES},
-    }
-    pictures = [picture for picture in bars(part.rows, values) if picture.caption.startswith("Accuracy by domain")]
-    assert pictures
-    for picture in pictures:
-        axes = Figure().add_subplot()
-        picture.paint(axes)
-        assert [label.get_text() for label in axes.get_xticklabels()] == ["photo", "sketch", "Average"]
+    cells = {("", "BN"): (0.9, 0.8), ("", "GN"): (0.7, 0.7)}
+    matrix = write_matrix(tmp_path, cells, quantities=[*QUANTITIES], vary={}, reported=[], directions=[])
+    for path in matrix.glob("*/summary.json"):
+        path.write_text(json.dumps({**dict.fromkeys(QUANTITIES, 1.0), **json.loads(path.read_text())}))
+    axes = painted(matrix, "Accuracy by domain")
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["photo", "sketch", "Average"]
+    assert [bar.get_height() for bar in axes.containers[1]] == pytest.approx([85, 42.5, 63.75])
 
 
 def test_every_one_of_many_methods_has_a_look_of_its_own() -> None:
@@ -265,18 +287,28 @@ def test_every_one_of_many_methods_has_a_look_of_its_own() -> None:
 
 def test_the_map_is_gn_minus_bn(tmp_path: Path) -> None:
     cells = {("IID, E=1", "BN"): (0.5, 0.5), ("IID, E=1", "GN"): (0.75, 0.75)}
-    (part,) = read_parts([write_matrix(tmp_path, cells)])
-    values = values_of(part.rows, ["accuracy"])
-    (picture,) = [each for each in bars(part.rows, values) if each.name.startswith("gn-minus-bn")]
-    axes = Figure().add_subplot()
-    picture.paint(axes)
+    axes = painted(write_matrix(tmp_path, cells), "Accuracy with GN minus BN")
     assert [text.get_text() for text in axes.texts] == ["+25.0"]
 
 
-def test_one_seed_is_said_once_and_zero_has_no_sign(tmp_path: Path) -> None:
-    runs = {"fedavg": 0.5, "fixbn": 0.49999}
-    folder = write_comparison(tmp_path, [(method, 0) for method in runs], runs)
+def comparison(folder: Path, *cells: tuple[str, int, float | None]) -> Path:
+    """Write a comparison of methods with a seed and an accuracy; one without has not begun."""
+    ended = [
+        {"method": method, **(summary_of(accuracy, seed) if accuracy is not None else {"seed": seed})}
+        for method, seed, accuracy in cells
+    ]
+    return write_comparison(folder, ended)
+
+
+def test_runs_of_a_comparison_that_have_not_begun_are_waiting(tmp_path: Path) -> None:
+    folder = comparison(tmp_path, ("fedavg", 0, 0.5), ("fedavg", 1, None), ("fixbn", 0, None))
     page = write_page(folder, out=tmp_path / "page")
+    assert "3 runs: 1 finished, 2 waiting" in page.text
+    assert page.cell("results", SCORE, "fixbn") == "waiting"
+
+
+def test_one_seed_is_said_once_and_zero_has_no_sign(tmp_path: Path) -> None:
+    page = write_page(comparison(tmp_path, ("fedavg", 0, 0.5), ("fixbn", 0, 0.49999)), out=tmp_path / "page")
     assert page.text.count("One seed: a difference may be chance.") == 1
     assert page.cell("results", "difference", "fixbn") == "+0.00"
     assert "-0.00" not in page.text
@@ -322,7 +354,7 @@ def test_freezes_and_rate_drops_are_marked(method: str, expected: list[tuple[str
     if "fedbs" in method:
         rows = [{**row, "fedbs-stage": 1 + (row["round"] > 8)} for row in rows]
     (tmp_path / "config.json").write_text(json.dumps({"options": options}))
-    marks = marks_of({"folder": tmp_path}, rows)
+    marks = marks_of(tmp_path, pd.DataFrame(rows))
     assert marks == expected
     figure = Figure()
     axes = figure.add_subplot()
@@ -338,35 +370,33 @@ HARD = r"a_b&50%#{x}~^\<|[*]"
 
 @pytest.mark.usefixtures("drawn")
 def test_every_format_has_the_same_table(tmp_path: Path) -> None:
-    folder = write_comparison(tmp_path, [("fedavg", 0), ("fixbn", 0)], {"fedavg": 0.5, "fixbn": 0.75})
+    runs = [{"labels": {}, "label": name, "method": name, "seed": 0, "folder": name} for name in ("fedavg", HARD)]
+    folder = write_study(tmp_path, {"methods": ["fedavg", "fixbn"]}, runs)
+    for place, accuracy in zip(runs, (0.75, 0.5), strict=True):
+        write_finished(folder / str(place["folder"]), accuracy)
     assert main(["report", str(folder), "--format", "html,csv,latex"]) == 0
     out = folder / "report"
     rows = list(csv.reader((out / "results.csv").read_text().splitlines()))
     assert rows[0][:3] == ["method", SCORE, "difference"]
-    assert rows[2][:3] == ["fixbn", "75.0", "25.0"]
-    runs = list(csv.DictReader((out / "runs.csv").read_text().splitlines()))
-    assert [(row["method"], row[SCORE], row["state"]) for row in runs] == [
-        ("fedavg", "50.0", "finished"),
-        ("fixbn", "75.0", "finished"),
+    assert rows[2][:3] == [HARD, "50.0", "-25.0"]
+    lines = list(csv.DictReader((out / "runs.csv").read_text().splitlines()))
+    assert [(row["method"], row[SCORE], row["state"]) for row in lines] == [
+        ("fedavg", "75.0", "finished"),
+        (HARD, "50.0", "finished"),
     ]
     curves = list(csv.DictReader((out / "curves.csv").read_text().splitlines()))
-    assert [row["round"] for row in curves] == [str(n) for n in range(1, ROUNDS + 1)] * 2
-    last = curves[-1]
-    assert (last["method"], last[SCORE]) == ("fixbn", "75.0")
-    assert float(last["exchanges"]) == ROUNDS * float(curves[0]["exchanges"])
+    assert [row["round"] for row in curves] == ["2", "4"] * 2
+    assert (curves[-1]["method"], curves[-1][SCORE], curves[-1]["exchanges"]) == (HARD, "50.0", "12")
     latex = (out / "results.tex").read_text()
     assert [latex.count(rule) for rule in (r"\toprule", r"\midrule", r"\bottomrule")] == [1, 1, 1]
-    assert r"fixbn & 75.00 & $+$25.00" in latex
+    hard = r"a\_b\&50\%\#\{x\}\textasciitilde{}\textasciicircum{}\textbackslash{}\textless{}\textbar{}{[}{*}]"
+    assert rf"{hard} & 50.00 & $-$25.00" in latex
     assert "One seed: a difference may be chance." in latex
     document = (out / "example.tex").read_text()
     assert r"\input{results}" in document
     for name in re.findall(r"includegraphics\[.*\]{(.*)}", document):
         assert (out / name).read_bytes().startswith(b"%PDF")
     assert (out / "report.html").exists()
-
-
-def test_latex_prints_names_as_they_are() -> None:
-    text = show(Table("results", HARD, [{"method": Cell(HARD), "n": Cell("-1.00", -1.0)}]), "latex")
-    hard = r"a\_b\&50\%\#\{x\}\textasciitilde{}\textasciicircum{}\textbackslash{}\textless{}\textbar{}{[}{*}]"
-    assert rf"\caption{{{hard}}}" in text
-    assert hard + r" & $-$1.00 \\" in text
+    if pdflatex := shutil.which("pdflatex"):  # Debian: texlive-latex-recommended
+        words = [pdflatex, "-interaction=nonstopmode", "-halt-on-error", "example.tex"]
+        assert subprocess.run(words, cwd=out, stdout=subprocess.DEVNULL, check=False).returncode == 0

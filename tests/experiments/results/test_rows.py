@@ -1,4 +1,4 @@
-"""Rows of folders: a study's, those that no file of a study lists, and those of older versions."""
+"""Rows of folders: a study's, and those that no file of a study lists."""
 
 import json
 from pathlib import Path
@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from fedbn_flwr.experiments import UsageError
-from fedbn_flwr.experiments.results.folders import read_parts, rows
-from tests.helpers.matrix_files import RECIPE, ROUNDS, round_row, summary_of, write_finished, write_run, write_study
+from fedbn_flwr.experiments.results.rows import rows
+from tests.helpers.matrix_files import RECIPE, round_row, summary_of, write_finished, write_run, write_study
 
 RUNS = [
     {
@@ -41,62 +41,36 @@ def test_a_study_has_a_row_for_each_run_in_every_state(tmp_path: Path) -> None:
     first, second = frame.iloc[0], frame.iloc[1]
     assert (first["accuracy"], first["label"], first["method"], first["seed"]) == (0.5, "BN", "fedavg", 0)
     assert (second["error"], second["diverged"], second["seed"]) == ("it is <nan>", 2, 1)
-    (part,) = read_parts([study])
-    assert (part.title, part.command, part.is_small) == ("mine", "fedbn-flwr ...", False)
-    assert (part.paper.quantities, part.paper.rounds) == (["gigabytes"], ROUNDS)
-    assert part.paper.directions[0].text == "GN > BN"
 
 
 def test_a_comparison_is_a_study_without_settings(tmp_path: Path) -> None:
     methods = ("fedavg", "mymethod:of=a-plugin")
     runs = [{"labels": {}, "label": name, "method": name, "seed": 0, "folder": name[:8]} for name in methods]
-    (part,) = read_parts([write_study(tmp_path / "study", {"methods": list(methods), "options": {}}, runs)])
-    assert [(row["label"], row["setting"], row["state"]) for row in part.rows] == [(m, "", "waiting") for m in methods]
+    frame = rows(write_study(tmp_path / "study", {"methods": list(methods), "options": {}}, runs))
+    assert [*zip(frame["label"], frame["setting"], frame["state"], strict=True)] == [
+        (m, "", "waiting") for m in methods
+    ]
 
 
 @pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        *(("study.json", text) for text in ("", "[]", '{"title": "mine", "recipe": {}, "runs": [{}]}')),
-        ("study.json", '{"title": "a", "recipe": {}, "runs": []}'),
-        ("matrix.json", '{"title": "mine"}'),
-    ],
+    "content", ["", "[]", '{"title": "mine", "recipe": {}, "runs": [{}]}', '{"title": "a", "recipe": {}, "runs": []}']
 )
-def test_a_study_that_cannot_be_read_is_one_line(tmp_path: Path, name: str, content: str) -> None:
-    (tmp_path / name).write_text(content)
-    (tmp_path / "recipe.yaml").write_text("methods: [fedavg]")
-    with pytest.raises(UsageError, match=f"{name} is not the record of a study"):
+def test_a_study_that_cannot_be_read_is_one_line(tmp_path: Path, content: str) -> None:
+    (tmp_path / "study.json").write_text(content)
+    with pytest.raises(UsageError, match=r"study.json is not the record of a study"):
         rows(tmp_path)
 
 
-def test_folders_of_older_versions_are_rows(tmp_path: Path) -> None:
-    """A matrix of which not every run has begun, a comparison, and single runs, of `flwr run` too."""
-    matrix, both = tmp_path / "out", tmp_path / "both"
-    done = [{"method": "fedavg", **summary_of(accuracy, seed)} for seed, accuracy in enumerate((0.9, 0.8))]
-    for row in done:
-        write_finished(matrix / f"IID__E=1/fedavg-seed{row['seed']}", row["accuracy"], seed=row["seed"])
-    recipe = {"methods": {"BN": "fedavg", "GN": "fedavg+gn"}, "options": {"rounds": 4}}
-    axes = {"partition": {"IID": "iid"}, "local-steps": {"E=1": 1, "E=9": 9}}
-    reported = [{"place": "page 7", "values": {"BN": {"IID, E=1": 90.1}}}]
-    (matrix / "recipe.yaml").write_text(json.dumps({**recipe, "vary": axes, "reported": reported}))
-    (matrix / "matrix.json").write_text(json.dumps({"smoke": False, "only": ["E=1"], "seeds": 2, "rounds": 4}))
-    for method, seed in (("fedavg", 0), ("fixbn", 0), ("fixbn", 1)):
-        write_run(both / f"{method}-seed{seed}", [round_row(1, 0.3)], method, seed)
-    (both / "fixbn-seed0" / "summary.json").write_text('{"method": "fixbn", "error": "it is <nan>"}')
-    write_finished(tmp_path / "one", 0.5)
-    frame = rows([matrix, both, tmp_path / "one"])
-    states = [*["finished"] * 2, *["waiting"] * 2, "unfinished", "failed", "unfinished", "finished"]
-    assert list(frame["state"]) == states
-    assert list(frame["accuracy"].dropna()) == [0.9, 0.8, 0.5]
-    assert list(frame["label"]) == ["BN", "BN", "GN", "GN", "fedavg", "fixbn", "fixbn", "fedavg"]
-    assert list(frame["seed"][:4]) == [0, 1, 0, 1]
-    number = read_parts([matrix])[0].paper.reported[0].number("BN", "IID, E=1", "accuracy")
-    assert number is not None
-    assert number.mean == 90.1
-    assert (frame["setting"].iloc[0], frame["labels"].iloc[0]) == (
-        "IID, E=1",
-        {"partition": "IID", "local-steps": "E=1"},
-    )
+def test_single_runs_are_rows_of_their_own_files(tmp_path: Path) -> None:
+    """Those of `flwr run` too, whose folder is the run's; a folder of folders has no results."""
+    write_run(tmp_path / "one", [round_row(1, 0.3)], "fixbn", 1)
+    write_finished(tmp_path / "two", 0.5)
+    (tmp_path / "two/summary.json").write_text('{"method": "fedavg", "error": "it is <nan>"}')
+    frame = rows([tmp_path / "one", tmp_path / "two"])
+    assert [*zip(frame["label"], frame["seed"], frame["state"], strict=True)] == [
+        ("fixbn", 1, "unfinished"),
+        ("fedavg", 0, "failed"),
+    ]
     with pytest.raises(UsageError, match="holds no results"):
         rows(tmp_path)
 

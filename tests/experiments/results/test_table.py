@@ -1,5 +1,6 @@
-"""Tables of rows: means and paired differences by hand, and what a terminal, a page and a notebook show."""
+"""Tables: means and paired differences by hand, and what a terminal and a file show."""
 
+import csv
 from collections.abc import Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -7,52 +8,13 @@ from typing import Any
 
 import pytest
 
+from fedbn_flwr.experiments import main
 from fedbn_flwr.experiments.output.console import console
-from fedbn_flwr.experiments.results.rows import Row, frame_of, row_of, typical
-from fedbn_flwr.experiments.results.show import FORMS, show, show_comparison
-from fedbn_flwr.experiments.results.table import COLUMNS, UNSEEN, Cell, table, unseen_rows
-from fedbn_flwr.experiments.results.values import compared, values_of
+from tests.helpers.matrix_files import write_comparison
 
-# ---- values ----------------------------------------------------------------------------------------------------------
-
-
-def test_means_and_paired_differences_by_hand() -> None:
-    values = compared({"a": {0: 0.5, 1: 0.6, 2: 0.7}, "b": {0: 0.6, 1: 0.8, 2: 0.75}})
-    first, second = values["a"], values["b"]
-    assert first.method == "a"
-    assert (first.mean, first.deviation) == pytest.approx((0.6, 0.1))
-    assert first.number == 3
-    assert (first.difference, first.half_width) == (0.0, 0.0)
-    # the differences are 0.1, 0.2 and 0.05: mean 0.35 / 3, variance (0.000278 + 0.006944 + 0.004444) / 2
-    assert second.difference == pytest.approx(0.35 / 3)
-    # Student's t for 95 % and two degrees of freedom is 4.302653
-    assert second.half_width == pytest.approx(4.302653 * (0.0116667 / 2 / 3) ** 0.5, rel=1e-5)
-    (alone,) = compared({"a": {0: 0.5}}).values()
-    assert (alone.mean, alone.deviation, alone.half_width) == (0.5, 0.0, 0.0)
-
-
-def test_pairs_are_of_equal_seeds_whatever_the_order_and_whichever_is_missing() -> None:
-    second = compared({"a": {0: 0.5, 2: 0.7}, "b": {2: 0.9, 1: 0.6, 0: 0.6}})["b"]
-    assert second.mean == pytest.approx(0.7)
-    assert second.difference == pytest.approx(((0.6 - 0.5) + (0.9 - 0.7)) / 2)
-
-
-def test_what_a_run_has_not_measured_is_no_number() -> None:
-    """Files have null for what is not finite; a run that failed has measured nothing."""
-    rows = [ended("a", accuracy=0.5, loss=float("nan")), ended("b", accuracy=None), ended("c", error="it failed")]
-    assert [*values_of(rows)] == [("", "a", "accuracy")]
-
-
-def test_a_run_of_the_clients_is_typical_if_there_is_one() -> None:
-    centralized, first, second = {"partition": "union"}, {"partition": "classes:1"}, {"partition": "classes:2"}
-    assert typical([centralized, first, second]) is first
-    assert typical([centralized]) is centralized
-
-
-# ---- tables ----------------------------------------------------------------------------------------------------------
-
+Summary = dict[str, Any]
 METHODS = ("fedavg", "fixbn:freeze-round=0.3:frozen-lr=0.05", "fedtan:carry=true", "centralized")
-RUN: dict[str, Any] = {
+RUN: Summary = {
     "dataset": "digits",
     "model": "small-cnn",
     "partition": "classes:2",
@@ -68,24 +30,71 @@ RUN: dict[str, Any] = {
 }
 
 
-def ended(method: str, seed: int = 0, **summary: Any) -> Row:
-    return row_of(Path(method), summary, label=method, method=method, seed=seed)
+def ended(method: str, seed: int = 0, **summary: Any) -> Summary:
+    return {**RUN, "method": method, "seed": seed, **summary}
 
 
-def runs(seeds: int = 1, methods: Sequence[str] = METHODS, more: Row = MappingProxyType({})) -> list[Row]:
-    return [ended(method, seed, **RUN, **more) for method in methods for seed in range(seeds)]
+def scored(**accuracies: Sequence[float | None]) -> list[Summary]:
+    """Runs of methods with the seeds of their accuracies; with None a seed was not run."""
+    return [
+        ended(method, seed, accuracy=accuracy)
+        for method, numbers in accuracies.items()
+        for seed, accuracy in enumerate(numbers)
+        if accuracy is not None
+    ]
 
 
-def shown(rows: Sequence[Row]) -> str:
+def failed(method: str, seed: int = 0, **summary: Any) -> Summary:
+    return {"method": method, "seed": seed, "failed": "the loss is nan", **summary}
+
+
+def runs(seeds: int = 1, methods: Sequence[str] = METHODS, more: Summary = MappingProxyType({})) -> list[Summary]:  # type: ignore[assignment]
+    return [ended(method, seed, **more) for method in methods for seed in range(seeds)]
+
+
+def shown(folder: Path, summaries: Sequence[Summary]) -> str:
+    """What `results` prints of a comparison of these runs."""
     with console.capture() as captured:
-        show_comparison(rows)
+        assert main(["results", str(write_comparison(folder, summaries))]) == 0
     return captured.get()
 
 
+def numbers(folder: Path, summaries: Sequence[Summary]) -> dict[str, dict[str, str]]:
+    """By method, the line of a comparison in `results.csv`."""
+    assert main(["report", str(write_comparison(folder, summaries)), "--format", "csv"]) == 0
+    lines = csv.DictReader((folder / "report/results.csv").read_text().splitlines())
+    return {line["method"]: line for line in lines}
+
+
+def test_means_and_paired_differences_by_hand(tmp_path: Path) -> None:
+    found = numbers(tmp_path, scored(a=(0.5, 0.6, 0.7), b=(0.6, 0.8, 0.75), c=(0.5,)))
+    first, second, third = found["a"], found["b"], found["c"]
+    assert (float(first["accuracy, %"]), float(first["accuracy, % ±"])) == pytest.approx((60, 10))
+    assert (first["difference"], first["runs"], third["runs"]) == ("baseline", "3", "1")
+    # the differences are 10, 20 and 5: mean 35 / 3, variance (2.78 + 69.44 + 44.44) / 2
+    assert float(second["difference"]) == pytest.approx(35 / 3)
+    # Student's t for 95 % and two degrees of freedom is 4.302653
+    assert float(second["difference ±"]) == pytest.approx(4.302653 * (116.667 / 2 / 3) ** 0.5, rel=1e-5)
+    assert (float(third["accuracy, %"]), third["accuracy, % ±"], third["difference ±"]) == (50, "", "")
+
+
+def test_pairs_are_of_equal_seeds_whichever_is_missing(tmp_path: Path) -> None:
+    second = numbers(tmp_path, scored(a=(0.5, None, 0.7), b=(0.6, 0.6, 0.9)))["b"]
+    assert float(second["accuracy, %"]) == pytest.approx(70)
+    assert float(second["difference"]) == pytest.approx(((60 - 50) + (90 - 70)) / 2)
+
+
+def test_what_a_run_has_not_measured_is_no_number(tmp_path: Path) -> None:
+    """Files have null for what is not finite; a run that failed has measured nothing."""
+    found = numbers(tmp_path, [ended("a", loss=float("nan")), ended("b", accuracy=None), failed("c", accuracy=0.5)])
+    assert [line["accuracy, %"][:12] for line in found.values()] == ["93.100000000", "not recorded", "failed"]
+    assert not any("loss" in name for name in found["a"])
+
+
 @pytest.mark.parametrize("seeds", [1, 3])
-def test_names_and_numbers_are_whole_in_80_columns(monkeypatch: pytest.MonkeyPatch, seeds: int) -> None:
+def test_names_and_numbers_are_whole_in_80_columns(monkeypatch: pytest.MonkeyPatch, seeds: int, tmp_path: Path) -> None:
     monkeypatch.setattr(console, "width", 80)
-    words = shown(runs(seeds, more={"domain-accuracy": {"real": 0.5, "photos": 0.4}})).split()
+    words = shown(tmp_path, runs(seeds, more={"domain-accuracy": {"real": 0.5, "photos": 0.4}})).split()
     for part in ("fixbn", ":freeze-round=0.3", ":frozen-lr=0.05", "fedtan", ":carry=true", "centralized"):
         assert part in words
     # all differ by nothing, which has no sign but plus, and one seed has no spread
@@ -98,73 +107,73 @@ def test_names_and_numbers_are_whole_in_80_columns(monkeypatch: pytest.MonkeyPat
     assert ("`--seeds 3` gives intervals." in " ".join(words)) == (seeds == 1)
 
 
-def test_a_value_that_was_chosen_is_shown_and_marked_at_the_edge() -> None:
-    assert not {"lr", "chosen"} & set(shown(runs()).split())
-    words = shown(runs(more={"chosen": {"lr": "0.1", "mu": "1"}, "chosen-at-edge": ["mu"]}))
+def test_a_title_is_of_the_clients_data(tmp_path: Path) -> None:
+    """The centralized reference has a partition of its own, which counts if it is alone."""
+    union = ended("centralized", partition="union")
+    assert "digits, small-cnn, classes:2, 200 rounds" in shown(tmp_path / "both", [union, ended("fedavg")])
+    assert "digits, small-cnn, union, 200 rounds" in shown(tmp_path / "one", [union])
+
+
+def test_a_value_that_was_chosen_is_shown_and_marked_at_the_edge(tmp_path: Path) -> None:
+    assert not {"lr", "chosen"} & set(shown(tmp_path / "none", runs()).split())
+    words = shown(tmp_path / "all", runs(more={"chosen": {"lr": "0.1", "mu": "1"}, "chosen-at-edge": ["mu"]}))
     assert words.count("lr=0.1, mu=1*") == len(METHODS)
     assert "* the least or the largest value of its grid" in words
-    assert " lr " in shown([*runs(methods=["fedavg"]), ended("fixbn", **{**RUN, "lr": 0.3})])
+    assert " lr " in shown(tmp_path / "differs", [ended("fedavg"), ended("fixbn", lr=0.3)])
 
 
-def test_a_method_of_which_a_run_failed_has_words_in_place_of_its_numbers() -> None:
-    rows = [*runs(2, METHODS[:2]), ended("fedbn", **RUN), ended("fedbn", 1, error="the loss is nan", diverged=7)]
-    words = shown(rows)
+def test_a_method_of_which_a_run_failed_has_words_in_place_of_its_numbers(tmp_path: Path) -> None:
+    summaries = [*runs(2, METHODS[:2]), ended("fedbn"), failed("fedbn", 1, diverged=7)]
+    words = shown(tmp_path / "shown", summaries)
     assert "diverged at round 7" in words
     assert "fedbn, seed 1: the loss is nan" in words
-    (line,) = [line for line in table(rows).lines if line["method"].text == "fedbn"]
-    assert line["accuracy, %"] == Cell("diverged at round 7")
-    assert line["difference"] == Cell()
+    line = numbers(tmp_path / "file", summaries)["fedbn"]
+    assert (line["accuracy, %"], line["difference"], line["runs"]) == ("diverged at round 7", "", "1")
 
 
-def test_domains_that_nobody_trained_with_by_hand() -> None:
+def test_what_readers_should_know_of_the_data(tmp_path: Path) -> None:
+    text = shown(tmp_path, [ended("a", **{"absent-classes": ["4", "9"], "left-out": {"7": 2}}), ended("b")])
+    assert "Caution: no client has samples of 2 classes (4, 9): classes:2 with 5 clients." in text
+    assert "Caution: 1 nodes were missing in rounds; rounds.jsonl names them." in text
+
+
+def test_domains_that_nobody_trained_with_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Means are over domains first, of each seed; intervals are over seeds."""
+    monkeypatch.setattr(console, "width", 120)
     scores: dict[str, dict[str, tuple[float | None, ...]]] = {
         "a": {"x": (0.4, 0.5), "y": (0.6, 0.9), "z": (0.8, 1.0)},
         "b": {"x": (0.1, 0.2), "y": (0.3, 0.4), "z": (0.5, None)},
     }
-    rows = [
-        ended(f"{method}:unseen={domain}:mu=1", seed, **{**RUN, "accuracy": score, "accuracy-adapted-20": 0.5})
-        if score
-        else ended(f"{method}:unseen={domain}:mu=1", seed, error="it diverged", diverged=3)
-        for method, of_method in scores.items()
-        for domain, numbers in of_method.items()
-        for seed, score in enumerate(numbers)
-    ]
-    lines = table(unseen_rows(rows), UNSEEN, digits=1).lines
-    shown = {(line["setting"].text, line["method"].text): line["as it is"].text for line in lines}
+    text = shown(
+        tmp_path,
+        [
+            ended(f"{method}:unseen={domain}:mu=1", seed, unseen=domain, accuracy=score, **{"accuracy-adapted-20": 0.5})
+            if score
+            else failed(f"{method}:unseen={domain}:mu=1", seed, diverged=3)
+            for method, of_method in scores.items()
+            for domain, numbers in of_method.items()
+            for seed, score in enumerate(numbers)
+        ],
+    )
+    lines = [" ".join(line.split()) for line in text.splitlines()]
     # of two numbers, Student's t is 12.7062, and half the interval is that times half their distance
-    assert shown == {
-        ("x", "a:mu=1"): "45.0 ± 63.5",
-        ("y", "a:mu=1"): "75.0 ± 190.6",
-        ("x", "b:mu=1"): "15.0 ± 63.5",
-        ("y", "b:mu=1"): "35.0 ± 63.5",
-        ("z", "a:mu=1"): "90.0 ± 127.1",
-        ("z", "b:mu=1"): "diverged at round 3",
+    for line in (
+        "x a:mu=1 45.0 ± 63.5 90.0 ± 0.0 50.0 ± 0.0 51.0",
+        "y a:mu=1 75.0 ± 190.6 90.0 ± 0.0 50.0 ± 0.0 51.0",
+        "x b:mu=1 15.0 ± 63.5 90.0 ± 0.0 50.0 ± 0.0 51.0",
+        "z a:mu=1 90.0 ± 127.1 90.0 ± 0.0 50.0 ± 0.0 51.0",
+        "z b:mu=1 diverged at round 3 51.0",
         # (40 + 60 + 80) / 3 and (50 + 90 + 100) / 3
-        ("mean", "a:mu=1"): "70.0 ± 127.1",
-        ("mean", "b:mu=1"): "diverged at round 3",
-    }
-    assert lines[0]["adapted 20"].text == "50.0 ± 0.0"
-    (alone,) = unseen_rows([ended("a", unseen="x", **RUN)])
-    assert (alone["setting"], alone["label"]) == ("x", "a")
+        "mean a:mu=1 70.0 ± 127.1 90.0 ± 0.0 50.0 ± 0.0 51.0",
+        "mean b:mu=1 diverged at round 3 51.0",
+    ):
+        _, _, rest = line.partition(" ")
+        assert line in lines or rest in lines, (line, lines)
+    (alone,) = [line for line in shown(tmp_path / "one", [ended("a", unseen="x")]).splitlines() if "93.1" in line]
+    assert alone.split()[:2] == ["x", "a"]
 
 
-def test_a_data_frame_has_the_same_table() -> None:
-    """Also where some rows lack a column, and numbers have become real ones."""
-    rows = [*runs(2, more={"chosen": {"lr": 0.1}}), ended("fedbn", error="it diverged", diverged=3)]
-    assert table(frame_of(rows)) == table(rows)
-    assert table(frame_of(rows)[lambda frame: frame["seed"] == 0]) == table([row for row in rows if row["seed"] == 0])
-
-
-def test_less_of_an_error_is_no_share() -> None:
+def test_less_of_an_error_is_no_share(tmp_path: Path) -> None:
     """An error that is compared by has its own unit, no percent, and digits enough to be small."""
-    rows = [ended(name, **{**RUN, "metric": "mse", "mse": value}) for name, value in (("a", 2.5), ("b", 2.0))]
-    assert table(rows).column("mse")[0].text == "2.5000"
-    assert [cell.text for cell in table(rows).column("difference")] == ["baseline", "-0.5000"]
-
-
-def test_a_column_and_a_form_are_a_line_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is needed to add them: one entry, which every other place takes up."""
-    monkeypatch.setitem(COLUMNS, "clients", lambda entry: {"clients": entry.mean("clients")})
-    monkeypatch.setitem(FORMS, "markdown", lambda table: f"| {' | '.join(table.headings)} |")
-    assert show(table(runs(), ("method", "clients")), "markdown") == "| method | clients |"
+    words = shown(tmp_path, [ended(name, metric="mse", mse=value) for name, value in (("a", 2.5), ("b", 2.0))]).split()
+    assert [word for word in words if word in ("2.5000", "2.0000", "-0.5000")] == ["2.5000", "2.0000", "-0.5000"]

@@ -1,0 +1,73 @@
+"""What a paper says about a study: its numbers, its directions, and notes."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+#: columns that are counted and not measured, with their units: every printed digit says something
+COUNTED = {"megabytes": "MiB a round", "gigabytes": "GiB in total", "extra-exchanges": "share of extra exchanges, %"}
+#: scores on a domain that nobody trained with, after adapting to so many of its unlabeled samples
+ADAPTED = ("accuracy-adapted-20", "accuracy-adapted-100", "accuracy-adapted-all")
+#: what a table can have of each run; `score` is that by which methods are compared
+QUANTITIES = (
+    *("score", "accuracy", "mean-iou", "accuracy-personal", "accuracy-mean-bn", *ADAPTED, "domain-accuracy"),
+    *("loss", "train-loss", "train-loss-global", *COUNTED),
+)
+
+
+class Number(NamedTuple):
+    """A number of a paper."""
+
+    printed: str
+    mean: float
+    deviation: float
+
+
+@dataclass(frozen=True)
+class Reported:
+    """Numbers from one place, by method, setting and column; a table with one quantity has the column ''."""
+
+    place: str
+    values: Mapping[tuple[str, str, str], Number]
+
+    def number(self, method: str, setting: str, column: str) -> Number | None:
+        """Return a cell's number; None if the place has none."""
+        return self.values.get((method, setting, column)) or self.values.get((method, setting, ""))
+
+
+class Side(NamedTuple):
+    """One side of a direction: a method, and the labels of its settings."""
+
+    method: str
+    labels: Sequence[str]
+
+
+class Direction(NamedTuple):
+    """A statement of a paper that one side is above the other one, in settings with these labels."""
+
+    text: str
+    place: str
+    high: Side
+    low: Side
+    labels: Sequence[str]
+    column: str
+
+
+@dataclass(frozen=True)
+class Paper:
+    """What stands beside the runs of a study; empty if the study is nobody else's."""
+
+    #: the place of the table or figure, as printed
+    place: str = ""
+    about: str = ""
+    #: what the table shows; if it is empty, all that the runs have measured
+    quantities: Sequence[str] = ()
+    reported: Sequence[Reported] = ()
+    directions: Sequence[Direction] = ()
+    notes: Sequence[str] = ()
+    #: the rounds of the study at full size
+    rounds: int = 1
+
+    def columns(self, method: str, setting: str) -> list[str]:
+        """Return the columns in which a cell has a number."""
+        return [column for each in self.reported for *at, column in each.values if at == [method, setting] and column]

@@ -1,0 +1,465 @@
+"""Pictures of runs: curves over rounds, exchanges and bytes, bars by domain, the round of the freeze, GN minus BN.
+
+All have one look, which is legible in print and on a phone, also without colours.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
+from io import BytesIO
+from logging import WARNING
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+from flwr.common import log
+
+from fedbn_flwr.experiments.method import parse, resolve
+from fedbn_flwr.experiments.recipes.paper import QUANTITIES, Paper
+from fedbn_flwr.experiments.results.rows import (
+    Frame,
+    column,
+    config_of,
+    finished,
+    pd,
+    rounds_of,
+    score_of,
+    title_of,
+    typical,
+)
+from fedbn_flwr.experiments.results.values import AVERAGE, heading_of, numbers_of, scale_of, values_of
+from fedbn_flwr.plugins import extra
+from fedbn_flwr.plugins.options import UsageError
+from fedbn_flwr.server.lr_schedule import round_of
+from fedbn_flwr.traffic.counting_grid import MEGABYTE
+
+#: settings of which a report draws pictures, and up to how many it draws more than the score over rounds
+SETTINGS, FEW = 12, 4
+#: panels of training dynamics, as in FixBN's Figure 3 (a) to (c)
+DYNAMICS = {
+    "global-change": "(a) change of the global statistics",
+    "batch-change": "(a) change of the mini-batch statistics",
+    "local-distance": "(a) distance of local from global statistics",
+    "window-variance": "(b) variance of the statistics in a window",
+    "loss": "(c) training loss",
+}
+LOSSES = {"train-loss": "training loss", "loss-deviation": "standard deviation of the clients' losses"}
+#: by what curves go over, the label of the axis
+AXES = {"rounds": "round", "exchanges": "exchanges", "bytes": "MB sent, as papers count"}
+#: the range of values from which on a scale is logarithmic
+DECADE = 10
+STAGE = "stage 2"
+LEGEND_COLUMNS = 6
+#: eight colours that differ for all kinds of colour vision (Okabe and Ito), dark enough for lines on white
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9", "#8A8A00")
+STROKES = ("solid", (0, (5, 1.5)), (0, (1, 1)), (0, (5, 1.5, 1, 1.5)), (0, (3, 1, 1, 1, 1, 1)))
+MARKERS = "osD^vPX*"
+HATCHES = ("", "///", "...", "xxx", "\\\\\\", "+++", "ooo", "---")
+#: inches: on a phone's 390 points, 11-point text stays 11 pixels high
+SIZE = (5.2, 3.9)
+DPI = 200
+FONT: dict[Any, Any] = {
+    "font.size": 11,
+    "axes.titlesize": 11,
+    "legend.fontsize": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    # letters stay letters, which can be searched for
+    "pdf.fonttype": 42,
+    "svg.hashsalt": "fedbn-flwr",
+}
+#: the same results make the same files
+UNDATED: dict[str, dict[str, Any]] = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}
+
+
+@contextmanager
+def styled() -> Iterator[Any]:
+    """Set the fonts inside the block, and yield the class of figures, which need no display."""
+    with extra("cli"):  # imported here because it takes a second
+        import matplotlib
+
+    with matplotlib.rc_context(FONT):
+        yield _figure_class()
+
+
+@cache
+def _figure_class() -> Any:
+    from matplotlib.figure import Figure  # not pyplot, whose backend is a notebook's own
+
+    class Plot(Figure):
+        """A figure of matplotlib, whose lines, labels and sizes can be changed. A notebook shows it."""
+
+        def save(self, path: str | Path | IO[bytes], form: str | None = None) -> None:
+            """Write a file in the form that its ending or `form` names, such as png, pdf or svg."""
+            form = form or Path(str(path)).suffix.removeprefix(".")
+            with styled():
+                self.savefig(path, format=form, metadata=UNDATED.get(form))
+
+        def _repr_png_(self) -> bytes:
+            file = BytesIO()
+            self.save(file, "png")
+            return file.getvalue()
+
+    return Plot
+
+
+@contextmanager
+def figure(path: Path, panels: int = 1, size: tuple[float, float] = (11, 4.3)) -> Iterator[tuple[Any, Any]]:
+    """Open a figure with panels side by side, and write it as a file at the end; yield figure and panels."""
+    with styled() as figure_class:
+        picture = figure_class(figsize=size, dpi=130, layout="constrained")
+        yield picture, picture.subplots(1, panels)
+        picture.save(path)
+
+
+def file_name(text: str) -> str:
+    """Return a text as the name of a file, without its ending."""
+    return "".join(letter if letter.isalnum() else "-" for letter in text).strip("-")
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture of a report: what draws it onto axes."""
+
+    name: str
+    caption: str
+    paint: Callable[[Any], None]
+    height: float = SIZE[1]
+    #: the setting that it is of; empty if it is of all
+    setting: str = ""
+
+    def file(self, kind: str) -> bytes:
+        """Return the picture, with the legend below, as a file of a kind that matplotlib knows, such as `png`."""
+        file = BytesIO()
+        with styled() as figure_class:
+            figure = figure_class(figsize=(SIZE[0], self.height), dpi=DPI, layout="constrained")
+            axes = figure.add_subplot()
+            self.paint(axes)
+            handles, labels = axes.get_legend_handles_labels()
+            if labels:
+                columns = 1 if max(map(len, labels)) > 24 else 2 if max(map(len, labels)) > 14 else 3
+                figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
+            figure.save(file, kind)
+        return file.getvalue()
+
+
+class Mark(NamedTuple):
+    """What changes after a round."""
+
+    text: str
+    after: int
+
+
+def line_style(index: int, count: int, points: int = 0) -> dict[str, Any]:
+    """Return how the line of the method with this index is drawn; lines that coincide stay visible by their widths.
+
+    Neighbouring lines have their markers at other points.
+    """
+    step = max(1, points // 8)
+    return {
+        "color": COLOURS[index % len(COLOURS)],
+        "linestyle": STROKES[index % len(STROKES)],
+        "marker": MARKERS[(index + index // 8) % 8],
+        "markevery": (index % step, step),
+        "linewidth": 2.6 - 1.4 * index / max(count - 1, 1),
+        "markersize": 6.5,
+        "markeredgecolor": "white",
+        "markeredgewidth": 0.6,
+    }
+
+
+def bar_style(index: int) -> dict[str, Any]:
+    """Return how the bars of the method with this index are drawn."""
+    colour, hatch = COLOURS[index % 8], HATCHES[(index + index // 8) % 8]
+    return {"color": colour, "hatch": hatch, "edgecolor": "white", "linewidth": 0.5}
+
+
+def draw_runs(axes: Any, points: Frame, **style: Any) -> None:
+    """Draw the mean of runs at the points that they have in common, and their range: columns `run`, `x` and `y`."""
+    lines = points.groupby(["x", "run"])["y"].last().unstack().dropna()
+    (line,) = axes.plot(lines.index, lines.mean(axis=1), **style)
+    if lines.shape[1] > 1:
+        ends = lines.min(axis=1), lines.max(axis=1)
+        axes.fill_between(lines.index, *ends, color=line.get_color(), alpha=0.15, linewidth=0)
+
+
+def points_of(rounds: Frame, key: str, x: Any = None) -> Frame:
+    """Return a number of the rounds that have it, as people read it, over `x`, or over rounds."""
+    y = scale_of(key) * pd.to_numeric(column(rounds, key), errors="coerce")
+    return rounds[["label", "run"]].assign(x=rounds["round"] if x is None else x, y=y).dropna()
+
+
+def plot_curves(runs: Frame) -> Any:
+    """Return a figure of the score and the training loss over the rounds: each method's mean over seeds, and the range.
+
+    A UsageError says so if no run has finished.
+    """
+    ended, score = finished(runs), score_of(runs)
+    if not len(ended):
+        raise UsageError("there is no picture: no run has finished")
+    rounds = rounds_of(ended.assign(label=ended["method"]))
+    methods = rounds["label"].unique()
+    with styled() as figure_class:
+        height = 4.3 + 0.2 * -(-len(methods) // LEGEND_COLUMNS)
+        picture = figure_class(figsize=(11, height), dpi=130, layout="constrained")
+        panels = picture.subplots(1, 2)
+        labels = {score: f"test {heading_of(score)}", "train-loss": "training loss"}
+        for panel, (key, label) in zip(panels, labels.items(), strict=True):
+            for index, (method, own) in enumerate(points_of(rounds, key).groupby("label", sort=False)):
+                draw_runs(panel, own, label=method, **line_style(index, len(methods), own["run"].value_counts().min()))
+            panel.set(xlabel="round", ylabel=label, xlim=(0, None))
+            panel.grid(alpha=0.3)
+        panels[1].set_yscale("log")
+        picture.suptitle(title_of(typical(ended)))
+        shown = panels[0].get_legend_handles_labels()
+        picture.legend(*shown, loc="outside lower center", ncols=LEGEND_COLUMNS, frameon=False)
+    return picture
+
+
+def draw_or_warn(draw: Callable[[], Any], path: Path) -> None:
+    """Write a figure; one that cannot be drawn is a warning, as results do not depend on it."""
+    if not os.access(path.parent, os.W_OK):  # finished results, which are only read
+        return
+    try:
+        draw().save(path)
+    except Exception as error:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+        log(WARNING, "%s could not be drawn: %s", path, error)
+
+
+def curves(runs: Frame) -> Iterator[Picture]:
+    """Draw the curves of the first settings of runs."""
+    rounds, dynamics = rounds_of(runs), rounds_of(runs, "dynamics.jsonl")
+    settings = column(rounds, "setting").unique()
+    for setting in settings[:SETTINGS]:
+        own, layers = (each[column(each, "setting") == setting] for each in (rounds, dynamics))
+        yield from _setting(runs[runs["setting"] == setting], own, layers, few=len(settings) <= FEW)
+
+
+def _setting(runs: Frame, rounds: Frame, layers: Frame, few: bool) -> Iterator[Picture]:
+    setting, score = runs["setting"].iloc[0], score_of(runs)
+    where, first = f" in {setting}" if setting else "", runs.drop_duplicates("label")
+    marks = {run["label"]: marks_of(run["folder"], rounds[rounds["run"] == at]) for at, run in first.iterrows()}
+    sums = pd.DataFrame({"exchanges": column(rounds, "exchanges"), "bytes": column(rounds, "paper-bytes") / MEGABYTE})
+    positions = {"rounds": rounds["round"], **sums.fillna(0).groupby(rounds["run"]).cumsum()}
+    for kind in AXES if few else ["rounds"]:
+        if kind != "exchanges" or (column(rounds, "exchanges") > 1).any():
+            points, caption = (
+                points_of(rounds, score, positions[kind]),
+                f"{score.replace('-', ' ')} against {kind}{where}",
+            )
+            yield from _picture(
+                caption, f"{score}-{kind}-{setting}", setting, points, AXES[kind], heading_of(score), marks
+            )
+    for key in LOSSES if few else ():
+        stages = key == "loss-deviation" and any(mark.text == STAGE for each in marks.values() for mark in each)
+        caption = f"{LOSSES[key]}{f' and the round of {STAGE}' if stages else ''}{where}"
+        yield from _picture(
+            caption, f"{key}-{setting}", setting, points_of(rounds, key), "round", LOSSES[key], marks, log=True
+        )
+    for key, text in DYNAMICS.items() if few and len(layers) else ():
+        caption = f"{text}, mean of all layers{where}"
+        y = pd.to_numeric(column(layers, key), errors="coerce")
+        points = y.dropna().groupby([layers["label"], layers["run"], layers["round"]], sort=False).mean().reset_index()
+        points.columns = ["label", "run", "x", "y"]
+        yield from _picture(caption, f"{key}-{setting}", setting, points, "round", text[4:], marks, log=True)
+
+
+def _picture(
+    caption: str,
+    name: str,
+    setting: str,
+    points: Frame,
+    x: str,
+    y: str,
+    marks: Mapping[str, Sequence[Mark]],
+    log: bool = False,
+) -> Iterator[Picture]:
+    """Draw lines, if one has two points: the mean of a method's runs, and their range."""
+    runs = points.groupby("run")
+    points = points[runs["x"].transform("max") > 0]
+    counts = points.groupby("label")["run"].agg(lambda runs: runs.value_counts().min())
+    if not len(points) or runs.size().max() < 2:
+        return
+    styles = {label: line_style(index, len(marks), counts.get(label, 0)) for index, label in enumerate(marks)}
+
+    def paint(axes: Any) -> None:
+        for label, own in points.groupby("label", sort=False):
+            draw_runs(axes, own, label=label, **styles[label])
+        axes.set(xlabel=x, ylabel=y)
+        if x == "round":
+            axes.xaxis.get_major_locator().set_params(integer=True)
+            drawn = {label: marks[label] for label in points["label"].unique()}
+            draw_marks(axes, drawn, {label: style["color"] for label, style in styles.items()})
+        if log and points["y"].max() > DECADE * points["y"].min() > 0:
+            axes.set_yscale("log")
+        ends = points.groupby("run")["x"].max()
+        if x != "round" and ends.max() > 5 * ends.min():
+            _logarithmic(axes)
+        axes.grid(alpha=0.3)
+
+    yield Picture(file_name(name), caption[0].upper() + caption[1:], paint, setting=setting)
+
+
+def marks_of(folder: str | Path, rounds: Frame) -> list[Mark]:
+    """Return what changes in a run; nothing where its options are not known, as of a plug-in that is not there."""
+    options = config_of(folder).get("options", {})
+    last = int(options.get("rounds", 0))
+    try:
+        strategy = resolve({**options, "resume": ""}, federation=True).make_strategy(1)
+    except UsageError:
+        return []
+    freeze_at: float | None = getattr(strategy, "freeze_at", None)
+    fired = next(iter(column(rounds, "frozen-after").dropna()), None)
+    frozen = round_of(freeze_at, last) if freeze_at is not None else fired
+    stage = next(iter(rounds["round"][column(rounds, "fedbs-stage") == 2]), 1) - 1
+    drops = [("learning rate", change.start(last, frozen)) for change in strategy.schedule]
+    return [
+        Mark(text, int(after)) for text, after in (("freeze", frozen), *drops, (STAGE, stage)) if after and after < last
+    ]
+
+
+def draw_marks(axes: Any, marks: Mapping[str, Sequence[Mark]], colours: Mapping[str, str]) -> None:
+    """Draw a line at every mark inside the axes, in the colour of the method if only one has it, else in grey."""
+    labels: dict[Mark, list[str]] = {}
+    for label, each in marks.items():
+        for mark in dict.fromkeys(each):
+            labels.setdefault(mark, []).append(label)
+    first, last = axes.get_xlim()
+    for after in sorted({mark.after for mark in labels if first < mark.after + 0.5 < last}):
+        here = {mark.text: names for mark, names in labels.items() if mark.after == after}
+        owners = {name for names in here.values() for name in names}
+        colour = colours[owners.pop()] if len(owners) == 1 else "#555555"
+        axes.axvline(after + 0.5, color=colour, linestyle=(0, (2, 2)), linewidth=1, zorder=1)
+        place = {"xycoords": ("data", "axes fraction"), "rotation": 90, "va": "top", "ha": "right"}
+        said = axes.annotate(", ".join(here), (after + 0.5, 0.99), color=colour, fontsize=8, **place)
+        said.set_in_layout(False)
+
+
+def _logarithmic(axes: Any) -> None:
+    """Make the x axis logarithmic, with plain numbers at 1, 2 and 5 times each power of ten."""
+    from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
+
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.xaxis.set_minor_formatter(NullFormatter())
+
+
+def bars(runs: Frame, paper: Paper) -> Iterator[Picture]:
+    """Draw what the final numbers of runs allow."""
+    values = values_of(numbers_of(runs, paper.quantities, paper.rounds))
+    settings = dict(zip(runs["setting"], runs["labels"], strict=True))
+    methods = dict(zip(runs["label"], runs["method"], strict=True))
+    for setting in [*settings][:SETTINGS]:
+        yield from _domains(setting, values[values.index.get_level_values("setting") == setting].droplevel("setting"))
+    accuracies = values[values.index.get_level_values("column") == "accuracy"].droplevel("column")
+    for setting in settings:
+        yield from _freeze_rounds(setting, methods, accuracies)
+    yield from _maps(settings, methods, accuracies["mean"].to_dict())
+
+
+def _domains(setting: str, values: Frame) -> Iterator[Picture]:
+    """Draw the accuracy by domain, where all methods have it."""
+    methods = [label for name, label in values.index if name == AVERAGE]
+    names = [name for name in values.index.unique("column") if name != AVERAGE and name not in QUANTITIES]
+    order = [name for name in [*names, AVERAGE] if all((name, label) in values.index for label in methods)]
+    if not methods or not names:
+        return
+    shown = values.loc[order]
+
+    def paint(axes: Any) -> None:
+        width = 0.84 / len(methods)
+        for index, label in enumerate(methods):
+            own = shown.xs(label, level="label").loc[order]
+            at = np.arange(len(order)) + (index - (len(methods) - 1) / 2) * width
+            whiskers = {"yerr": own["deviation"] if own["deviation"].any() else None, "error_kw": {"elinewidth": 1}}
+            axes.bar(at, own["mean"], width, label=label, **whiskers, **bar_style(index))
+        axes.grid(alpha=0.3, axis="y")
+        axes.set_axisbelow(True)
+        axes.set_xticks(range(len(order)), order, rotation=20 if len(order) > 4 else 0)
+        axes.set_ylabel("accuracy, %")
+
+    caption = f"Accuracy by domain{f' in {setting}' if setting else ''}"
+    caption += "; whiskers: standard deviation of the runs" * bool((shown["number"] > 1).any())
+    yield Picture(file_name(f"domains-{setting}"), caption, paint, setting=setting)
+
+
+def _freeze_rounds(setting: str, methods: Mapping[str, str], accuracies: Frame) -> Iterator[Picture]:
+    """Draw accuracy over the round of the freeze, as in FixBN's Figure 3 (d), where methods differ in it."""
+    shares = dict[float, str]()
+    for label, text in methods.items():
+        with suppress(KeyError, ValueError):
+            shares |= (
+                {float(parse(text).options["freeze-round"]): label} if (setting, label) in accuracies.index else {}
+            )
+    if len(shares) < 3:
+        return
+    own = accuracies.loc[[(setting, shares[share]) for share in sorted(shares)]]
+
+    def paint(axes: Any) -> None:
+        axes.errorbar(sorted(shares), own["mean"], own["deviation"], capsize=3, **line_style(0, 1))
+        axes.set(xlabel="round of the freeze, as a share of all (or as given)", ylabel="accuracy, %")
+        axes.grid(alpha=0.3)
+
+    caption = f"Final accuracy over the round of the freeze{f' in {setting}' if setting else ''}"
+    yield Picture(file_name(f"freeze-{setting}"), caption, paint, setting=setting)
+
+
+def _maps(
+    settings: Mapping[str, Mapping[str, str]], methods: Mapping[str, str], means: Mapping[tuple[str, str], float]
+) -> Iterator[Picture]:
+    """Draw accuracy with GN minus that with BN over local steps and another axis, as in FixBN's Figure 2.
+
+    `settings` has the label on each axis, `methods` what a label stands for.
+    """
+    pair, axes = _normalizers(methods), dict[str, dict[str, None]]()
+    for labels in settings.values():
+        for axis, label in labels.items():
+            axes.setdefault(axis, {})[label] = None
+    columns = list(axes.pop("local-steps", []))
+    down, *rest = sorted(axes, key=lambda axis: -len(axes[axis])) or [""]
+    lines = list(axes.get(down, [""]))
+    if not pair or len(columns) < 2:
+        return
+    for fixed in dict.fromkeys(tuple(labels[axis] for axis in rest) for labels in settings.values()):
+        table = np.full((len(lines), len(columns)), np.nan)
+        for name, labels in settings.items():
+            gn, bn = (means.get((name, label)) for label in pair)
+            if gn is not None and bn is not None and tuple(labels[axis] for axis in rest) == fixed:
+                table[lines.index(labels.get(down, "")), columns.index(labels["local-steps"])] = gn - bn
+        if np.isfinite(table).any():
+            where = f" in {', '.join(fixed)}" if fixed else ""
+            caption = f"Accuracy with {pair[0]} minus {pair[1]}, in points{where}"
+            yield _map(table, lines, columns, caption, "-".join(fixed))
+
+
+def _map(table: Any, rows: Sequence[str], columns: Sequence[str], caption: str, name: str) -> Picture:
+    limit = max(np.nanmax(np.abs(table)), 0.1)
+
+    def paint(axes: Any) -> None:
+        # purple and orange differ for all kinds of colour vision, and the numbers say the same
+        axes.imshow(np.ma.masked_invalid(table), cmap="PuOr", vmin=-limit, vmax=limit, aspect="auto")
+        for (row, at), value in np.ndenumerate(table):
+            if np.isfinite(value):
+                colour = "white" if abs(value) > 0.7 * limit else "black"
+                axes.text(at, row, f"{value:+.1f}", ha="center", va="center", color=colour, fontsize=10)
+        axes.set_xticks(range(len(columns)), columns)
+        axes.set_yticks(range(len(rows)), rows, fontsize=9)
+        axes.spines[:].set_visible(False)
+        axes.tick_params(length=0)
+
+    return Picture(file_name(f"gn-minus-bn-{name}"), caption, paint, height=1.2 + 0.42 * len(rows))
+
+
+def _normalizers(methods: Mapping[str, str]) -> tuple[str, str] | None:
+    """Return the labels of FedAvg with GN and with BN; None if one is not there."""
+    kinds = dict[str, str]()
+    for label, text in methods.items():
+        with suppress(ValueError):  # a plug-in that is not there
+            strategy, norm, options = parse(text)
+            kinds |= {norm or "bn": label} if strategy == "fedavg" and not options else {}
+    return (kinds["gn"], kinds["bn"]) if {"gn", "bn"} <= kinds.keys() else None
