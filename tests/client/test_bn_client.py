@@ -13,16 +13,14 @@ from torch import Tensor, nn
 
 from fedbn_flwr import norm, state, wire
 from fedbn_flwr.client import BNClient, Reply, pick_device
+from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.data import Split
 from fedbn_flwr.randomness import torch_generator
 from fedbn_flwr.state import State
-from fedbn_flwr.wire import FREEZES, Instruction
+from fedbn_flwr.wire import FREEZES, PERSONAL, Instruction
 from tests.helpers.toys import CLASSES, assert_same_state, random_state, toy_cnn, toy_split
 
 INSTRUCTION = Instruction(local_steps=3, batch_size=4, lr=0.05, seed=3)
-BN = {"1.weight", "1.bias", "1.running_mean", "1.running_var", "1.num_batches_tracked"}
-STATISTICS = {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
-AFFINE = {"1.weight", "1.bias"}
 
 
 def toy_client(model: nn.Module | None = None, split: Split | None = None, **options: Any) -> BNClient:
@@ -76,15 +74,6 @@ def test_it_trains_with_tf32_where_that_is_asked_for(precision: str, wanted: str
     trained(client, start(), precision=precision)
     assert seen == {wanted}
     assert torch.backends.cuda.matmul.fp32_precision == "none"
-
-
-@pytest.mark.parametrize(
-    "change", [{"seed": 4}, {"server_round": 2}, {"lr": 0.06}, {"local_steps": 4}, {"partition": 1}]
-)
-def test_seed_round_options_and_partition_change_the_result(change: dict[str, Any]) -> None:
-    options = dict(change)
-    other = trained(toy_client(partition_id=options.pop("partition", 0)), start(), **options)
-    assert not torch.equal(arrays(trained(toy_client(), start()))["0.weight"], arrays(other)["0.weight"])
 
 
 def test_global_generators_are_left_as_they_were() -> None:
@@ -142,20 +131,6 @@ def test_a_model_in_eval_mode_trains_as_any_other_and_a_freeze_ends_with_the_rou
     thawed(client.model)
 
 
-@pytest.mark.parametrize("freeze", FREEZES)
-def test_a_freeze_ends_with_a_round_that_fails(freeze: str) -> None:
-    def fail(_: Tensor, __: Tensor) -> Tensor:
-        raise RuntimeError("no loss today")
-
-    before = torch.get_rng_state()
-    client = toy_client(loss_function=fail)
-    with pytest.raises(RuntimeError, match="no loss today"):
-        trained(client, start(), freeze=freeze, keep_local="bn")
-    thawed(client.model)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert client.memory.recall(wire.PERSONAL) == {}
-
-
 @pytest.mark.parametrize(
     ("option", "message"),
     [
@@ -172,54 +147,7 @@ def test_an_instruction_that_cannot_be_obeyed_is_an_error(option: dict[str, Any]
         trained(toy_client(), start(), **option)
 
 
-# ---- what stays, and what is not sent --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("group", "stays"), [("statistics", STATISTICS), ("affine", AFFINE), ("bn", BN)])
-def test_entries_that_stay_are_not_sent_and_go_on_from_where_they_were(group: str, stays: set[str]) -> None:
-    records = RecordDict()
-    first = trained(toy_client(memory=records), start(), keep_local=group)
-    assert set(arrays(first)) == set(start()) - stays
-    kept = toy_client(memory=records).memory.recall(wire.PERSONAL)
-    assert set(kept) == stays
-
-    # the next message finds them whether the server sends its own values of them or none
-    for received in (random_state(toy_cnn(), seed=1), {k: v for k, v in start().items() if k not in stays}):
-        client = toy_client(memory=RecordDict(dict(records)))
-        trained(client, received, keep_local=group, lr=0.0, freeze="statistics")
-        for name in stays:
-            assert torch.equal(client.model.state_dict()[name], kept[name])
-
-
 # ---- evaluation and description --------------------------------------------------------------------------------------
-
-
-def test_a_test_uses_the_nodes_own_model_and_learns_nothing() -> None:
-    records = RecordDict()
-    trained(toy_client(memory=records), start(), keep_local="bn")
-    before = toy_client(memory=records).memory.recall(wire.PERSONAL)
-    client = toy_client(memory=records)
-    reply = client.test({wire.ARRAYS: start()}, Instruction(keep_local="bn"))
-    assert_same_state(toy_client(memory=records).memory.recall(wire.PERSONAL), before)
-
-    own = toy_cnn().eval()
-    own.load_state_dict({**start(), **before})
-    split = toy_split(12, seed=1)
-    with torch.no_grad():
-        logits = own(split.batch(torch.arange(12))[0])
-    assert reply.metrics[wire.EVAL_LOSS] == float(F.cross_entropy(logits, split.labels))
-    accuracy = float((logits.argmax(1) == split.labels).double().mean())
-    assert reply.metrics[wire.ACCURACY] == pytest.approx(accuracy)
-    assert reply.records[wire.PERSONAL] == {}
-
-
-def test_a_test_sends_what_stays_only_when_asked() -> None:
-    records = RecordDict()
-    trained(toy_client(memory=records), start(), keep_local="statistics")
-    instruction = Instruction(keep_local="statistics", send_personal=True)
-    reply = toy_client(memory=records).test({wire.ARRAYS: start()}, instruction)
-    assert_same_state(reply.records[wire.PERSONAL], toy_client(memory=records).memory.recall(wire.PERSONAL))
-    assert wire.ARRAYS not in reply.records
 
 
 def test_a_test_uses_the_clients_own_loss() -> None:
@@ -300,3 +228,25 @@ def test_training_on_a_gpu_agrees_with_the_cpu_and_leaves_its_generator_alone() 
     assert torch.equal(torch.cuda.get_rng_state(), before)
     for name, value in state.from_record(state.to_record(arrays(on_gpu))).items():
         torch.testing.assert_close(value, arrays(on_cpu)[name], rtol=1e-4, atol=1e-5)
+
+
+# ---- what a node keeps between messages ------------------------------------------------------------------------------
+
+
+KEPT = {"weight": torch.tensor([1.0, 2.0]), "counter": torch.tensor(7)}
+
+
+def test_what_is_recalled_is_a_copy_of_what_was_stored_last() -> None:
+    memory = Memory(RecordDict())
+    memory.store("momentum", {"other": torch.zeros(1)})
+    memory.store("momentum", KEPT)
+    memory.recall("momentum")["weight"].zero_()
+    assert_same_state(memory.recall("momentum"), KEPT)
+
+
+def test_personal_entries_are_only_those_that_still_stay() -> None:
+    memory = Memory(RecordDict())
+    assert memory.personal({"weight"}) == {}
+    memory.store(PERSONAL, KEPT)
+    assert list(memory.personal({"weight", "unheard-of"})) == ["weight"]
+    assert memory.personal(set()) == {}

@@ -192,13 +192,6 @@ def test_a_round_that_a_dead_run_had_done_does_not_count_later_either(tmp_path: 
     assert site.train(7, "71:3,72", checkpoint=6) == 2
 
 
-def test_a_run_knows_nothing_of_another(tmp_path: Path) -> None:
-    site = Site(tmp_path)
-    site.train(1, "71")
-    assert site.train(1, "72") == 0
-    assert site.names == ["1-71.records", "1-72.records"]
-
-
 def test_a_state_that_did_not_change_is_not_written(tmp_path: Path) -> None:
     site = Site(tmp_path)
     site.train(1, "71")

@@ -27,17 +27,6 @@ from fedbn_flwr.wire import wire_key
 from tests.helpers.runs import run
 
 
-def test_a_comparison_says_what_it_would_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "results"
-    words = ["--methods", "fedavg,centralized,fedtan", "--seeds", "2", "--dry-run"]
-    assert run("compare", *words, results_dir=str(folder)) == 0
-    shown = capsys.readouterr().out
-    # 2 seeds x 3 rounds x 2 steps x (2 clients + 1 node with all data + 2 clients)
-    assert "3 cells, 60 client steps" in shown
-    assert "?" not in shown
-    assert not folder.exists()
-
-
 def test_a_data_set_that_is_not_there_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--methods", "fedavg", "--dry-run", "--data-root", str(tmp_path), "--model", "mlp"]
     assert run("compare", *words, dataset="cifar10", results_dir=str(tmp_path / "results")) == 0

@@ -6,11 +6,9 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from fedbn_flwr import run
-from fedbn_flwr.data import Data, Split
 from fedbn_flwr.experiments.output.run_folder import RunFolder
 from fedbn_flwr.experiments.output.scoring import Scorer
 from tests.helpers.runs import DATA, OPTIONS, results, rounds, run_in
@@ -110,20 +108,3 @@ def test_a_run_that_died_ends_where_it_would_have(tmp_path: Path, method: str, d
     quick(tmp_path / "died", **options)
     assert results(tmp_path / "died") == results(tmp_path / "whole")
     assert len(list((run_in(tmp_path / "died") / "personal").iterdir())) == 5
-
-
-def test_what_is_no_number_of_rounds(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"^stop-after must be at least 0, got -1$"):
-        quick(tmp_path, stop_after=-1)
-    with pytest.raises(ValueError, match=r"^stop-at must be at least 0, got -0\.5$"):
-        quick(tmp_path, stop_at=-0.5)
-
-
-def test_a_share_is_no_percentage(tmp_path: Path) -> None:
-    reason = r"^stop-at must be at most 1, as accuracy is a share, got 80; 80 % is stop-at=0\.8$"
-    with pytest.raises(ValueError, match=reason):
-        quick(tmp_path, stop_at=80)
-    # of an error it is none
-    targets = Split(torch.rand(16, 1, 4, 4), torch.rand(16))
-    data = Data("targets", targets, targets, num_classes=1, task="regression")
-    quick(tmp_path, data=data, model="mlp", objective="mse", clients=2, stop_at=80)

@@ -2,19 +2,25 @@
 
 import json
 import logging
+import tomllib
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from flwr.app import Context, RecordDict
 
 from fedbn_flwr.clientapp import client_app
-from fedbn_flwr.experiments import UsageError, serve
-from fedbn_flwr.experiments.client_side import client_fn
+from fedbn_flwr.experiments import Config, UsageError, resolve, serve
+from fedbn_flwr.experiments.checkpoint import checkpoint_round
+from fedbn_flwr.experiments.client_side import bound_client_fn, client_fn
 from fedbn_flwr.experiments.flower_run import RESULTS_VARIABLE
+from fedbn_flwr.experiments.method import all_options
 from fedbn_flwr.experiments.output.recorder import Journal
-from fedbn_flwr.experiments.output.run_folder import read_json
+from fedbn_flwr.experiments.output.run_folder import RunFolder, read_json
 from fedbn_flwr.server.round import Round
 from fedbn_flwr.simulation.in_process import InProcessGrid
+from tests.helpers.checkout import ROOT
 from tests.helpers.flower_simulation import InMemoryGrid
 from tests.helpers.runs import OPTIONS, results, run
 
@@ -121,8 +127,9 @@ def test_names_and_clusters_are_refused_before_a_folder_is_made(
 ) -> None:
     with pytest.raises(UsageError, match=r"unknown engine 'stakked'; did you mean 'stacked'\?"):
         flower_run(tmp_path / "none", engine="stakked")
-    with pytest.raises(UsageError, match="workers=2 only works with the engines 'stacked' and 'inprocess'"):
-        flower_run(tmp_path / "none", workers="2")
+    for grid in (InMemoryGrid, InProcessGrid):
+        with pytest.raises(UsageError, match="workers=2 only works with the engines 'stacked' and 'inprocess'"):
+            flower_run(tmp_path / "none", grid, workers="2")
     with pytest.raises(UsageError, match="sites='north' chooses sites of a deployment, and a simulation has none"):
         flower_run(tmp_path / "none", engine="stacked", sites="north")
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
@@ -143,3 +150,71 @@ def test_names_and_clusters_are_refused_before_a_folder_is_made(
 def test_the_nodes_are_counted_when_all_have_connected(tmp_path: Path) -> None:
     flower_run(tmp_path, engine="ray")
     assert json.loads((tmp_path / "summary.json").read_text())["clients"] == NODES
+
+
+# ---- the run configuration -------------------------------------------------------------------------------------------
+
+
+def test_the_run_config_has_every_option_with_the_commands_default_and_type() -> None:
+    app = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]
+    shared = Config().to_mapping()
+    # a strategy's own option is not given by default
+    wanted = {"engine": "auto", **shared, **dict.fromkeys(all_options(), "")}
+    # Flower hands values over as they stand there
+    there, here = ({key: (type(value), value) for key, value in each.items()} for each in (app["config"], wanted))
+    assert there == here
+
+
+@pytest.mark.parametrize(
+    ("options", "warned"),
+    [
+        ({"method": "fedtan", "batch-size": "31"}, True),
+        ({"method": "feddna", "batch-size": "8"}, True),
+        ({"method": "fedtan", "batch-size": "32"}, False),
+        ({"method": "fedavg", "batch-size": "8"}, False),
+    ],
+)
+def test_statistics_of_small_batches_are_warned_about(
+    options: dict[str, str], warned: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr("fedbn_flwr.experiments.flower_run.log", lambda _, text, *values: lines.append(text % values))
+    run_config = {**OPTIONS, **options, "rounds": "1", "results-dir": str(tmp_path)}
+    serve(InProcessGrid(client_app(bound_client_fn(resolve(run_config).config)), 2), run_config)
+    warnings = [line for line in lines if "FedTAN's authors advise at least 32" in line]
+    assert len(warnings) == warned
+    assert all(f"mini-batches of {options['batch-size']} samples" in line for line in warnings)
+
+
+def test_results_of_flwr_run_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # three rounds, as soon as it is known how many nodes there are
+    work = {"clients": "0", "local-epochs": "1", "budget-epochs": "3", "rounds": "9"}
+    options: dict[str, Any] = {**OPTIONS, **work, "checkpoint-every": "1", "results-dir": str(tmp_path)}
+
+    def start(**changes: str) -> Any:
+        app = client_app(bound_client_fn(resolve(options, federation=True).config))
+        return serve(InProcessGrid(app, 2), {**options, **changes})
+
+    with monkeypatch.context() as stopped:
+        stopped.setattr(RunFolder, "finish", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            start()
+    assert checkpoint_round(tmp_path) == 3
+    assert start()["rounds"] == 3
+    first = (tmp_path / "summary.json").read_bytes()
+    monkeypatch.setattr(RunFolder, "finish", Mock(side_effect=KeyboardInterrupt))
+    start()
+    with pytest.raises(UsageError, match=r"its lr is 0.1, not 0.3 \(give another results-dir\)"):
+        start(lr="0.3")
+    assert (tmp_path / "summary.json").read_bytes() == first
+
+
+def test_equal_numbers_of_other_types_are_other_options() -> None:
+    def start(replacement: Any) -> None:
+        given: dict[str, Any] = {**OPTIONS, "replacement": replacement}
+        client_fn(Context(1, 0, {"partition-id": 0, "num-partitions": 2}, RecordDict(), given))
+
+    start(True)
+    for wrong in (1, 1.0):
+        with pytest.raises(UsageError, match="replacement must be true or false"):
+            start(wrong)

@@ -1,7 +1,5 @@
 """Float targets: the error on the test data, by every method and engine, against torch by hand."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,8 +10,7 @@ from torch import Tensor, nn
 
 from fedbn_flwr import compare, run
 from fedbn_flwr.data import Data, Split
-from fedbn_flwr.experiments import UsageError, main
-from tests.helpers.runs import command
+from fedbn_flwr.experiments import UsageError
 
 pytestmark = pytest.mark.usefixtures("registered")
 N, TEST = 96, 40
@@ -145,17 +142,6 @@ def test_domains_have_errors_of_their_own(method: str) -> None:
     assert summary["mse-personal"] == pytest.approx(np.mean([errors["a"], errors["b"], whole[2]]), rel=1e-5)
 
 
-def test_the_table_of_a_recipe_has_the_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options: dict[str, Any] = {"dataset": f"{__name__}:domains", "model": f"{__name__}:net", "objective": "mse"}
-    options |= {key.replace("_", "-"): value for key, value in SMALL.items() if key != "progress"}
-    content = {"about": "float targets", "methods": ["fedavg"], "options": options}
-    (tmp_path / "mine.json").write_text(json.dumps(content))
-    assert main(["reproduce", str(tmp_path / "mine.json"), "--results-dir", str(tmp_path / "out")]) == 0
-    (summary,) = (json.loads(path.read_text()) for path in tmp_path.rglob("summary.json"))
-    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.split()[:1] == ["fedavg"])
-    assert line.split()[-1] == f"{summary['mse']:.4f}"
-
-
 def test_held_out_data_and_an_early_end() -> None:
     options = {**SMALL, "model": net, "data": own(), "objective": "mse", "validation": 0.25}
     options |= {"evaluate_every": 1, "rounds": 12}
@@ -166,6 +152,8 @@ def test_held_out_data_and_an_early_end() -> None:
     assert stopped["stopped-after"] == next(number for number, error in whole.items() if error <= target) < 12
     assert whole[1] > whole[12]
     assert "stopped-after" not in run("fedavg", **options, lr_schedule="", stop_after=11).summaries[0]
+    # an error is no share, and every one here is below 80
+    assert run("fedavg", **options, stop_at=80).summaries[0]["stopped-after"] == 1
 
 
 GOOD = {"data": own(), "objective": "mse"}
@@ -214,12 +202,3 @@ def test_what_cannot_be_is_one_line(options: dict[str, Any], message: str) -> No
         run("fedavg", **{**SMALL, "model": net, **options})
     assert message in str(error.value)
     assert "\n" not in str(error.value)
-
-
-def test_the_command_names_a_function(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from fedbn_flwr.experiments import main
-
-    words = command("run", objective="mse", results_dir=str(tmp_path))
-    assert main(words) == 2
-    assert "objective 'mse' is for float targets, not for classification" in capsys.readouterr().err
-    assert main(command("run", objective="torch.nn.functional:cross_entropy", results_dir=str(tmp_path))) == 0

@@ -15,13 +15,9 @@ import pytest
 import torch
 import yaml
 
-import fedbn_flwr.experiments.output.scoring
 from fedbn_flwr import compare
-from fedbn_flwr.client.evaluation import Evaluation, evaluate
-from fedbn_flwr.data import Split
-from fedbn_flwr.experiments import Config, UsageError, main
+from fedbn_flwr.experiments import main
 from fedbn_flwr.experiments.engines import ENGINES
-from fedbn_flwr.experiments.material import load_data
 from fedbn_flwr.experiments.method import Experiment
 from fedbn_flwr.experiments.output.recorder import Journal, Progress, Summary
 from fedbn_flwr.experiments.recipes.schema import parse_recipe
@@ -29,7 +25,7 @@ from fedbn_flwr.experiments.runs import SIDE_BY_SIDE
 from fedbn_flwr.experiments.study import VALIDATION_SHARE, Setting, Study, _work, execute
 from fedbn_flwr.strategies import CannotTrainError
 from tests.helpers.deaths import Death, dying
-from tests.helpers.runs import DATA, OPTIONS, command, results, run, run_in
+from tests.helpers.runs import OPTIONS, command, results, run, run_in
 
 AXES: dict[str, Any] = {
     "about": "a recipe of one's own",
@@ -94,12 +90,6 @@ def test_a_method_of_many_letters_has_a_folder(tmp_path: Path) -> None:
     long[0].folder.mkdir()
 
 
-@pytest.mark.parametrize("key", ["seed", "method", "validation", "results-dir"])
-def test_what_is_the_same_for_all_is_not_to_be_chosen(key: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=f"grid: {key} is the same for all runs"):
-        study(["fedavg"], grid={key: [1, 2]}).runs(tmp_path)
-
-
 # ---- choosing values -------------------------------------------------------------------------------------------------
 
 
@@ -158,27 +148,6 @@ def test_options_of_single_methods_are_chosen_for_these() -> None:
         ["freeze-round", "momentum"],
         ["freeze-round", "momentum"],
     ]
-
-
-def test_the_test_data_never_choose_the_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every evaluation, on the server and on the nodes, is of held-out training data until the rate is chosen."""
-    test_data, seen = load_data(Config(dataset=DATA)).test, []
-
-    def watched(model: torch.nn.Module, split: Split, *arguments: Any, **options: Any) -> Evaluation:
-        seen.append("test" if split is test_data else "validation")
-        return evaluate(model, split, *arguments, **options)
-
-    monkeypatch.setattr(fedbn_flwr.experiments.output.scoring, "evaluate", watched)
-    monkeypatch.setattr("fedbn_flwr.client.bn_client.evaluate", watched)
-    announced: list[tuple[str, int]] = []
-    options, more = {**OPTIONS, "rounds": "1"}, {"grid": {"lr": [0.1, 0.01]}, "grid_seeds": 1, "engine": "inprocess"}
-    runs = study(["fedbn:mean-personal=true"], options, **more).runs(tmp_path)
-    assert len(list(execute(runs, lambda name: announced.append((name, len(seen)))))) == 1
-    (_, _), (_, _), (name, before) = announced
-    assert "lr=" not in name
-    assert before > 0
-    assert set(seen[:before]) == {"validation"}
-    assert set(seen[before:]) == {"test"}
 
 
 # ---- what becomes of runs --------------------------------------------------------------------------------------------
@@ -245,6 +214,7 @@ def test_a_recipe_of_which_nothing_trains_fails(tmp_path: Path, capsys: pytest.C
     [
         ({"partition": "classes:9"}, [], "partition 'classes:9'"),
         ({"state-dir": "states"}, ["--engine", "ray"], "state-dir 'states' only works with"),
+        ({"dataset": "folder:/nowhere"}, [], "folder:/nowhere"),
     ],
 )
 def test_what_cannot_be_in_one_cell_is_said_before_anything_starts(
@@ -256,14 +226,6 @@ def test_what_cannot_be_in_one_cell_is_said_before_anything_starts(
     assert line.startswith("fedbn-flwr: recipe mine (--smoke runs it in small on embedded data): ")
     assert f"'fedavg' in 'impossible': {message}" in line
     assert not (tmp_path / "out").exists()
-
-
-def test_a_data_set_that_is_not_here_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    content = {**AXES, "options": {**AXES["options"], "dataset": "folder:/nowhere"}, "smoke": {"seeds": 1}}
-    assert reproduce(tmp_path, content) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("fedbn-flwr: recipe mine (--smoke runs it in small on embedded data): ")
-    assert "/nowhere" in line
 
 
 def test_values_are_chosen_for_each_setting(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -280,6 +242,8 @@ def test_values_are_chosen_for_each_setting(tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        # 2 seeds x 3 rounds x 2 steps x (2 clients + 1 node with all data + 2 clients)
+        ("compare --methods fedavg,centralized,fedtan --seeds 2", "3 cells, 60 client steps"),
         # (2 seeds + 2 seeds of 3 rates) x 3 rounds x 2 clients x (1 + 2) steps x 2 methods
         ("reproduce mine.yaml", "4 cells, 288 client steps"),
         ("compare --methods fedavg,fixbn --seeds 2 --grid lr=0.01,0.1,1", "2 cells, 192 client steps"),
@@ -294,7 +258,9 @@ def test_a_plan_says_how_many_steps(
     options = [] if words.startswith("reproduce") else [f"--{key}={value}" for key, value in OPTIONS.items()]
     assert main([*words.split(), *options, "--dry-run"]) == 0
     assert {path.name for path in tmp_path.iterdir()} == {"mine.yaml"}
-    assert said in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert said in shown
+    assert "?" not in shown
 
 
 def test_side_by_side_is_the_same(tmp_path: Path) -> None:
@@ -376,3 +342,38 @@ def test_a_users_function_is_known_by_its_code(tmp_path: Path, monkeypatch: pyte
         module.net = function  # type: ignore[attr-defined]
         folders |= {run.folder for run in study(["fedavg"], {**OPTIONS, "model": "users_nets:net"}).runs(tmp_path)}
     assert len(folders) == 2
+
+
+# ---- runs that diverge -----------------------------------------------------------------------------------------------
+
+
+#: trains for two rounds; then every model is infinite at once
+METHOD = "fedavg:lr-schedule==1e30@2"
+SAID = "training diverged at round 3: no node has had a usable reply since"
+CALM = {"model": "mlp", "rounds": "20", "evaluate_every": "20", "workers": "1"}
+
+
+def test_a_run_ends_at_once_with_one_line_and_a_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("run", "--method", METHOD, results_dir=str(tmp_path), **CALM) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"fedbn-flwr: {SAID} (node 1000: ")
+    assert line.endswith("the learning rate is 1e+30: try a lower learning rate")
+    summary = json.loads((run_in(tmp_path) / "summary.json").read_text())
+    assert (summary["diverged"], summary["rounds-done"]) == (3, 4)
+    assert summary["failed"].startswith(SAID)
+
+
+def test_in_a_comparison_the_others_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = run("compare", "--methods", f"fedavg,{METHOD},fedavg+gn", "--seeds", "2", results_dir=str(tmp_path), **CALM)
+    assert code == 1
+    output = capsys.readouterr()
+    rows = [line for line in output.out.splitlines() if "training" not in line]
+    assert sum("diverged at round 3" in row for row in rows) == 1
+    assert sum(row.count("±") for row in rows) >= 2
+    assert {"fedavg", "fedavg+gn"} <= {row.split()[0] for row in rows if row.split()}
+    assert f"fedbn-flwr: 1 of 3 methods failed: {METHOD}" in output.err
+    runs = json.loads((tmp_path / "study.json").read_text())["runs"]
+    records = [json.loads((tmp_path / run["folder"] / "summary.json").read_text()) for run in runs]
+    assert [record.get("diverged") for record in records] == [None, None, 3, 3, None, None]
+    assert main(["report", str(tmp_path), "--out", str(tmp_path / "page")]) == 0
+    assert "diverged at round 3" in (tmp_path / "page" / "report.html").read_text()

@@ -9,7 +9,6 @@ import torch
 from fedbn_flwr import adapt, compare, run
 from fedbn_flwr.client.evaluation import evaluate
 from fedbn_flwr.data import Data, Split
-from fedbn_flwr.experiments import UsageError
 from fedbn_flwr.experiments.results.rows import rows
 from fedbn_flwr.randomness import torch_generator
 from tests.helpers.runs import OPTIONS
@@ -68,14 +67,6 @@ def test_a_run_is_tested_on_the_domain_as_it_is_and_adapted(method: str, tmp_pat
     for name, value in own.state_dict().items():
         if "running" not in name and "tracked" not in name:
             torch.testing.assert_close(value, (states[0][name] + states[1][name]) / 2)
-
-
-def test_a_model_for_each_node_is_asked_for_or_adapted() -> None:
-    found = run("fedbn", data=made(), unseen="grey", **SMALL)
-    with pytest.raises(
-        UsageError, match="has a model for each node: `models` returns them, or `adapt` fits their mean"
-    ):
-        found.model()
 
 
 def test_each_domain_in_turn_is_a_run_that_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fedbn_flwr.data import Data, Split
-from fedbn_flwr.experiments import Config, UsageError, engines, resolve, serve
+from fedbn_flwr.experiments import Config, engines, resolve
 from fedbn_flwr.experiments.engines import count_multiplications, count_workers, visible_gpus
 from fedbn_flwr.experiments.material import Material
 from fedbn_flwr.layerwise import Answer, SuspendedStep
@@ -160,11 +160,6 @@ def test_a_run_holds_the_layer_wise_steps_that_fit_and_the_next_run_as_many_as_b
     assert run("run", results_dir=str(tmp_path), **options) == 0
     assert len(made) == 3  # and none of them again
     assert message_client.MAX_STEPS == 1
-
-
-def test_a_flower_app_has_the_nodes_that_there_are() -> None:
-    with pytest.raises(UsageError, match="workers=2 only works"):
-        serve(InProcessGrid(None, 2), {"workers": 2})  # type: ignore[arg-type]
 
 
 # ---- data that worker processes map, and do not load -----------------------------------------------------------------

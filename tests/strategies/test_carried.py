@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from fedbn_flwr import norm, state, wire
 from fedbn_flwr.data import Split
-from fedbn_flwr.layerwise.carried import CarriedValues
+from fedbn_flwr.layerwise import Kind, Requests
+from fedbn_flwr.layerwise.carried import CarriedValues, correct, correction, pack_values, read_corrections
 from fedbn_flwr.server.grids import PassingGrid, identify
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.strategies import FedAvg, FedBN, FedDNA, FedTAN, FedTANII
@@ -388,24 +389,6 @@ def test_a_round_without_any_reply_leaves_the_values_as_they_are() -> None:
 # ---- fixed points ----------------------------------------------------------------------------------------------------
 
 
-def test_clients_with_equal_data_are_fedavg_but_for_the_count_of_running_variances() -> None:
-    def equal(strategy: FedAvg, rounds: int) -> state.State:
-        nodes = Federation(make_model(), (6, 6, 6))
-        nodes.parts = [nodes.parts[0]] * 3
-        # whole data sets, so that all clients have equal mini-batches; their order does not matter
-        return nodes.run(strategy, rounds, batch_size=6, local_steps=1)
-
-    first, carried, plain = equal(FedAvg(), 1), equal(FedTAN(carry=True), 6), equal(FedAvg(), 6)
-    variances = [name for name in carried if name.endswith("running_var")]
-    others = [name for name in carried if name not in variances]
-    assert distance({name: carried[name] for name in others}, {name: plain[name] for name in others}) < 1e-12
-    # from round 2 on n / (n - 1) of 3 x 96 values in place of 96; what came before counts 0.9 ** 5
-    ratio = (288 / 287) / (96 / 95)
-    for name in variances:
-        old = 0.9**5 * first[name]
-        assert distance({name: carried[name] - old}, {name: ratio * (plain[name] - old)}) < 1e-12
-
-
 WHOLE: dict[str, Any] = {"batch_size": 50, "local_steps": 1}
 
 
@@ -592,3 +575,30 @@ def test_a_node_that_has_lost_its_bn_gets_the_corrections_of_its_round_again() -
     assert set(again.content["arrays"]) == set(nodes.initial)
     after = again.content.array_records[wire.CARRIED]
     assert all(np.array_equal(after[name].numpy(), value) for name, value in before.items())
+
+
+# ---- what a client makes of them -------------------------------------------------------------------------------------
+
+
+def test_names_that_are_no_text_are_those_of_no_layer() -> None:
+    packed = pack_values(
+        {"statistics": {"bn": Requests("statistics", "bn", torch.rand(1, 2, 3), (6,))}, "gradients": {}}
+    )
+    found = read_corrections({**packed, "layers": torch.tensor([[255, 254]], dtype=torch.uint8)})
+    assert list(found["statistics"]) == ["\ufffd\ufffd"]
+
+
+@pytest.mark.parametrize("kind", ["statistics", "gradients"])
+def test_a_correction_takes_local_values_to_the_global_values(kind: Kind) -> None:
+    # the third channel is constant at this client, the fourth everywhere
+    local = torch.tensor([[[1.0, -2, 3, 0], [4, 0.5, 0, 0]]], dtype=torch.float64)
+    pooled = torch.tensor([[2.0, 0, 5, 0], [1, 8, 2, 0]], dtype=torch.float64)
+    corrected = correct(kind, local, correction(kind, local, pooled))
+    torch.testing.assert_close(corrected, pooled.unsqueeze(0), rtol=1e-12, atol=1e-12)
+    assert kind == "gradients" or bool((corrected[:, 1] >= 0).all())
+
+
+def test_a_correction_that_was_cut_makes_no_variance_negative() -> None:
+    """Of a constant channel, and a global variance that is smaller than the client's own was."""
+    local, cut = torch.tensor([[[3.0], [0.0]]]), torch.tensor([[[0.0], [0.3]]])
+    assert correct("statistics", local, cut).tolist() == [[[3.0], [0.0]]]

@@ -1,5 +1,6 @@
 """What every registered strategy must hold, in one table."""
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache, partial
@@ -16,9 +17,10 @@ from fedbn_flwr.client import BNClient, Reply
 from fedbn_flwr.layerwise import Exchange
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.state import State
-from fedbn_flwr.strategies import MTFL, REGISTRY, BaseStrategy, Centralized, FedBN, FedTAN, FixBN, SiloBN
+from fedbn_flwr.strategies import MTFL, REGISTRY, BaseStrategy, Centralized, FedAvg, FedBN, FedTAN, FixBN, SiloBN
 from fedbn_flwr.wire import Instruction
 from tests.helpers.engine_comparison import Stacked
+from tests.helpers.faults import failed, spoiling
 from tests.helpers.harness import (
     Backwards,
     ClientWrapper,
@@ -267,3 +269,32 @@ def test_only_a_newcomer_gets_entries_that_nodes_keep() -> None:
     nodes.run(Noting(fraction_train=0.5, fraction_evaluate=0.0), 8)
     assert known == {1000, 1001, 1002, 1003}
     assert absent > 2
+
+
+# ---- hooks -----------------------------------------------------------------------------------------------------------
+
+
+def documented() -> list[str]:
+    """Return the methods that `BaseStrategy` lists, in their order."""
+    listed = re.findall(r"^    - `(\w+)`:", BaseStrategy.__doc__ or "", re.MULTILINE)
+    return [name for name in listed if hasattr(BaseStrategy, name)]
+
+
+def test_hooks_are_explained_in_the_order_in_which_a_round_calls_them() -> None:
+    """Of a round with replies, and of one without; a model's normalizer comes before all rounds."""
+    calls: list[tuple[int, str]] = []
+
+    def noting(name: str) -> Callable[..., Any]:
+        def note(self: FedAvg, *given: Any) -> Any:
+            calls.append((self.round.number, name))
+            return getattr(super(kind, self), name)(*given)
+
+        return note
+
+    in_rounds = [name for name in documented() if name != "own_norm"]
+    kind: Any = type("Noting", (FedAvg,), {name: noting(name) for name in in_rounds})
+    Federation(make_model(), grid=spoiling(failed, lambda _, number: number == 2)).run(kind(), 2, evaluate_every=1)
+    assert documented()[0] == "own_norm"
+    for number, missing in ((1, "lose_round"), (2, "weigh, update")):
+        called = list(dict.fromkeys(name for server_round, name in calls if server_round == number))
+        assert called == [name for name in in_rounds if name not in missing.split(", ")]

@@ -267,13 +267,6 @@ def test_what_is_kept_by_nodes_has_their_new_ids_and_forgets_those_that_are_gone
     assert found.lost == LostRounds(2, {70: "a"}, {700: True})
 
 
-def test_strategies_share_no_state() -> None:
-    first, second = Scaffold(), Scaffold()
-    first.state.weights[7] = 1.0
-    first.state.lost.nodes[7] = True
-    assert (second.state.weights, second.state.lost.nodes) == ({}, {})
-
-
 def test_a_method_of_several_keeps_what_all_of_them_keep() -> None:
     both: Any = type("Both", (Scaffold, FedBN), {})
     names = both().state_dict().keys()

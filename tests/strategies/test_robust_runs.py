@@ -3,7 +3,6 @@
 import logging
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +27,6 @@ from tests.helpers.engine_comparison import Stacked
 from tests.helpers.faults import Fault, FaultyReply, failed, infinite, silent, spoiling
 from tests.helpers.harness import Federation, distance, make_model
 from tests.helpers.liar import LyingGrid
-from tests.helpers.runs import run as command_run
 
 #: five clients, as Krum needs; the first one lies
 SIZES = (7, 12, 20, 5, 9)
@@ -160,12 +158,3 @@ def test_a_rule_has_nothing_to_do_where_nothing_is_shared() -> None:
 def test_without_mean_personal_no_rule_misses_kept_entries(caplog: pytest.LogCaptureFixture) -> None:
     Federation(make_model(), SIZES).run(FedBN(robust="multi-krum:1"), 2)
     assert "missing" not in caplog.text
-
-
-def test_a_rule_that_does_not_fit_a_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    method = "fedavg:robust=multi-krum:1"
-    assert command_run("run", method=method, clients="2", results_dir=str(tmp_path / "results")) == 2
-    shown = capsys.readouterr().err
-    assert f"'{method}': robust=multi-krum:1 needs 5 nodes in a round, and 2 take part: 3 missing" in shown
-    assert shown.count("\n") == 1
-    assert not (tmp_path / "results").exists()

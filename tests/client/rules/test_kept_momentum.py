@@ -45,12 +45,3 @@ def test_names_with_the_sign_that_divides_entries_are_sent_or_kept_like_others()
         # nothing is received back, so that what travels begins anew
         assert session.records[wire.MOMENTUM] == {f"out/side.weight/{BUFFER}": torch.tensor([[1.0]])}
         assert memory.recall(wire.MOMENTUM) == {f"in/side.weight/{BUFFER}": torch.tensor([[wanted]])}
-
-
-def test_a_node_goes_on_with_its_own_momentum_and_sends_none() -> None:
-    memory = Memory(RecordDict())
-    for wanted in (1.0, 1.5):
-        session = session_of(nn.Linear(1, 1, bias=False), "local", {}, set(), memory)
-        one_round(session, 1.0)
-        assert wire.MOMENTUM not in session.records
-        assert memory.recall(wire.MOMENTUM) == {f"weight/{BUFFER}": torch.tensor([[wanted]])}

@@ -95,17 +95,6 @@ def test_the_config_repeats_the_run(folder: Path, tmp_path: Path) -> None:
     assert summary_of(tmp_path)["accuracy"] == summary_of(folder)["accuracy"]
 
 
-def test_a_run_that_fails_leaves_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    # batch normalization over one value a channel cannot train
-    options = {"method": "fedavg:model=mlp:batch-size=1", "results_dir": str(tmp_path)}
-    assert run("run", **options) == 1
-    assert {path.name for path in run_in(tmp_path).iterdir()} == {"config.json", "rounds.jsonl", "summary.json"}
-    assert "mini-batch of 1 sample" in summary_of(tmp_path)["failed"]
-    assert (run_in(tmp_path) / "rounds.jsonl").read_text() == ""
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("fedbn-flwr: ")]
-    assert "batch normalization cannot train on a mini-batch of 1 sample" in line
-
-
 def test_the_summary_is_the_last_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError("no space left")

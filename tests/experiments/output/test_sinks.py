@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fedbn_flwr.experiments import main
@@ -70,16 +69,6 @@ def test_a_run_that_goes_on_has_each_round_once(tmp_path: Path) -> None:
     assert main(["run", "--resume", str(tmp_path)]) == 0
     assert len(list((run_in(tmp_path) / "tensorboard").iterdir())) == 2
     assert scalars(tmp_path) == columns(tmp_path)
-
-
-def test_a_matrix_logs_every_run(tmp_path: Path) -> None:
-    content = {"about": "mine", "options": {**OPTIONS, "model": "mlp"}, "methods": ["fedavg", "fedbn"], "seeds": 1}
-    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(content))
-    words = ["--results-dir", str(tmp_path / "out"), "--log-to", "tensorboard"]
-    assert main(["reproduce", str(tmp_path / "mine.yaml"), *words]) == 0
-    places = sorted(path.parent for path in (tmp_path / "out").rglob("tensorboard"))
-    assert [path.name.partition("-")[0] for path in places] == ["fedavg", "fedbn"]
-    assert all(scalars(place) == columns(place) for place in places)
 
 
 def test_weights_and_biases_has_the_numbers_of_every_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

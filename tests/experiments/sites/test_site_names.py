@@ -13,9 +13,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from apps.client import app
 from fedbn_flwr.experiments import UsageError, serve
-from fedbn_flwr.experiments.checks import check_simulation
-from fedbn_flwr.experiments.config import Config
-from fedbn_flwr.experiments.method import resolve
 from fedbn_flwr.experiments.output.run_folder import read_json, read_rounds
 from fedbn_flwr.experiments.sites.own_model import MODELS_VARIABLE
 from fedbn_flwr.server.site_names import SitesByName, sites_by_name, with_names
@@ -141,77 +138,62 @@ def test_each_rounds_line_names_who_is_missing_and_why(
     ]
 
 
-def test_a_site_that_never_came_is_counted_in_every_round(
-    sites: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+class Leaving(Registered):
+    """Nodes that leave as soon as they have trained."""
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        messages = list(messages)
+        replies = super().send_and_receive(messages, timeout=timeout)
+        if messages[0].metadata.message_type == MessageType.TRAIN:
+            gone = {self.site_names[message.metadata.dst_node_id] for message in messages}
+            self.away = {self._round: gone, self._round + 1: gone}
+        return replies
+
+
+class Unscored(Registered):
+    """Nodes of which one cannot evaluate."""
+
+    def _answer(self, message: Message) -> Message:
+        evaluates = message.metadata.message_type == MessageType.EVALUATE
+        fails = evaluates and self.site_names[message.metadata.dst_node_id] == "west"
+        return Message(Error(0, "no power"), reply_to=message) if fails else super()._answer(message)
+
+
+class Empty(Registered):
+    """Nodes of which the last has no data."""
+
+    def __init__(self, data: Sequence[str], options: Mapping[str, Any]) -> None:
+        super().__init__([*data[:-1], "folder:/nowhere"], options)
+
+
+NOT_YET, WEST = "2 of 3 sites: 1 never connected", {"west"}
+#: nodes, options, who is away or fails in a round, and what the rounds' lines say of sites
+MISSING: dict[str, tuple[type[Registered], dict[str, Any], dict[str, Any], list[str]]] = {
+    "never came": (Registered, {"min-nodes": 2, "rounds": 2}, {"away": {1: WEST, 2: WEST}}, [NOT_YET, NOT_YET]),
+    "left after its training": (Leaving, {"clients": 0, "fraction-train": 0.4, "min-nodes": 1}, {}, [""]),
+    "not drawn": (Registered, {"clients": 0, "fraction-train": 0.4}, {}, [""]),
+    "trains only": (Unscored, {}, {}, ["west did not evaluate"]),
+    "late and without its data": (
+        *(Empty, {"min-nodes": 1, "rounds": 2}, {"away": {1: WEST}}),
+        [NOT_YET, "2 of 3 sites: west was refused"],
+    ),
+    "refused by a rule": (
+        *(Registered, {"min-nodes": 1, "robust": "median", "rounds": 2}, {"failing": {2: WEST}}),
+        ["", "0 of 3 sites: north was left out, south was left out, west was left out"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MISSING)
+def test_a_rounds_line_tells_who_did_not_take_part_although_asked(
+    case: str, sites: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    options = {**OPTIONS, "clients": 3, "min-nodes": 2, "rounds": 2, "results-dir": str(tmp_path)}
-    grid = Registered(sites, options)
-    grid.away = {1: {"west"}, 2: {"west"}}
+    kind, more, absences, told = MISSING[case]
+    options = {**OPTIONS, "clients": 3, "results-dir": str(tmp_path), **more}
+    grid = kind(sites, options)
+    vars(grid).update(absences)
     serve(grid, options)
-    assert [line.partition("; ")[2] for line in lines(caplog, "Round ") if " of 2: " in line] == [
-        "2 of 3 sites: 1 never connected"
-    ] * 2
-
-
-def test_a_site_that_leaves_after_its_training_was_there(
-    sites: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Leaving(Registered):
-        def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-            messages = list(messages)
-            replies = super().send_and_receive(messages, timeout=timeout)
-            if messages[0].metadata.message_type == MessageType.TRAIN:
-                gone = {self.site_names[message.metadata.dst_node_id] for message in messages}
-                self.away = {self._round: gone, self._round + 1: gone}
-            return replies
-
-    options = {**OPTIONS, "fraction-train": 0.4, "min-nodes": 1, "results-dir": str(tmp_path)}
-    serve(Leaving(sites, options), options)
-    assert [line for line in lines(caplog, "Round 1 of 1") if ";" in line] == []
-
-
-def test_a_site_that_trains_and_does_not_evaluate_is_named(
-    sites: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Unscored(Registered):
-        def _answer(self, message: Message) -> Message:
-            evaluates = message.metadata.message_type == MessageType.EVALUATE
-            fails = evaluates and self.site_names[message.metadata.dst_node_id] == "west"
-            return Message(Error(0, "no power"), reply_to=message) if fails else super()._answer(message)
-
-    options = {**OPTIONS, "clients": 3, "results-dir": str(tmp_path)}
-    serve(Unscored(sites, options), options)
-    assert [line.partition("; ")[2] for line in lines(caplog, "Round 1 of 1: ")] == ["west did not evaluate"]
-
-
-def test_a_site_that_comes_late_and_without_its_data_was_refused(
-    sites: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    options = {**OPTIONS, "clients": 3, "min-nodes": 1, "rounds": 2, "results-dir": str(tmp_path)}
-    grid = Registered([*sites[:2], f"folder:{tmp_path}/nowhere"], options)
-    grid.away = {1: {"west"}}
-    serve(grid, options)
-    assert [line.partition("; ")[2] for line in lines(caplog, "Round 2 of 2")] == ["2 of 3 sites: west was refused"]
-    assert lines(caplog, "west (node 1002) cannot take part until its SuperNode starts again: ")
-
-
-def test_a_round_that_a_rule_refuses_leaves_sites_out_in_time(
-    sites: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    options = {**OPTIONS, "clients": 3, "min-nodes": 1, "robust": "median", "rounds": 2, "results-dir": str(tmp_path)}
-    grid = Registered(sites, options)
-    grid.failing = {2: {"west"}}
-    serve(grid, options)
-    (line,) = (line for line in lines(caplog, "Round 2 of 2: "))
-    assert line.endswith("; 0 of 3 sites: north was left out, south was left out, west was left out")
-
-
-def test_a_site_that_is_not_drawn_is_not_missing(
-    sites: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    options = {**OPTIONS, "fraction-train": 0.4, "results-dir": str(tmp_path)}
-    assert serve(Registered(sites, options), options)["rounds"] == 1
-    assert [line for line in lines(caplog, "Round 1 of 1") if ";" in line] == []
+    assert [line.partition("; ")[2] for line in lines(caplog, "Round ") if f" of {options['rounds']}: " in line] == told
 
 
 def test_results_have_names(
@@ -289,6 +271,11 @@ def test_sites_are_chosen_by_name_and_the_others_named_once(
     assert model_bytes(tmp_path / "two") == model_bytes(tmp_path / "alone")
 
 
+def test_nodes_without_names_cannot_be_chosen() -> None:
+    with pytest.raises(UsageError, match="sites='north' chooses by name, and these nodes have no names"):
+        SitesByName(InProcessGrid(app, 2), ["north"]).get_node_ids()
+
+
 def test_a_site_whose_number_has_no_share_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     options = {**OPTIONS, "dataset": "digits", "classes": "", "sites": "north,west", "results-dir": str(tmp_path)}
     summary = serve(Registered([""] * 3, options), options)
@@ -296,14 +283,3 @@ def test_a_site_whose_number_has_no_share_says_so(tmp_path: Path, caplog: pytest
     (line,) = lines(caplog, "west (node 1002) is left out")
     assert line.endswith("this site has number 2, but 'digits' is split for the numbers 0 to 1: give more clients, or "
                          "a site its data")  # fmt: skip
-
-
-def test_names_that_cannot_be_chosen(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="sites names 'west' twice"):
-        Config(sites=("north", "west", "west"))
-    with pytest.raises(UsageError, match="sites names 2 sites, but clients is 3"):
-        Config(sites=("north", "west"), clients=3)
-    with pytest.raises(UsageError, match="sites='north' chooses by name, and these nodes have no names"):
-        SitesByName(InProcessGrid(app, 2), ["north"]).get_node_ids()
-    with pytest.raises(UsageError, match="sites='north' chooses sites of a deployment, and a simulation has none"):
-        check_simulation(resolve({"sites": "north"}))

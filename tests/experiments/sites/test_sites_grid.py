@@ -42,10 +42,6 @@ def warnings(log: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in log.records if record.levelno == logging.WARNING]
 
 
-def test_a_description_survives_its_journey() -> None:
-    assert SiteData.read(NORTH.pack()) == NORTH
-
-
 @pytest.mark.parametrize("key", ["train-counts", "test-counts", "image-shape", "pixel-mean", "pixel-variance"])
 @pytest.mark.parametrize("value", [[-1], [float("nan")], ["x"], 5, [], [1e300]])
 def test_a_description_that_is_none_is_an_error_in_one_line(key: str, value: Any) -> None:

@@ -128,21 +128,6 @@ def test_sites_score_the_model_on_their_own_test_data(sites: list[str], tmp_path
         assert summary["class-f1"][name] == pytest.approx(sum(row["f1"][name] for row in scores) / 3)
 
 
-def test_a_site_that_says_more_samples_than_it_has_is_named(
-    sites: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Boasting(SitesInProcess):
-        def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
-            replies = list(super().pull_messages(message_ids))
-            for reply in replies:
-                if (reply.metadata.message_type, reply.metadata.src_node_id) == ("train", 1001):
-                    reply.content.metric_records["metrics"]["num-examples"] = 10**12
-            return replies
-
-    run_at_sites(tmp_path, sites, Boasting)
-    assert sum(text.startswith("Node 1001 outweighs the others in training") for text in caplog.messages) == 2
-
-
 @pytest.mark.parametrize("accuracy", [1000.0, math.inf, math.nan])
 def test_an_impossible_accuracy_of_a_site_stops_no_run(
     accuracy: float, sites: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
