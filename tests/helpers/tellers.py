@@ -13,8 +13,7 @@ from fedbn_flwr.client import BNClient
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.server.pooling import Pooled
 from fedbn_flwr.simulation import StackedGrid
-from fedbn_flwr.simulation.in_process import InProcessGrid
-from fedbn_flwr.simulation.node_contexts import FIRST_NODE_ID
+from fedbn_flwr.simulation.in_process import FIRST_NODE_ID, InProcessGrid
 from fedbn_flwr.simulation.processes.grid import WorkersGrid
 from fedbn_flwr.simulation.processes.worker import OwnShare
 from fedbn_flwr.state import State

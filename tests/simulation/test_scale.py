@@ -19,8 +19,7 @@ from fedbn_flwr.experiments.client_side import bound_client_fn
 from fedbn_flwr.experiments.material import load_data
 from fedbn_flwr.experiments.output.run_folder import RunFolder
 from fedbn_flwr.server.sampling import ASKED_AT_ONCE, Roster
-from fedbn_flwr.simulation.in_process import InProcessGrid
-from fedbn_flwr.simulation.node_contexts import FIRST_NODE_ID, Contexts
+from fedbn_flwr.simulation.in_process import FIRST_NODE_ID, Contexts, InProcessGrid
 from tests.helpers.checkout import ROOT
 from tests.helpers.runs import results, run
 from tests.helpers.toys import toy_cnn, toy_split
@@ -111,10 +110,10 @@ def test_a_file_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest.Monke
         path.open("wb").write(content[:3])
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(OSError, match="no space left"):
-        tell(grid, 1, "second")
-    monkeypatch.undo()
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_bytes", full)
+        with pytest.raises(OSError, match="no space left"):
+            tell(grid, 1, "second")
     assert tell(grid, 1, "third") == "first"
     assert [path.name for path in tmp_path.iterdir()] == ["1.records"]
 
@@ -202,7 +201,7 @@ def test_options_are_read_once_for_all_messages(monkeypatch: pytest.MonkeyPatch)
         calls.append(config)
         return load_data(config)
 
-    monkeypatch.setattr("fedbn_flwr.experiments.client_side.load_data", counted)
+    monkeypatch.setattr("fedbn_flwr.experiments.material.load_data", counted)
     options = {"dataset": "synthetic:n=90:test=10", "clients": 9, "partition": "iid", "seed": 123}
     make = bound_client_fn(resolve(options).config)
     contexts = Contexts(1, range(9), 9, {})
