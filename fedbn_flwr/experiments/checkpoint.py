@@ -25,8 +25,7 @@ from fedbn_flwr.experiments.output.run_folder import PERSONAL
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.server.method_state import pack_state, unpack_state
 from fedbn_flwr.server.round import Round
-from fedbn_flwr.simulation.in_process import LocalGrid
-from fedbn_flwr.simulation.node_contexts import FIRST_NODE_ID, StateFolder
+from fedbn_flwr.simulation.in_process import FIRST_NODE_ID, LocalGrid, StateFolder
 from fedbn_flwr.state import Arrays, arrays_of, arrays_to_record, to_record
 from fedbn_flwr.state.record_files import sync
 from fedbn_flwr.state.records import make_record

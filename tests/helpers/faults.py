@@ -8,8 +8,7 @@ from flwr.app import Array, ArrayRecord, Error, Message
 from flwr.common.constant import ErrorCode
 
 from fedbn_flwr import wire
-from fedbn_flwr.simulation.in_process import InProcessGrid
-from fedbn_flwr.simulation.node_contexts import FIRST_NODE_ID
+from fedbn_flwr.simulation.in_process import FIRST_NODE_ID, InProcessGrid
 from fedbn_flwr.transports import message_records as layerwise_wire
 from fedbn_flwr.transports.message_records import StepPosition
 

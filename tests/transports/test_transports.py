@@ -20,8 +20,7 @@ from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.layerwise import Answer, Exchange, Requests, lockstep, respond, shared_statistics, take_step
 from fedbn_flwr.server.replies import Expected
 from fedbn_flwr.simulation import StackedGrid
-from fedbn_flwr.simulation.in_process import InProcessGrid
-from fedbn_flwr.simulation.node_contexts import FIRST_NODE_ID
+from fedbn_flwr.simulation.in_process import FIRST_NODE_ID, InProcessGrid
 from fedbn_flwr.simulation.processes.grid import WorkersGrid, WorkersTransport
 from fedbn_flwr.simulation.processes.pipe import ObjectPipe
 from fedbn_flwr.simulation.processes.service import Service
