@@ -183,15 +183,11 @@ class NewId(InProcessGrid):
 
     pushes = 0
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._contexts = {node: self._contexts[node] for node in self._contexts}
-
     def push_messages(self, messages: Any) -> Any:
         ids = super().push_messages(messages)
         self.pushes += 1
         if self.pushes == 2:
-            self._contexts[5001] = self._contexts.pop(1001)
+            self._nodes = [5001 if node == 1001 else node for node in self._nodes]
         return ids
 
 
