@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from logging import INFO
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from flwr.app import ArrayRecord, Context, Error, Message, MessageType, RecordDict
 from flwr.clientapp import ClientApp
@@ -43,63 +43,6 @@ T = TypeVar("T")
 FIRST_NODE_ID = 1000
 #: most messages of a push that are prepared before the first of them trains
 PORTION = 100
-
-
-class Contexts(MutableMapping[int, Context]):
-    """A context for each node, by its id, of which only what is not empty is kept.
-
-    A context is otherwise the same few numbers for every node, so the memory that is needed grows with the nodes that
-    stored something, and with a folder not even with them.
-    """
-
-    def __init__(
-        self,
-        run_id: int,
-        partitions: Sequence[int],
-        num_partitions: int,
-        run_config: Mapping[str, Any],
-        folder: Path | None = None,
-    ) -> None:
-        self._run_id, self._num_partitions, self._run_config = run_id, num_partitions, run_config
-        # a range knows its members without a list of them
-        self._partitions = partitions if isinstance(partitions, range) else dict.fromkeys(partitions)
-        self._states: MutableMapping[int, RecordDict] = {} if folder is None else StateFolder(folder, self._partitions)
-        # what an earlier run left there: a node's state is empty when a run begins
-        self._states.clear()
-
-    def __getitem__(self, node: int) -> Context:
-        partition = self._partition(node)
-        return Context(
-            run_id=self._run_id,
-            node_id=node,
-            node_config={"partition-id": partition, "num-partitions": self._num_partitions},
-            state=self._states.get(partition) or RecordDict(),
-            run_config=dict(self._run_config),
-        )
-
-    def __setitem__(self, node: int, context: Context) -> None:
-        if context.state:
-            self._states[self._partition(node)] = context.state
-        else:
-            del self[node]
-
-    def __delitem__(self, node: int) -> None:
-        self._states.pop(self._partition(node), None)
-
-    def __iter__(self) -> Iterator[int]:
-        return map(FIRST_NODE_ID.__add__, self._partitions)
-
-    def __len__(self) -> int:
-        return len(self._partitions)
-
-    def remembering(self) -> list[int]:
-        """Return the nodes whose state is not empty."""
-        return [FIRST_NODE_ID + partition for partition in self._states]
-
-    def _partition(self, node: int) -> int:
-        if node - FIRST_NODE_ID not in self._partitions:
-            raise KeyError(f"there is no node {node}")
-        return node - FIRST_NODE_ID
 
 
 class StateFolder(MutableMapping[int, RecordDict]):
@@ -231,8 +174,9 @@ Trainer = Callable[[Sequence[Job]], Iterator[Trained]]
 class InProcessGrid(LocalGrid):
     """Runs the same ServerApp and ClientApp as Flower's engines do.
 
-    Each node has a `Context` that lives as long as the grid. A message is answered when it is pushed; what the
-    ClientApp raises becomes an error reply, and what it had stored by then is lost, as in Flower.
+    Each node has a `Context` whose state lives as long as the grid: the memory that is needed grows with the nodes that
+    stored something. A message is answered when it is pushed; what the ClientApp raises becomes an error reply, and
+    what it had stored by then is lost, as in Flower.
 
     With `partitions` only these nodes of all are here. With `state_dir` what nodes store is kept in this folder, a
     file for each, and not in memory.
@@ -253,23 +197,37 @@ class InProcessGrid(LocalGrid):
         state_dir: Path | None = None,
     ) -> None:
         super().__init__()
-        self._client_app = client_app
+        self._client_app, self._run_id, self._run_config = client_app, self._run.run_id, dict(run_config or {})
+        #: by partition, the nodes' ids
+        self._nodes: Sequence[int] = range(FIRST_NODE_ID, FIRST_NODE_ID + num_nodes)
         here = range(num_nodes) if partitions is None else partitions
-        self._contexts: MutableMapping[int, Context] = Contexts(
-            self._run.run_id, here, num_nodes, dict(run_config or {}), state_dir
-        )
+        # a range knows its members without a list of them
+        self._partitions = here if isinstance(here, range) else dict.fromkeys(here)
+        #: by partition, the states that are not empty
+        self._states: MutableMapping[int, RecordDict] = {}
+        if state_dir is not None:
+            self._states = StateFolder(state_dir, self._partitions)
+            # what an earlier run left there: a node's state is empty when a run begins
+            self._states.clear()
 
     def get_node_ids(self) -> Iterable[int]:
         """Return all nodes: they are always connected."""
-        return list(self._contexts)
+        return [self._nodes[partition] for partition in self._partitions]
 
     def context(self, node: int) -> Context:
-        """A node's context, to look into."""
-        return self._contexts[node]
+        """Make a node's context: a few numbers that are the same for every node, and its state."""
+        partition = self._partition(node)
+        return Context(
+            run_id=self._run_id,
+            node_id=node,
+            node_config={"partition-id": partition, "num-partitions": len(self._nodes)},
+            state=self._states.get(partition) or RecordDict(),
+            run_config=dict(self._run_config),
+        )
 
     def contexts(self) -> Iterator[Context]:
         """Iterate over the contexts of the nodes that remember something."""
-        return map(self.context, cast(Contexts, self._contexts).remembering())
+        return (self.context(self._nodes[partition]) for partition in list(self._states))
 
     def remember(self, node: int, state: RecordDict) -> None:
         """Let a node remember this, and nothing else."""
@@ -350,11 +308,20 @@ class InProcessGrid(LocalGrid):
 
     def _lend(self, node: int) -> Context:
         """A node's context, changes to which are lost unless they are kept."""
-        kept = self._contexts[node]
+        kept = self.context(node)
         return replace(kept, state=RecordDict(dict(kept.state)))
 
     def _keep(self, node: int, context: Context) -> None:
-        self._contexts[node] = context
+        if context.state:
+            self._states[self._partition(node)] = context.state
+        else:
+            self._states.pop(self._partition(node), None)
+
+    def _partition(self, node: int) -> int:
+        partition = self._nodes.index(node) if node in self._nodes else None
+        if partition is None or partition not in self._partitions:
+            raise KeyError(f"there is no node {node}")
+        return partition
 
 
 def one_by_one(jobs: Sequence[Job]) -> Iterator[Trained]:

@@ -79,7 +79,7 @@ class ConcurrentNodes(InProcessGrid):
         for message in messages:
             message_id = identify(message)
             self._finish_earlier(message.metadata.dst_node_id)
-            context = self._contexts[message.metadata.dst_node_id]
+            context = self.context(message.metadata.dst_node_id)
             site = self._sites[int(context.node_config["partition-id"])]
             here, there = start.Pipe()
             packed = pickle.dumps((message, context, site))
@@ -126,7 +126,8 @@ class ConcurrentNodes(InProcessGrid):
         with suppress(EOFError, ConnectionError):
             if not connection.poll():
                 return None
-            answer, self._contexts[message.metadata.dst_node_id] = pickle.loads(connection.recv_bytes())
+            answer, context = pickle.loads(connection.recv_bytes())
+            self.remember(message.metadata.dst_node_id, context.state)
             connection.close()
             if isinstance(answer, str):
                 return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, answer), reply_to=message)

@@ -178,8 +178,7 @@ class Backwards(InProcessGrid):
 
     def __init__(self, client_app: ClientApp, num_nodes: int, run_config: RunConfig | None = None) -> None:
         super().__init__(client_app, num_nodes, run_config)
-        contexts = [self._contexts[node] for node in sorted(self._contexts)]
-        self._contexts = {7_000 - 13 * index: context for index, context in enumerate(contexts)}
+        self._nodes = range(7_000, 7_000 - 13 * num_nodes, -13)
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         return list(super().pull_messages(message_ids))[::-1]

@@ -50,8 +50,7 @@ class LateGrid(InProcessGrid):
 
     def __init__(self, app: ClientApp, num_nodes: int) -> None:
         super().__init__(app, num_nodes)
-        contexts = [self._contexts[node] for node in self._contexts]
-        self._contexts = {FIRST_NODE_ID + num_nodes - 1 - index: context for index, context in enumerate(contexts)}
+        self._nodes = self._nodes[::-1]
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         ready = [one for one in message_ids if self.clock.now >= self.until or not self.held_back(one)]

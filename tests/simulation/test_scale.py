@@ -19,7 +19,7 @@ from fedbn_flwr.experiments.client_side import bound_client_fn
 from fedbn_flwr.experiments.material import load_data
 from fedbn_flwr.experiments.output.run_folder import RunFolder
 from fedbn_flwr.server.sampling import ASKED_AT_ONCE, Roster
-from fedbn_flwr.simulation.in_process import FIRST_NODE_ID, Contexts, InProcessGrid
+from fedbn_flwr.simulation.in_process import FIRST_NODE_ID, InProcessGrid
 from tests.helpers.checkout import ROOT
 from tests.helpers.runs import results, run
 from tests.helpers.toys import toy_cnn, toy_split
@@ -48,8 +48,7 @@ def tell(grid: InProcessGrid, partition: int, word: str) -> str:
 
 
 def stored(grid: InProcessGrid) -> int:
-    assert isinstance(grid._contexts, Contexts)
-    return len(grid._contexts._states)
+    return len(grid._states)
 
 
 @pytest.fixture(params=["memory", "folder"])
@@ -90,14 +89,14 @@ def test_a_grid_may_hold_some_of_the_nodes(partitions: Any) -> None:
 
 
 def test_every_kind_of_record_comes_back_from_disk_as_it_was(tmp_path: Path) -> None:
-    contexts = Contexts(1, range(3), 3, {}, tmp_path)
-    context = contexts[FIRST_NODE_ID]
+    grid = InProcessGrid(remembering(), 3, state_dir=tmp_path)
+    context = grid.context(FIRST_NODE_ID)
     arrays = {"weight": torch.randn(3, 2, dtype=torch.float64), "count": torch.tensor(3), "empty": torch.empty(0, 4)}
     context.state["arrays"] = ArrayRecord(arrays)
     context.state["numbers"] = MetricRecord({"loss": 0.1, "several": [1, 2]})
     context.state["words"] = ConfigRecord({"yes": True, "bytes": b"\0", "text": "ä"})
-    contexts[FIRST_NODE_ID] = context
-    found = contexts[FIRST_NODE_ID].state
+    grid.remember(FIRST_NODE_ID, context.state)
+    found = grid.context(FIRST_NODE_ID).state
     assert found == context.state
     assert found is not context.state
 
@@ -204,8 +203,8 @@ def test_options_are_read_once_for_all_messages(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("fedbn_flwr.experiments.material.load_data", counted)
     options = {"dataset": "synthetic:n=90:test=10", "clients": 9, "partition": "iid", "seed": 123}
     make = bound_client_fn(resolve(options).config)
-    contexts = Contexts(1, range(9), 9, {})
-    assert [len(make(contexts[number]).indices) for number in contexts] == [10] * 9
+    grid = InProcessGrid(remembering(), 9)
+    assert [len(make(grid.context(node)).indices) for node in grid.get_node_ids()] == [10] * 9
     assert len(calls) == 1
 
 

@@ -93,8 +93,8 @@ class Run:
         }
         self.strategy = strategy or make(case)
         self.nodes = Federation(make_model(TABLE[name][1]), grid=grids.get(part, InProcessGrid))
-        contexts = self.nodes.grid._contexts.values()
-        self.nodes.grid._contexts = {1000 * (number + 1) - 13 * index: own for index, own in enumerate(contexts)}
+        first, grid = 1000 * (number + 1), self.nodes.grid
+        grid._nodes = range(first, first - 13 * len(grid._nodes), -13)
         self.grid = CountingGrid(self.nodes.grid)
         self.last = self.nodes.initial
         #: after every round, the model and what the method measured
@@ -122,9 +122,9 @@ class Run:
     def take_up(self, before: "Run") -> "Run":
         """Take up what another run has left: the model, what the strategy keeps, and what nodes remember."""
         self.last = before.last
-        here = {partition_of(context): node for node, context in self.nodes.grid._contexts.items()}
-        for context in before.nodes.grid._contexts.values():
-            self.nodes.grid._contexts[here[partition_of(context)]].state = copy.deepcopy(context.state)
+        here = dict(enumerate(self.nodes.grid.get_node_ids()))
+        for context in before.nodes.grid.contexts():
+            self.nodes.grid.remember(here[partition_of(context)], copy.deepcopy(context.state))
         self.strategy.load_state_dict(copy.deepcopy(before.strategy.state_dict()), here)
         return self
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedbn_flwr import state, wire
@@ -63,7 +63,7 @@ class Restarted(Forgetful):
 
     def _answer(self, message: Message) -> Message:
         if message.metadata.dst_node_id == 1001:
-            self._contexts[1001].state.clear()
+            self.remember(1001, RecordDict())
         return super()._answer(message)
 
 
@@ -103,10 +103,7 @@ class Copied(InProcessGrid):
 
     def _answer(self, message: Message) -> Message:
         node = message.metadata.dst_node_id
-        old = self._contexts[node]
-        self._contexts[node] = Context(
-            old.run_id, old.node_id, old.node_config, RecordDict(dict(old.state)), old.run_config
-        )
+        self.remember(node, RecordDict(dict(self.context(node).state)))
         return super()._answer(message)
 
 

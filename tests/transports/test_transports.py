@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NoReturn
 from unittest.mock import Mock
 
@@ -136,7 +137,8 @@ def scripted(*steps: Scripted) -> WorkersTransport:
     def abandon(shares: Iterable[Any]) -> None:
         ask_all("abandon", dict.fromkeys(shares))
 
-    return WorkersTransport(ask_all("open_step", {share: [] for share in shares}), ask_all, lambda _: [], abandon)
+    grid: Any = SimpleNamespace(_ask_all=ask_all, _abandon=abandon)
+    return WorkersTransport(grid, {}, ask_all("open_step", {share: [] for share in shares}))
 
 
 def test_a_worker_names_the_node_whose_values_it_cannot_pool() -> None:

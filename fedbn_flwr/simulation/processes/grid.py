@@ -138,7 +138,7 @@ class WorkersGrid(LocalGrid):
         if None in opened.values():
             self._abandon(shares)
             return None
-        return WorkersTransport(opened, self._ask_all, partial(_collect, shares), self._abandon)
+        return WorkersTransport(self, shares, opened)
 
     def _abandon(self, shares: Iterable[WorkerHandle]) -> None:
         """End a step in all workers; one that has died has no step any more, and a closed grid has no workers."""
@@ -208,18 +208,16 @@ class WorkersTransport:
     """A `NodesTransport` whose nodes are shared out over workers, which are at their first exchange.
 
     From the first answer on that has the nodes' weights, a worker sends one row for all of its nodes, their pool: an
-    exchange then costs the same with 10 and with 1,000 nodes of a worker. `close` makes the replies of all nodes of the
-    workers' replies.
+    exchange then costs the same with 10 and with 1,000 nodes of a worker.
     """
 
     def __init__(
         self,
+        grid: WorkersGrid,
+        shares: Mapping[WorkerHandle, Mapping[int, Message]],
         opened: Mapping[WorkerHandle, Opened],
-        ask_all: Callable[[str, Mapping[WorkerHandle, Any]], dict[WorkerHandle, Any]],
-        close: Callable[[Mapping[WorkerHandle, list[Message | None]]], list[Message]],
-        abandon: Callable[[Iterable[WorkerHandle]], None],
     ) -> None:
-        self._ask_all, self._close, self._abandon = ask_all, close, abandon
+        self._grid, self._shares = grid, shares
         self._first = {worker: share.requests for worker, share in opened.items()}
         everyone = [participant for share in opened.values() for participant in share.participants]
         self._order = sorted(range(len(everyone)), key=everyone.__getitem__)
@@ -231,7 +229,7 @@ class WorkersTransport:
 
     def advance(self, answer: Answer | None = None) -> Requests | None:
         """Take the nodes of all workers to their next exchange."""
-        shares = self._first if answer is None else self._ask_all("advance", self._answers(answer))
+        shares = self._first if answer is None else self._grid._ask_all("advance", self._answers(answer))
         # in the order of the workers, whichever answered first
         parts = [requests for worker in self._first if (requests := shares[worker]) is not None]
         if 0 < len(parts) < len(shares):
@@ -255,11 +253,11 @@ class WorkersTransport:
 
     def replies(self) -> list[Message]:
         """Return the nodes' replies."""
-        return self._close(self._ask_all("replies", dict.fromkeys(self._first)))
+        return _collect(self._shares, self._grid._ask_all("replies", dict.fromkeys(self._first)))
 
     def abandon(self) -> None:
         """End the step in all workers."""
-        self._abandon(self._first)
+        self._grid._abandon(self._first)
 
 
 def _collect(

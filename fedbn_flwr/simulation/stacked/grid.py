@@ -1,6 +1,6 @@
 """The in-process `Grid` that trains clients as one stack of models, where it can."""
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import partial
 from logging import INFO, WARNING
 from pathlib import Path
@@ -155,7 +155,7 @@ class StackedGrid(InProcessGrid):
         if len(messages) > WAITING_PER_TRAINING * self._count_fitting(stacks[0][0]):
             self._log_once(f"a layer-wise step of all {len(messages)} takes more memory than there is")
             return None
-        return StackedTransport(stacks, self._train_in_step, self._close_step)
+        return StackedTransport(self, stacks)
 
     def _train_in_step(self, stack: Sequence[Job], exchange: Exchange) -> list[Message]:
         """Train a stack, on a copy of the model."""
@@ -179,26 +179,21 @@ class StackedGrid(InProcessGrid):
 class StackedTransport(Lockstep[Message]):
     """A `NodesTransport` of stacked nodes in this process: all clients of a stack ask at once, and nothing is packed.
 
-    A stack trains in streams of its clients' own. `close` gets the replies, and what it returns is handed over.
+    A stack trains in streams of its clients' own.
     """
 
-    def __init__(
-        self,
-        stacks: Sequence[Sequence[Job]],
-        train: Callable[[Sequence[Job], Exchange], list[Message]],
-        close: Callable[[Iterable[tuple[Job, Message]]], list[Message]],
-    ) -> None:
+    def __init__(self, grid: StackedGrid, stacks: Sequence[Sequence[Job]]) -> None:
         jobs = [job for stack in stacks for job in stack]
         everyone = [Participant(job.client.partition_id, job.node, len(job.client.indices)) for job in jobs]
         order = sorted(range(len(jobs)), key=everyone.__getitem__)
         # the seed is not used: stacked clients draw from their own streams
-        super().__init__([SuspendedStep(partial(train, stack), seed=0) for stack in stacks], order)
+        super().__init__([SuspendedStep(partial(grid._train_in_step, stack), seed=0) for stack in stacks], order)
         self.participants = [everyone[position] for position in order]
-        self._jobs, self._close = [jobs[position] for position in order], close
+        self._jobs, self._grid = [jobs[position] for position in order], grid
 
     def replies(self) -> list[Message]:
         """Return the nodes' replies."""
-        return self._close(zip(self._jobs, super().replies(), strict=True))
+        return self._grid._close_step(zip(self._jobs, super().replies(), strict=True))
 
 
 def _stack_key(job: Job) -> Hashable:
