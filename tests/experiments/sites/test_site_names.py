@@ -48,6 +48,7 @@ class Registered(SitesInProcess):
         self.site_names = dict(enumerate(NAMES, 1000))
         self.away: dict[int, set[str]] = {}
         self.failing: dict[int, set[str]] = {}
+        self.unscored: dict[int, set[str]] = {}
         self.late: dict[int, set[str]] = {}
         self._round = 1
 
@@ -66,8 +67,8 @@ class Registered(SitesInProcess):
         return in_time
 
     def _answer(self, message: Message) -> Message:
-        trains = message.metadata.message_type == MessageType.TRAIN
-        if trains and self._is(self.site_names[message.metadata.dst_node_id], self.failing):
+        fails = {MessageType.TRAIN: self.failing, MessageType.EVALUATE: self.unscored}
+        if self._is(self.site_names[message.metadata.dst_node_id], fails.get(message.metadata.message_type, {})):
             return Message(Error(0, "no power"), reply_to=message)
         return super()._answer(message)
 
@@ -119,38 +120,49 @@ def test_min_nodes_above_1_is_for_the_run_and_not_for_each_site(sites: list[str]
     assert serve(Registered(sites, options), options)["rounds"] == 1
 
 
+#: options, who is missing in a round, and how the lines of the rounds end
+MISSING: dict[str, tuple[dict[str, Any], dict[str, dict[int, set[str]]], list[str]]] = {
+    "late, away or left out": (
+        {"min-nodes": 1, "rounds": 4, "timeout": 25},
+        {"late": {2: {"west"}}, "failing": {4: {"west"}}, "away": {3: {"south"}, 4: {"north", "south"}}},
+        [
+            "",
+            "2 of 3 sites: west did not answer in 25 s",
+            "2 of 3 sites: south was away",
+            "0 of 3 sites: west was left out, north was away, south was away",
+        ],
+    ),
+    "never there": (
+        {"min-nodes": 2, "rounds": 2},
+        {"away": {1: {"west"}, 2: {"west"}}},
+        ["2 of 3 sites: 1 never connected"] * 2,
+    ),
+    "not evaluated": ({}, {"unscored": {1: {"west"}}}, ["west did not evaluate"]),
+    "refused by a rule": (
+        {"min-nodes": 1, "robust": "median", "rounds": 2},
+        {"failing": {2: {"west"}}},
+        ["", "0 of 3 sites: north was left out, south was left out, west was left out"],
+    ),
+    "not drawn": ({"clients": 0, "fraction-train": 0.4}, {}, [""]),
+}
+
+
+@pytest.mark.parametrize("case", MISSING)
 def test_each_rounds_line_names_who_is_missing_and_why(
-    sites: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    case: str, sites: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    options = {**OPTIONS, "clients": 3, "min-nodes": 1, "rounds": 4, "timeout": 25, "results-dir": str(tmp_path)}
+    more, missing, wanted = MISSING[case]
+    options = {**OPTIONS, "clients": 3, "results-dir": str(tmp_path), **more}
     grid = Registered(sites, options)
-    grid.late, grid.failing = {2: {"west"}}, {4: {"west"}}
-    grid.away = {3: {"south"}, 4: {"north", "south"}}
+    vars(grid).update(missing)
     serve(grid, options)
-    told = [line.partition("; ")[2] for line in lines(caplog, "Round ") if " of 4: " in line]
-    assert told == [
-        "",
-        "2 of 3 sites: west did not answer in 25 s",
-        "2 of 3 sites: south was away",
-        "0 of 3 sites: west was left out, north was away, south was away",
-    ]
-    missing = [row.get("left-out") for row in read_rounds(tmp_path)]
-    assert missing == [None, ["west"], ["south"], ["west", "north", "south"]]
-    assert lines(caplog, "west (node 1002) is left out of this round: ") == [
-        "west (node 1002) is left out of this round: it failed: no power"
-    ]
-
-
-def test_a_site_that_never_came_is_counted_in_every_round(
-    sites: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    options = {**OPTIONS, "clients": 3, "min-nodes": 2, "rounds": 2, "results-dir": str(tmp_path)}
-    grid = Registered(sites, options)
-    grid.away = {1: {"west"}, 2: {"west"}}
-    serve(grid, options)
-    assert [line.partition("; ")[2] for line in lines(caplog, "Round ") if " of 2: " in line] == [
-        "2 of 3 sites: 1 never connected"
-    ] * 2
+    assert [line.partition("; ")[2] for line in lines(caplog, "Round ") if f" of {len(wanted)}: " in line] == wanted
+    if case == "late, away or left out":
+        left_out = [row.get("left-out") for row in read_rounds(tmp_path)]
+        assert left_out == [None, ["west"], ["south"], ["west", "north", "south"]]
+        assert lines(caplog, "west (node 1002) is left out of this round: ") == [
+            "west (node 1002) is left out of this round: it failed: no power"
+        ]
 
 
 def test_a_site_that_leaves_after_its_training_was_there(
@@ -170,20 +182,6 @@ def test_a_site_that_leaves_after_its_training_was_there(
     assert [line for line in lines(caplog, "Round 1 of 1") if ";" in line] == []
 
 
-def test_a_site_that_trains_and_does_not_evaluate_is_named(
-    sites: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Unscored(Registered):
-        def _answer(self, message: Message) -> Message:
-            evaluates = message.metadata.message_type == MessageType.EVALUATE
-            fails = evaluates and self.site_names[message.metadata.dst_node_id] == "west"
-            return Message(Error(0, "no power"), reply_to=message) if fails else super()._answer(message)
-
-    options = {**OPTIONS, "clients": 3, "results-dir": str(tmp_path)}
-    serve(Unscored(sites, options), options)
-    assert [line.partition("; ")[2] for line in lines(caplog, "Round 1 of 1: ")] == ["west did not evaluate"]
-
-
 def test_a_site_that_comes_late_and_without_its_data_was_refused(
     sites: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -193,25 +191,6 @@ def test_a_site_that_comes_late_and_without_its_data_was_refused(
     serve(grid, options)
     assert [line.partition("; ")[2] for line in lines(caplog, "Round 2 of 2")] == ["2 of 3 sites: west was refused"]
     assert lines(caplog, "west (node 1002) cannot take part until its SuperNode starts again: ")
-
-
-def test_a_round_that_a_rule_refuses_leaves_sites_out_in_time(
-    sites: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    options = {**OPTIONS, "clients": 3, "min-nodes": 1, "robust": "median", "rounds": 2, "results-dir": str(tmp_path)}
-    grid = Registered(sites, options)
-    grid.failing = {2: {"west"}}
-    serve(grid, options)
-    (line,) = (line for line in lines(caplog, "Round 2 of 2: "))
-    assert line.endswith("; 0 of 3 sites: north was left out, south was left out, west was left out")
-
-
-def test_a_site_that_is_not_drawn_is_not_missing(
-    sites: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    options = {**OPTIONS, "fraction-train": 0.4, "results-dir": str(tmp_path)}
-    assert serve(Registered(sites, options), options)["rounds"] == 1
-    assert [line for line in lines(caplog, "Round 1 of 1") if ";" in line] == []
 
 
 def test_results_have_names(
