@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from fedbn_flwr.strategies import REGISTRY, BaseStrategy, FedAvg
+from fedbn_flwr.strategies import BaseStrategy, FedAvg
 from tests.helpers.faults import failed, spoiling
 from tests.helpers.harness import Federation, make_model
 
@@ -19,33 +19,12 @@ HOOKS = {
     "instruct_evaluation",
     "learn_from_evaluation",
 }
-#: what classes have of their own that is no hook
-OTHER = {"__init__", "__new__", "__init_subclass__", "state_dict", "load_state_dict"}
 
 
 def documented() -> list[str]:
     """Return the methods that `BaseStrategy` lists, in their order."""
     listed = re.findall(r"^    - `(\w+)`:", BaseStrategy.__doc__ or "", re.MULTILINE)
     return [name for name in listed if hasattr(BaseStrategy, name)]
-
-
-def overridden() -> set[str]:
-    """Return what the project's own strategies override of what `BaseStrategy` can do, properties included."""
-    bases = {base for strategy in REGISTRY.values() for base in strategy.__mro__}
-    own = [base for base in bases if base.__module__.startswith("strategies.")]
-    assert len(own) > len(set(REGISTRY.values()))  # and those that are no method by themselves
-    kinds = (property, classmethod, staticmethod)
-    return {
-        name
-        for base in own
-        for name, value in vars(base).items()
-        if name in dir(BaseStrategy) and (isinstance(value, kinds) or (callable(value) and not isinstance(value, type)))
-    } - OTHER
-
-
-def test_the_projects_own_strategies_override_nine_hooks() -> None:
-    assert overridden() == HOOKS
-    assert not [name for name in overridden() if name.startswith("_")]
 
 
 def test_each_hook_is_explained_once_and_no_other_method() -> None:
