@@ -2,7 +2,6 @@
 
 import gc
 import logging
-import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from multiprocessing import forkserver
@@ -12,8 +11,6 @@ from typing import IO
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-
-from tests.helpers.processes import kill_processes, wait_for_end
 
 # tests run side by side, one a core, and compare bits
 torch.set_num_threads(1)
@@ -43,21 +40,6 @@ LONGEST = {
     "test_ray",
     "test_side_channel",
 }
-
-#: in the environment of whatever a test starts
-MARK = "FEDBN_FLWR_TEST"
-
-
-@pytest.fixture
-def nothing_left_of_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Ray's processes have ended when a run is over, and the environment is as before."""
-    monkeypatch.setenv(MARK, str(tmp_path))
-    # Flower puts `sys.path` there for Ray's workers
-    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
-    yield
-    ended = wait_for_end(MARK, str(tmp_path))
-    kill_processes(MARK, str(tmp_path))
-    assert ended, "Ray left processes behind"
 
 
 @pytest.fixture

@@ -28,7 +28,8 @@ from tests.helpers.registered import registries_restored
 pytestmark = pytest.mark.usefixtures("only_composed")
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
-by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
+by_page = pytest.mark.parametrize("page", PAGES, ids=NAMES)
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -60,7 +61,11 @@ def folder(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-@by_page
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=[pytest.mark.slow] if page.name != "README.md" else []) for page in PAGES],
+    ids=NAMES,
+)
 @pytest.mark.usefixtures("folder")
 def test_python_blocks_run(page: Path) -> None:
     names: dict[str, object] = {}
@@ -71,6 +76,7 @@ def test_python_blocks_run(page: Path) -> None:
         exec(compile(block, page.name, "exec"), names)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [ROOT / "docs" / "extending.md"])
 @pytest.mark.usefixtures("folder")
 def test_each_block_of_a_guide_runs_alone(page: Path) -> None:

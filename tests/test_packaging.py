@@ -100,6 +100,7 @@ def test_bundle_is_imported(unpacked: Path, tmp_path: Path) -> None:
     assert {file.is_relative_to(unpacked) for file in where(*names, cwd=tmp_path, path=unpacked)} == {True}
 
 
+@pytest.mark.slow
 def test_wheel_holds_one_module_with_everything_in_it(wheel: Path, checkout: Path) -> None:
     with ZipFile(wheel) as archive:
         names = set(archive.namelist())
@@ -111,6 +112,7 @@ def test_wheel_holds_one_module_with_everything_in_it(wheel: Path, checkout: Pat
     assert {name for name in names if name.endswith(".py")} == inside
 
 
+@pytest.mark.slow
 def test_console_command_of_the_wheel(site_packages: Path, user_project: Path) -> None:
     command, env = site_packages / "bin" / "fedbn-flwr", environment(PYTHONPATH=str(site_packages))
     (user_project / "mine.py").write_text(
@@ -150,6 +152,7 @@ def test_wheel_by_way_of_a_source_distribution_is_the_same(checkout: Path, wheel
 WITHOUT = "import sys; sys.modules.update(dict.fromkeys({}))\n"
 
 
+@pytest.mark.slow
 def test_the_core_needs_flower_torch_and_numpy_only(tmp_path: Path) -> None:
     program = (
         WITHOUT.format(sorted(EXTRAS))
@@ -210,12 +213,14 @@ def test_a_missing_extra_is_one_line_that_names_it(
 COMMAND = "from fedbn_flwr.deployment.cli import main\nsys.exit(main({}))"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("package", "program", "extra"),
     [
-        pytest.param("rich", COMMAND.format(["list"]), "cli", marks=pytest.mark.slow),
-        pytest.param("sklearn", COMMAND.format(["run", "--dataset", "digits-domains"]), "data", marks=pytest.mark.slow),
-        *(("safetensors", f"from fedbn_flwr import {name}", "cli") for name in ("compare", "run")),
+        ("rich", COMMAND.format(["list"]), "cli"),
+        ("sklearn", COMMAND.format(["run", "--dataset", "digits-domains"]), "data"),
+        ("safetensors", "from fedbn_flwr import compare", "cli"),
+        ("safetensors", "from fedbn_flwr import run", "cli"),
     ],
 )
 def test_so_is_one_that_this_process_has_imported(package: str, program: str, extra: str, tmp_path: Path) -> None:

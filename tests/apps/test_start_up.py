@@ -50,6 +50,7 @@ print(json.dumps(imported))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("only_composed")
 def test_messages_import_nothing_that_takes_seconds(tmp_path: Path) -> None:
     """Of every method, and of a site with images; one process for all, because each would take as long."""

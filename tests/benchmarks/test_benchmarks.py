@@ -5,13 +5,10 @@ import json
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
-from collections.abc import Iterable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -22,9 +19,8 @@ from benchmarks.bare import BareLoop
 from benchmarks.cases import Case
 from benchmarks.driver import Effort, EngineProcess, measure
 from benchmarks.results import rows_of
-from tests.conftest import MARK
 from tests.helpers.checkout import ROOT
-from tests.helpers.processes import is_alive, kill_processes, processes_with, wait_for_end
+from tests.helpers.processes import MARK, is_alive, kill_processes, processes_with, wait_for_end
 from tests.helpers.waiting import wait_until
 
 
@@ -73,17 +69,6 @@ def test_cases_are_experiments_and_the_pages_commands_are_understood() -> None:
     assert commands
     for command in commands:
         bench.make_parser().parse_args(shlex.split(command, comments=True)[3:])
-
-
-@pytest.mark.slow
-def test_every_case_of_a_gpu_is_measured(tmp_path: Path) -> None:
-    words = "--gpu --device cpu --models mlp:8 --methods fedavg --clients 2 --seconds 0.01"
-    assert bench.main([*words.split(), "--results-dir", str(tmp_path)]) == 0
-    rows = json.loads((tmp_path / "bench.json").read_text())
-    precisions = ("float32", "tf32", "bf16")
-    assert [(row["engine"], row["precision"]) for row in rows] == [
-        (engine, precision) for precision in precisions for engine in ("bare", "stacked")
-    ]
 
 
 def test_both_loaders_load_the_images_that_were_made(
@@ -159,41 +144,3 @@ def test_a_killed_driver_leaves_no_process_behind(tmp_path: Path) -> None:
     finally:
         kill_processes(MARK, str(tmp_path))
     assert (tmp_path / "woken").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.xdist_group("ray")
-@pytest.mark.usefixtures("nothing_left_of_ray")
-def test_a_cluster_that_does_not_answer_is_left_alone(tmp_path: Path) -> None:
-    words = "--engines actors,ray --models mlp --methods fedavg --clients 2 --device cpu --repetitions 1 --seconds 0.01"
-    command = (sys.executable, "-m", "benchmarks.bench", *words.split(), "--results-dir", str(tmp_path))
-    # a short path, in which Ray's sockets have room
-    with TemporaryDirectory(prefix="ray", dir="/tmp") as folder, socket.create_server(("127.0.0.1", 0)) as silent:
-        noted = Path(folder) / "ray" / "ray_current_cluster"
-        noted.parent.mkdir()
-        address = f"127.0.0.1:{silent.getsockname()[1]}"
-        noted.write_text(address)
-        assert subprocess.run(command, cwd=ROOT, env={**os.environ, "RAY_TMPDIR": folder}, check=False).returncode == 0
-        assert noted.read_text() == address
-    rows = json.loads((tmp_path / "bench.json").read_text())
-    assert {row["engine"]: row.get("error") for row in rows} == {"bare": None, "actors": None, "ray": None}
-
-
-@pytest.mark.slow
-@pytest.mark.xdist_group("ray")
-@pytest.mark.usefixtures("nothing_left_of_ray")
-def test_a_killed_bench_leaves_nothing_of_ray_behind(tmp_path: Path) -> None:
-    words = "--engines actors --models mlp --methods fedavg --clients 2 --device cpu --seconds 1000"
-    command = (sys.executable, "-m", "benchmarks.bench", *words.split(), "--results-dir", str(tmp_path))
-    with subprocess.Popen(command, cwd=ROOT) as bench_process:
-        assert wait_until(lambda: "T" in states(processes_with(MARK, str(tmp_path))), pause=0.2)
-        bench_process.kill()
-
-
-def states(processes: Iterable[int]) -> set[str]:
-    """Return the letters for what processes do; T is stopped."""
-    found = set()
-    for process in processes:
-        with suppress(OSError):
-            found.add(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0])
-    return found

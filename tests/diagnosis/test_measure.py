@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from fedbn_flwr.client.training import Batch
 from fedbn_flwr.data import load, partition
 from fedbn_flwr.diagnosis import Diagnosis, diagnose, overall
-from tests.helpers.layerwise_gradients import gradients
 from tests.helpers.layerwise_references import (
     Gradients,
+    gradients,
     heterogeneous_batches,
     mean_gradient,
     relative_error,

@@ -72,7 +72,7 @@ def assert_alike(one: Path, other: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(60))
+@pytest.mark.parametrize("number", range(24))
 def test_engines_agree_and_runs_go_on(
     number: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,9 @@ from resource import RLIMIT_FSIZE, getrlimit, setrlimit
 
 from tests.helpers.waiting import wait_until
 
+#: in the environment of what a test starts
+MARK = "FEDBN_FLWR_TEST"
+
 
 def processes_with(variable: str, value: str) -> list[int]:
     """Return the living processes that were started with an environment variable, without this one."""

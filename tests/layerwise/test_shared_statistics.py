@@ -17,10 +17,10 @@ from fedbn_flwr.layerwise import Answer, Mode, Requests, SharedBatchNorm, shared
 from fedbn_flwr.layerwise.exchange import OrderError
 from fedbn_flwr.layerwise.shared_batch_norm import Use
 from fedbn_flwr.norm import bn_layers
-from tests.helpers.layerwise_gradients import gradients
 from tests.helpers.layerwise_references import (
     Batch,
     centralized_gradients,
+    gradients,
     heterogeneous_batches,
     largest_difference,
     made,

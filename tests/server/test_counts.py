@@ -1,6 +1,5 @@
 """Nodes that outweigh the others by the number of examples that they say are named, wherever the number counts."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -9,9 +8,9 @@ import pytest
 from fedbn_flwr.data import PARTITIONS, load, partition
 from fedbn_flwr.server.pooling import name_dominant
 from fedbn_flwr.simulation.in_process import InProcessGrid
-from fedbn_flwr.strategies import FedAvg, FedProx, FedTAN, Scaffold
-from tests.helpers.harness import Federation, distance, make_model
-from tests.helpers.tellers import Words, describing, engine, run
+from fedbn_flwr.strategies import FedAvg, FedTAN, Scaffold
+from tests.helpers.harness import Federation, make_model
+from tests.helpers.tellers import Words, describing, run
 
 #: ten nodes with 80 examples; the second lies, and its id is 1001
 SIZES, LIAR, HUGE = (8,) * 10, 1, 10**12
@@ -127,14 +126,3 @@ def test_an_absent_node_that_outweighs_scaffolds_others_is_named(caplog: pytest.
     wrap = describing(lambda reply: replace(reply, num_examples=HUGE), LIAR)
     Federation(make_model(), SIZES, wrap, grid=Absent).run(Scaffold(fraction_evaluate=0.0), 1)
     assert named(caplog) == [("1001", "the control variates")]
-
-
-@pytest.mark.parametrize("strategy", [Scaffold, lambda **options: FedProx(mu=0.1, **options)])
-def test_workers_know_the_weight_of_every_node(strategy: Callable[..., FedAvg]) -> None:
-    """Other nodes in each round's sums: SCAFFOLD remembers what each of them weighs."""
-    split, ends = (3, 9, 4, 5, 16, 3), []
-    for kind in ("inprocess", "workers"):
-        nodes = Federation(make_model(), split)
-        with engine(kind, nodes) as grid:
-            ends.append(nodes.run(strategy(fraction_train=0.5), 5, grid=grid, local_steps=2))
-    assert distance(*ends) < 1e-12

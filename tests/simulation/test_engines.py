@@ -13,13 +13,22 @@ from fedbn_flwr.simulation.in_process import InProcessGrid, OneByOneGrid
 from fedbn_flwr.simulation.processes.grid import WorkersGrid
 from fedbn_flwr.simulation.processes.worker import OwnShare
 from fedbn_flwr.state import State
-from fedbn_flwr.strategies import BaseStrategy, FedAvg, FedDNA, FedTAN
+from fedbn_flwr.strategies import HBN, BaseStrategy, FedAvg, FedBN, FedDNA, FedProx, FedTAN, Scaffold
 from fedbn_flwr.traffic.counting_grid import CountingGrid, Traffic
 from tests.helpers.engine_comparison import EXACT, Stacked, memories, memory_difference
 from tests.helpers.harness import SIZES, Federation, distance, make_model
 from tests.helpers.tellers import engine
 from tests.strategies.test_contract import TABLE, make
 
+#: methods that send other messages than each other
+RULED: dict[str, Callable[..., BaseStrategy]] = {
+    "fedavg": FedAvg,
+    "fedbn": partial(FedBN, mean_personal=True),
+    "fedtan": FedTAN,
+    "fedtan, in three exchanges": partial(FedTAN, exchange="paper"),
+    "fedtan, carried": partial(FedTAN, carry=True),
+    "scaffold": Scaffold,
+}
 Case = tuple[Callable[[], BaseStrategy], str]
 #: the contract's methods, and what is kept or sent in another way; with the normalizer of the model
 CASES: dict[str, Case] = {
@@ -31,6 +40,12 @@ CASES: dict[str, Case] = {
     "fedtan, momentum of the server": (partial(FedTAN, momentum_state="global"), "bn"),
     "fedtan, carried": (partial(FedTAN, carry=True), "bn"),
     "feddna, carried": (partial(FedDNA, carry=True), "bn"),
+    # sums of other nodes in each round
+    "fedprox, half of the nodes": (partial(FedProx, mu=0.1, fraction_train=0.5), "bn"),
+    "scaffold, half of the nodes": (partial(Scaffold, fraction_train=0.5), "bn"),
+    # which reads single replies, and single numbers of each
+    **{f"{name}, under a rule": (partial(kind, robust="median"), "bn") for name, kind in RULED.items()},
+    "hbn, under a rule": (partial(HBN, robust="median"), "hbn"),
 }
 
 
@@ -69,7 +84,7 @@ class End:
     kept: list[dict[str, State]]
     #: of training and of evaluation
     traffic: tuple[Traffic, Traffic]
-    #: the mean training loss of the last round
+    #: the sum of training losses in the last round
     loss: float
 
 
@@ -83,10 +98,10 @@ def ended(case: str, kind: str = "messages") -> End:
         model = nodes.run(strategy, 3, counting, momentum=0.9)
         kept = memories(grid)
     replies = strategy.training.replies
-    if kind == "workers that add up":
+    if kind == "workers that add up" and strategy.fraction_train == 1:
         # one reply for each worker, which has every second node
         assert [dict(reply.nodes) for reply in replies] == [{1000: 0, 1002: 2}, {1001: 1, 1003: 3}]
-    loss = sum(reply.metrics[wire.TRAIN_LOSS] * reply.num_examples for reply in replies) / sum(SIZES)
+    loss = sum(reply.metrics[wire.TRAIN_LOSS] * reply.num_examples for reply in replies)
     return End(model, kept, (counting.training, counting.evaluation), loss)
 
 
@@ -120,4 +135,5 @@ def test_an_engine_has_the_end_of_messages(kind: str, case: str, monkeypatch: py
 
 def test_in_these_cases_nodes_keep_something() -> None:
     keep = {case for case in CASES if any(ended(case).kept)}
-    assert keep == {"fedbn", "silobn", "mtfl", "scaffold", "hbn", "standalone", "momentum of the nodes"}
+    names = {"fedbn", "silobn", "mtfl", "scaffold", "hbn", "standalone", "momentum of the nodes"}
+    assert keep == names | {case for case in CASES if case.split(",")[0] in ("fedbn", "scaffold", "hbn")}

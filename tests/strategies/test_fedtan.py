@@ -23,7 +23,7 @@ from tests.helpers.harness import (
     make_model,
     make_split,
 )
-from tests.helpers.layerwise_gradients import gradients
+from tests.helpers.layerwise_references import gradients
 from tests.helpers.references import make_nodes, mini_batches
 
 #: uses of BN layers in the harness's model

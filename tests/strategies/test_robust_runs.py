@@ -10,7 +10,6 @@ import torch
 from flwr.app import Message
 
 from fedbn_flwr import state, wire
-from fedbn_flwr.simulation.in_process import InProcessGrid, OneByOneGrid
 from fedbn_flwr.strategies import (
     HBN,
     CannotTrainError,
@@ -23,7 +22,6 @@ from fedbn_flwr.strategies import (
     Scaffold,
     Standalone,
 )
-from tests.helpers.engine_comparison import Stacked
 from tests.helpers.faults import Fault, FaultyReply, failed, infinite, silent, spoiling
 from tests.helpers.harness import Federation, distance, make_model
 from tests.helpers.liar import LyingGrid
@@ -45,16 +43,13 @@ METHODS: dict[str, tuple[Callable[..., FedAvg], str]] = {
     "hbn": (HBN, "hbn"),
     "heterofl": (HeteroFL, "static-bn"),
 }
-#: their messages hold what those of others hold
-SAME_MESSAGES = ("adam on the server", "fixbn", "feddna", "heterofl")
-GRIDS: dict[str, type[InProcessGrid]] = {"messages": InProcessGrid, "one by one": OneByOneGrid, "stacked": Stacked}
 
 
-def run(method: str, lie: float = 1.0, grid: str = "messages", rounds: int = 3, **options: Any) -> state.State:
+def run(method: str, lie: float = 1.0, **options: Any) -> state.State:
     """Return the end of a run."""
     make, kind = METHODS[method]
-    nodes = Federation(make_model(kind), SIZES, grid=GRIDS[grid])
-    return nodes.run(make(**options), rounds, LyingGrid(nodes.grid, lie) if grid == "messages" else None)
+    nodes = Federation(make_model(kind), SIZES)
+    return nodes.run(make(**options), 3, LyingGrid(nodes.grid, lie))
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedtan", "scaffold", "hbn"])
@@ -68,13 +63,6 @@ def test_without_a_rule_the_model_grows_with_the_lie(method: str) -> None:
 def test_under_a_rule_the_lie_can_be_as_large_as_it_likes(method: str, rule: str) -> None:
     """The largest and the second largest lie come to the same end: only their order counts, or their direction."""
     assert distance(run(method, 1e6, robust=rule), run(method, 1e7, robust=rule)) < 1e-4
-
-
-@pytest.mark.parametrize("method", [name for name in METHODS if name not in SAME_MESSAGES])
-def test_every_transport_brings_single_numbers_to_the_rule(method: str) -> None:
-    by_messages = run(method, robust="trimmed:0.2")
-    for grid in ("one by one", "stacked"):
-        assert distance(by_messages, run(method, grid=grid, robust="trimmed:0.2")) < 1e-9
 
 
 @pytest.mark.parametrize("make", [FedAvg, FedTAN, lambda **options: FedTAN(carry=True, **options)])

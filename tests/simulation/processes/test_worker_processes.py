@@ -26,11 +26,8 @@ from fedbn_flwr.transports import message_records as layerwise_wire
 from tests.helpers.checkout import ROOT
 from tests.helpers.harness import SIZES, Federation, make_model
 from tests.helpers.obedient_nodes import answers, obeying, send
-from tests.helpers.processes import is_alive, kill_processes, processes_with, wait_for_end
+from tests.helpers.processes import MARK, is_alive, kill_processes, processes_with, wait_for_end
 from tests.helpers.waiting import wait_until
-
-#: in the environment of whatever a test starts
-MARK = "FEDBN_FLWR_TEST"
 
 
 @pytest.fixture
