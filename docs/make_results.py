@@ -5,15 +5,17 @@ the standard deviation. A difference is paired by seed, with its 95 % interval (
 never left out of a mean: its cell says so.
 """
 
-import csv
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from statistics import fmean
+from typing import Any, NamedTuple
 
-from fedbn_flwr.experiments.results.values import Value, compared, number_text
+import pandas as pd
+
+from fedbn_flwr.experiments.results.values import number_text, spread
 
 DOCS = Path(__file__).parent
 PAGES = (
@@ -64,47 +66,50 @@ SITUATIONS = {
 }
 
 
+class Difference(NamedTuple):
+    """A mean difference that is paired by seed, half the width of its 95 % interval, and the number of pairs."""
+
+    mean: float
+    half: float
+    pairs: int
+
+
 @cache
-def rows(name: str = "runs") -> list[dict[str, str]]:
-    """Return the rows of a file of docs/measured."""
-    with (DOCS / "measured" / f"{name}.csv").open() as file:
-        return list(csv.DictReader(file))
+def read(name: str) -> Any:
+    """Return a file of docs/measured as a frame of texts."""
+    return pd.read_csv(DOCS / "measured" / f"{name}.csv", dtype=str, keep_default_na=False)
 
 
 #: by the label of a method in runs.csv, how pages call it
-NAMES = {row["method"]: row["name"] for row in rows("names")}
-
-
-def key_of(row: dict[str, str]) -> tuple[str, str, str]:
-    """Return the recipe, the setting and the method of a row."""
-    return row["recipe"], row["setting"], row["method"]
+NAMES = dict(read("names").itertuples(index=False))
+#: what tells a line of a table from others
+KEY = ["recipe", "setting", "method"]
 
 
 @cache
-def runs() -> dict[tuple[str, str, str], dict[int, float]]:
+def runs() -> dict[tuple[str, str, str], Any]:
     """Return the accuracies by recipe, setting and method, and there by seed; NaN where training diverged."""
-    found: dict[tuple[str, str, str], dict[int, float]] = {}
-    for row in rows():
-        score = float(row["accuracy, %"]) if row["accuracy, %"] and not row["state"] else float("nan")
-        found.setdefault(key_of(row), {})[int(row["seed"])] = score
-    early: dict[tuple[str, int], list[float]] = {}
-    for row in rows("curves"):
-        if row["setting"] == TWO[1] and int(row["round"]) <= 50:
-            early.setdefault((row["method"], int(row["seed"])), []).append(float(row["accuracy, %"]))
-    for (method, seed), scores in early.items():
-        found.setdefault((*EARLY, method), {})[seed] = fmean(scores)
-    return found
+    made, curves = read("runs"), read("curves")
+    made = made.assign(score=pd.to_numeric(made["accuracy, %"].where(made["state"] == ""), errors="coerce"))
+    early = curves[(curves["setting"] == TWO[1]) & (curves["round"].astype(int) <= 50)]
+    early = early.assign(recipe=EARLY[0], setting=EARLY[1], score=early["accuracy, %"].astype(float))
+    early = early.groupby([*KEY, "seed"], sort=False, as_index=False)["score"].agg(fmean)
+    grouped = pd.concat([made, early]).groupby(KEY, sort=False)
+    return {key: own.set_index(own["seed"].astype(int))["score"] for key, own in grouped}
+
+
+def mean_text(scores: Sequence[float], deviation: bool = True) -> str:
+    """Return the mean of some runs, with the standard deviation if there are several."""
+    mean, deviated, _ = spread([*scores])
+    return number_text(mean, deviated if deviation and len(scores) > 1 else None, 1)
 
 
 def cell(place: Place, method: str, deviation: bool = True) -> str:
     """Return the mean over seeds, with the standard deviation; empty if there is no run."""
-    scores = runs().get((*place, method), {})
-    if diverged := sum(score != score for score in scores.values()):
+    scores = runs().get((*place, method), pd.Series())
+    if diverged := scores.isna().sum():
         return f"{diverged} of {len(scores)} diverged"
-    if not scores:
-        return ""
-    value = compared({method: scores})[method]
-    return number_text(value.mean, value.deviation if deviation and value.number > 1 else None, 1)
+    return mean_text(scores, deviation) if len(scores) else ""
 
 
 def plain(place: Place, method: str) -> str:
@@ -118,12 +123,9 @@ def rates() -> dict[tuple[str, str, str], dict[float, list[float]]]:
 
     What the factorial did not choose again, has the rates of the same runs of `here/labels`.
     """
-    tried: dict[tuple[str, str, str], dict[float, list[float]]] = {}
-    for row in rows("rates"):
-        scores = tried.setdefault(key_of(row), {})
-        for rate, score in row.items():
-            if score and rate[0].isdigit():
-                scores.setdefault(float(rate), []).append(float(score.replace("diverged", "nan")))
+    long = read("rates").melt([*KEY, "seeds"], var_name="rate", value_name="score")
+    long = long[long["score"] != ""].replace("diverged", "nan").astype({"rate": float, "score": float})
+    tried = {key: own.groupby("rate")["score"].agg(list).to_dict() for key, own in long.groupby(KEY)}
     lacking = [key for key in runs() if key[0] == "factorial" and key not in tried]
     return tried | {key: tried["labels", *key[1:]] for key in lacking}
 
@@ -131,7 +133,8 @@ def rates() -> dict[tuple[str, str, str], dict[float, list[float]]]:
 @cache
 def rates_used() -> dict[tuple[str, str, str], float]:
     """Return the rate of the runs by recipe, setting and method."""
-    return {key_of(row): float(row["learning rate"]) for row in rows()}
+    used: dict[tuple[str, str, str], float] = read("runs").set_index(KEY)["learning rate"].astype(float).to_dict()
+    return used
 
 
 def best_rate(scores: dict[float, list[float]]) -> float:
@@ -152,25 +155,22 @@ def marked(place: Place, method: str) -> str:
     return cell(place, method) + star((*place, method))
 
 
-def difference(place: Place, method: str, other: str, where: Place | None = None) -> Value | None:
-    """Return the value of a method whose difference is to another one; None if it has no pairs, or diverged.
+def difference(place: Place, method: str, other: str, where: Place | None = None) -> Difference | None:
+    """Return the difference of a method to another one; None if it has no pairs, or diverged.
 
     `where` is the place of the other method, if it is another one.
     """
-    mine, theirs = runs().get((*place, method), {}), runs().get((*(where or place), other), {})
-    seeds = mine.keys() & theirs.keys()
-    if not seeds or any(each[seed] != each[seed] for each in (mine, theirs) for seed in seeds):
-        return None
-    first, second = ({seed: each[seed] for seed in sorted(seeds)} for each in (theirs, mine))
-    return compared({"": first, method: second})[method]
+    mine, theirs = (runs().get(key, pd.Series()) for key in ((*place, method), (*(where or place), other)))
+    gaps = [mine[seed] - theirs[seed] for seed in sorted({*mine.index} & {*theirs.index})]
+    mean, _, half = spread(gaps)
+    return Difference(mean, half, len(gaps)) if mean == mean else None
 
 
-def told(value: Value | None) -> str:
+def told(gap: Difference | None) -> str:
     """Return a difference in words; empty if there is none."""
-    if value is None:
+    if gap is None:
         return ""
-    half = value.half_width if value.pairs > 1 else None
-    return number_text(value.difference, half, 1, "+") + " (one seed)" * (value.pairs == 1)
+    return number_text(gap.mean, gap.half if gap.pairs > 1 else None, 1, "+") + " (one seed)" * (gap.pairs == 1)
 
 
 def gain(place: Place, method: str, other: str = "FedAvg") -> str:
@@ -178,18 +178,18 @@ def gain(place: Place, method: str, other: str = "FedAvg") -> str:
     return "" if method == other else told(difference(place, method, other))
 
 
-def verdict(value: Value, level: bool) -> str:
+def verdict(gap: Difference, level: bool) -> str:
     """Return whether a claim holds: a difference within its interval decides nothing."""
-    if value.pairs < 2:
+    if gap.pairs < 2:
         return "one seed"
-    if abs(value.difference) <= value.half_width:
+    if abs(gap.mean) <= gap.half:
         return "within the interval"
-    return "holds" if value.difference > 0 and not level else "fails"
+    return "holds" if gap.mean > 0 and not level else "fails"
 
 
 def by_mean(place: Place, methods: Sequence[str] = ()) -> list[str]:
-    """Return the methods that were run, the best in a setting first."""
-    means = {name: fmean(found.values()) for name in methods or NAMES if (found := runs().get((*place, name)))}
+    """Return the methods that were run, the best in a setting first; one that diverged counts as 0."""
+    means = {name: fmean(found) for name in methods or NAMES if (found := runs().get((*place, name))) is not None}
     return sorted(means, key=lambda name: -means[name] if means[name] == means[name] else 0.0)
 
 
@@ -212,9 +212,8 @@ def over(places: Mapping[str, Place], make: Callable[[Place, str], str] = cell) 
 
 def other_rates() -> str:
     """Return what methods have at a rate that held-out data did not choose."""
-    keys = dict.fromkeys((row["setting"], row["method"]) for row in rows() if row["recipe"] == "other-rates")
-    lines = []
-    for label, name in keys:
+    lines, made = [], read("runs")
+    for label, name in made[made["recipe"] == "other-rates"][["setting", "method"]].drop_duplicates().to_numpy():
         used = ((recipe, label, name) for recipe in ("labels", "other-rates"))
         cells = (f"{cell(key[:2], name)} (at {rates_used()[key]:g})" for key in used)
         lines.append([f"`{NAMES[name]}`", label, *cells])
@@ -230,16 +229,27 @@ def longer() -> str:
     return table(heads, [[f"`{NAMES[name]}`", *(cell(place, name) for place in places)] for name in by_mean(half)])
 
 
+def seconds() -> dict[str, float]:
+    """Return the seconds of a round by method."""
+    return {method: float(text) for method, text in read("seconds").itertuples(index=False)}
+
+
+def of_first_runs(place: Place, column: str) -> dict[str, str]:
+    """Return a column of the methods' first runs at a place."""
+    made = read("runs")
+    here = made[(made["recipe"] == place[0]) & (made["setting"] == place[1])].drop_duplicates("method")
+    return dict(zip(here["method"], here[column], strict=True))
+
+
 def costs() -> str:
     """Return what each method sends with two classes a client, and the time of its rounds."""
-    seconds = {row["method"]: f"{float(row['seconds a round']):.2f}" for row in rows("seconds")}
-    sent = {row["method"]: row for row in rows() if (row["recipe"], row["setting"]) == TWO}
+    sent, time = of_first_runs(TWO, "MB sent"), seconds()
     columns: dict[str, Callable[[str], str]] = {
-        "exchanges": lambda name: sent[name]["exchanges"],
-        "MB": lambda name: f"{float(sent[name]['MB sent']):.0f}",
-        "s per round": lambda name: seconds[name],
+        "exchanges": of_first_runs(TWO, "exchanges").__getitem__,
+        "MB": lambda name: f"{float(sent[name]):.0f}",
+        "s per round": lambda name: f"{time[name]:.2f}",
     }
-    return by_method([name for name in by_mean(TWO) if name in seconds], columns)
+    return by_method([name for name in by_mean(TWO) if name in time], columns)
 
 
 def freezes() -> str:
@@ -270,11 +280,8 @@ def frozen_rates() -> str:
 
 def domains() -> str:
     """Return the accuracy on each of four domains, the best method first."""
-
-    def mean(domain: str, method: str) -> str:
-        return f"{fmean(float(row[domain]) for row in rows('domains') if row['method'] == method):.1f}"
-
-    each = {name: partial(mean, name) for name in ("real", "photos", "inverted", "sheared")}
+    means = read("domains").set_index("method").astype(float).groupby(level=0).agg(fmean)
+    each = {name: (lambda method, name=name: f"{means.at[method, name]:.1f}") for name in means if name != "seed"}
     ends = {"mean": partial(cell, DOMAINS), "difference to `fedavg`": partial(gain, DOMAINS)}
     return by_method(by_mean(DOMAINS), {**each, **ends})
 
@@ -302,27 +309,28 @@ def elsewhere() -> list[str]:
 
 def fedbs_figures() -> str:
     """Return the accuracy of FedBS and FedAvg over the first rounds of FedBS' figures."""
-    numbers = sorted({int(row["round"]) for row in rows("fedbs")})
-    found = {(row["figure"], row["method"], int(row["round"])): row["accuracy, %"] for row in rows("fedbs")}
+    found = (
+        read("fedbs").astype({"round": int}).pivot(index=["figure", "method"], columns="round", values="accuracy, %")
+    )
     lines = [
-        [f"Figure {figure}, `{method}`", *(found.get((figure, method, number), "") for number in numbers)]
+        [f"Figure {figure}, `{method}`", *found.loc[(figure, method)].fillna("")]
         for figure in "45"
         for method in ("fedbs", "fedavg")
     ]
-    return table(["round", *map(str, numbers)], lines)
+    return table(["round", *map(str, found)], lines)
 
 
 def digits() -> str:
     """Return what layer-wise methods have on small digits."""
     place = ("digits", "two classes")
-    first = {row["method"]: row for row in rows() if (row["recipe"], row["setting"], row["seed"]) == (*place, "0")}
+    sent, exchanges = of_first_runs(place, "MB sent"), of_first_runs(place, "exchanges")
     columns: dict[str, Callable[[str], str]] = {
         "accuracy, %": partial(cell, place),
         "difference to `fedavg`": lambda name: gain(place, name, "fedavg"),
-        "MB": lambda name: first[name]["MB sent"],
-        "exchanges": lambda name: f"{int(first[name]['exchanges']):,}",
+        "MB": sent.__getitem__,
+        "exchanges": lambda name: f"{int(exchanges[name]):,}",
     }
-    return by_method([*first], columns)
+    return by_method([*sent], columns)
 
 
 def momentum() -> str:
@@ -349,27 +357,21 @@ def running() -> str:
 
 def first_screen() -> str:
     """Return the README's table: accuracies with two classes, what methods need, and what their rounds cost."""
-    sent = {row["method"]: row for row in rows() if (row["recipe"], row["setting"]) == UNSEEN}
-    seconds = {row["method"]: float(row["seconds a round"]) for row in rows("seconds")}
+    counted = [of_first_runs(UNSEEN, column) for column in ("exchanges", "MB sent")]
 
     def needs(name: str) -> str:
         return ", ".join(["new layers"] * (name in CHANGED) + ["state"] * (name in CARRIED))
 
-    def share(column: str, name: str) -> float:
-        return float(sent[name][column]) / float(sent["FedAvg"][column])
-
     def costs(name: str) -> str:
-        if name in CENTRALIZED:
-            return ""
-        time = seconds[name] / seconds["FedAvg"]
-        return f"{share('exchanges', name):g}, {share('MB sent', name):.2f}, {time:.1f}"
+        shares = [float(own[name]) / float(own["FedAvg"]) for own in counted]
+        return f"{shares[0]:g}, {shares[1]:.2f}, {seconds()[name] / seconds()['FedAvg']:.1f}"
 
     columns: dict[str, Callable[[str], str]] = {
         "accuracy": partial(bold, UNSEEN, deviation=False),
         "gain on `fedavg`": partial(gain, UNSEEN),
         "accuracy with momentum": partial(bold, MOMENTUM, deviation=False),
         "needs": needs,
-        "exchanges, bytes, time: `fedavg` is 1": costs,
+        "exchanges, bytes, time: `fedavg` is 1": lambda name: "" if name in CENTRALIZED else costs(name),
     }
     return by_method(METHODS + CENTRALIZED, columns)
 
@@ -377,8 +379,8 @@ def first_screen() -> str:
 def bold(place: Place, name: str, deviation: bool = True) -> str:
     """Return a cell, bold if the method is the best one, or surely close to it: a wide interval is no merit."""
     best = by_mean(place, METHODS)[0]
-    value = difference(place, name, best)
-    is_close = value and value.pairs > 1 and value.difference - value.half_width >= -CLOSE
+    gap = difference(place, name, best)
+    is_close = gap and gap.pairs > 1 and gap.mean - gap.half >= -CLOSE
     is_bold = name == best or (is_close and name not in CENTRALIZED)
     text = cell(place, name, deviation)
     return f"**{text}**" if is_bold else text
@@ -403,8 +405,8 @@ def situations() -> str:
         parts: dict[str, list[str]] = {"above": [], "level": [], "below": []}
         for name in by_mean(place, ["FedAvg+GN", "SCAFFOLD", "FedProx", *METHODS[1:]]):
             if found := difference(place, name, "FedAvg"):
-                is_level = found.pairs < 2 or abs(found.difference) <= found.half_width
-                part = "level" if is_level else "above" if found.difference > 0 else "below"
+                is_level = found.pairs < 2 or abs(found.mean) <= found.half
+                part = "level" if is_level else "above" if found.mean > 0 else "below"
                 parts[part].append(f"`{NAMES[name]}` {told(found)}")
         lines.append([situation, plain(place, "FedAvg"), *map(", ".join, parts.values())])
     return table(["", "`fedavg`", "above it", "level: within the interval, or one seed", "below it"], lines)
@@ -420,7 +422,7 @@ def diagnosis(data: str, places: Mapping[str, Place], *more: str) -> str:
     """Return what was suggested before training, and what training then brought; bold is the best."""
     kinds = dict(zip(("classes:1", "classes:2", "dirichlet:0.1", "dirichlet:0.3", "iid"), places.values(), strict=True))
     names, lines = ["FedAvg", "FixBN", "FedTAN", *more], []
-    for row in rows("diagnosis"):
+    for row in read("diagnosis").to_dict("records"):
         if row["data"] == data:
             scores = [row.get(NAMES[name]) or plain(kinds[row["partition"]], name) for name in names]
             best = max(scores, key=float)
@@ -433,12 +435,12 @@ def diagnosis(data: str, places: Mapping[str, Place], *more: str) -> str:
 
 def claims() -> str:
     """Return what papers say, and what follows from the runs."""
-    lines, settings = [], Counter(row["claim"] for row in rows("claims"))
-    for row in rows("claims"):
-        if found := difference((row["recipe"], row["setting"]), row["method"], row["other"]):
-            where = f" ({row['setting']})" if settings[row["claim"]] > 1 else ""
-            said = verdict(found, " level with " in row["claim"])
-            lines.append([row["claim"] + where, row["source"], said, told(found)])
+    said, lines = read("claims"), []
+    several = said["claim"].duplicated(keep=False)
+    for row, is_one in zip(said.itertuples(), ~several, strict=True):
+        if gap := difference((row.recipe, row.setting), row.method, row.other):
+            where = "" if is_one else f" ({row.setting})"
+            lines.append([row.claim + where, row.source, verdict(gap, " level with " in row.claim), told(gap)])
     counts = Counter(line[2] for line in lines)
     decided = (
         f"{counts['holds']} hold, {counts['fails']} fail, and {counts['within the interval']} are within the interval"
@@ -458,39 +460,36 @@ STATISTICS = {
 
 
 @cache
-def unseen_scores(data: str, inputs: str, pseudo: int = 0) -> dict[str, dict[str, dict[int, float]]]:
-    """Return accuracies on a domain that nobody trained with, by method, domain (or `mean` of all) and seed."""
-    scores: dict[str, dict[str, dict[int, float]]] = {}
-    for row in rows("unseen"):
-        if (row["data"], row["inputs"], row["pseudo"]) == (data, inputs, str(pseudo)):
-            at = scores.setdefault(row["method"], {}).setdefault(row["domain"], {})
-            at[int(row["seed"])] = float(row["accuracy, %"])
-    for by_domain in scores.values():
-        seeds = set.intersection(*map(set, by_domain.values()))
-        by_domain["mean"] = {seed: fmean(each[seed] for each in by_domain.values()) for seed in sorted(seeds)}
+def unseen_scores(data: str, inputs: str, pseudo: int = 0) -> dict[str, Any]:
+    """Return by method the accuracies on domains that nobody trained with, by seed, and their `mean`."""
+    made = read("unseen")
+    made = made[(made["data"] == data) & (made["inputs"] == inputs) & (made["pseudo"] == str(pseudo))]
+    scores = {}
+    for method, own in made.astype({"accuracy, %": float}).groupby("method", sort=False):
+        frame = own.pivot(index="seed", columns="domain", values="accuracy, %")[[*own["domain"].unique()]]
+        scores[method] = frame.assign(mean=[fmean(row) for _, row in frame.iterrows()])
     return scores
 
 
 def unseen(data: str) -> str:
     """Return the accuracies on each domain that was left out, and their mean with half its 95 % interval."""
-    lines, domains = list[list[str]](), [*unseen_scores(data, "none")["fedavg"]]
-    for method in unseen_scores(data, "none"):
+    lines, plain = list[list[str]](), unseen_scores(data, "none")
+    for method in plain:
         for inputs, words in STATISTICS.items():
-            if found := unseen_scores(data, inputs).get(method):
-                means = [f"{fmean(found[domain].values()):.1f}" for domain in domains[:-1]]
-                (value,) = compared({"": found["mean"]}).values()
-                mean = number_text(value.mean, value.interval if value.number > 1 else None, 1)
-                lines.append([f"`{method}`", words, *means, mean])
-    return table(["method", "statistics", *domains], lines)
+            if (found := unseen_scores(data, inputs).get(method)) is not None:
+                mean, _, half = spread([*found["mean"].dropna()])
+                means = [f"{fmean(found[domain].dropna()):.1f}" for domain in found.columns[:-1]]
+                lines.append([f"`{method}`", words, *means, number_text(mean, half if len(found) > 1 else None, 1)])
+    return table(["method", "statistics", *plain["fedavg"]], lines)
 
 
 def mixtures() -> str:
     """Return, for few and skewed samples, means over the domains with the model's statistics as N samples."""
     lines = []
-    for data in dict.fromkeys(row["data"] for row in rows("unseen")):
+    for data in read("unseen")["data"].unique():
         for inputs in ("10", "20", "100", "two classes"):
             ways = [unseen_scores(data, "none"), *(unseen_scores(data, inputs, n) for n in (0, 16, 64, 256))]
-            means = [f"{fmean(scores['fedavg']['mean'].values()):.1f}" for scores in ways]
+            means = [f"{fmean(scores['fedavg']['mean']):.1f}" for scores in ways]
             lines.append([data, "100 of two classes" if inputs == "two classes" else inputs, *means])
     return table(["data", "samples", "as it is", "new only", "N = 16", "N = 64", "N = 256"], lines)
 
@@ -499,38 +498,24 @@ def both_statistics(setting: str) -> Iterator[tuple[str, str, Place, str, set[in
     """Yield methods with running and with exact statistics: name, word, place, label, and the seeds of both."""
     for method in AS_THEY_ARE:
         both = (("running", ("factorial", setting), method), ("exact", ("statistics", setting), f"{method}, exact"))
-        seeds = [runs().get((*place, label), {}).keys() for _, place, label in both]
+        seeds = [{*runs().get((*place, label), pd.Series()).index} for _, place, label in both]
         for word, place, label in both if all(seeds) else ():
             yield f"`{NAMES[method]}`", word, place, label, set.intersection(*map(set, seeds))
 
 
 def evaluations(setting: str) -> str:
     """Return the accuracies over the rounds and at the end, with running and with exact statistics."""
-    lines, shown = list[list[str]](), ("10", "20", "30", "40", "50")
+    lines, shown = list[list[str]](), ["10", "20", "30", "40", "50"]
+    curves = read("curves").astype({"accuracy, %": float, "seed": int})
     for name, word, place, label, seeds in both_statistics(setting):
-        curve: dict[str, dict[int, float]] = {}
-        for row in rows("curves"):
-            if (row["setting"], row["method"]) == (", ".join(place), label) and int(row["seed"]) in seeds:
-                curve.setdefault(row["round"], {})[int(row["seed"])] = float(row["accuracy, %"])
-        over = {seed: fmean(each[seed] for each in curve.values()) for seed in seeds}
-        ended = {seed: runs()[(*place, label)][seed] for seed in seeds}
-        values = (*compared({"": ended}).values(), *compared({"": over}).values())
-        ends = [number_text(value.mean, value.deviation, 1) for value in values]
-        (sent,) = {row["exchanges"] for row in rows() if key_of(row) == (*place, label)}
-        means = [f"{fmean(curve[at].values()):.1f}" for at in shown]
+        own = curves[(curves["setting"] == ", ".join(place)) & (curves["method"] == label) & curves["seed"].isin(seeds)]
+        curve, ended = own.groupby("round")["accuracy, %"].agg(fmean), runs()[(*place, label)][sorted(seeds)]
+        ends = mean_text(ended), mean_text(own.groupby("seed")["accuracy, %"].agg(fmean))
+        means = [f"{curve[at]:.1f}" for at in shown]
+        sent = of_first_runs(place, "exchanges")[label]
         lines.append([name, word, f"{rates_used()[(*place, label)]:g}", *means, *ends, sent])
-    heads = [
-        "method",
-        "statistics",
-        "rate",
-        "after 10",
-        *shown[1:4],
-        "50 rounds",
-        "after 100",
-        "mean of ten",
-        "exchanges",
-    ]
-    return table(heads, lines)
+    heads = ["after 10", *shown[1:4], "50 rounds", "after 100", "mean of ten", "exchanges"]
+    return table(["method", "statistics", "rate", *heads], lines)
 
 
 def choices_by_statistics(setting: str) -> str:
@@ -561,10 +546,10 @@ PRINTED = {
 
 def printed(name: str, corner: str) -> str:
     """Return a table whose runs are not in runs.csv: their accuracies by seed, or what they were on average."""
-    cells = {(row["row"], row["column"]): row["cell"] for row in rows("printed") if row["table"] == name}
-    heads = [*dict.fromkeys(column for _, column in cells)]
-    lines = [[line, *(cells[line, column] for column in heads)] for line in dict.fromkeys(line for line, _ in cells)]
-    return table([corner, *heads], lines)
+    own = read("printed")[read("printed")["table"] == name]
+    cells = own.pivot(index="row", columns="column", values="cell")
+    lines, heads = own["row"].unique(), own["column"].unique()
+    return table([corner, *heads], [[line, *cells.loc[line, heads]] for line in lines])
 
 
 TABLES: dict[str, Callable[[], str]] = {

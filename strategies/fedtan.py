@@ -1,6 +1,6 @@
 """FedTAN, the server's half of Algorithm 1 of Wang et al. In the paper's symbols, and where it is done:
 
-    for r = 1, 2, ..., R:                                                   Flower's Strategy.start
+    for r = 1, 2, ..., R:                                                   BaseStrategy.start
         server sends {w_{r-1}, S_{r-1}} to all clients i                    BaseStrategy.configure_train
         for t = 1:
             for l = 1, ..., L (Algorithm 2):                                take_step

@@ -166,6 +166,13 @@ def test_a_part_that_is_written_from_the_code_is_up_to_date(name: str, function:
     assert text == written, "run `make docs`"
 
 
+def test_files_that_contributing_names_are_there() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    named = re.findall(r"`((?:fedbn_flwr|strategies|tests|apps|docs|recipes)/[\w/.-]*)`", text)
+    assert len(named) > 50
+    assert [name for name in named if not (ROOT / name).exists()] == ["recipes/PAPER/"]
+
+
 def test_tables_of_results_follow_from_the_runs() -> None:
     module = runpy.run_path(str(ROOT / "docs" / "make_results.py"))
     assert {*re.findall("<!-- table: (.*?) -->", "".join(map(Path.read_text, module["PAGES"])))} == {*module["TABLES"]}

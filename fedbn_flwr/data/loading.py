@@ -4,7 +4,7 @@ import importlib
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from math import isfinite
 from pathlib import Path
@@ -19,7 +19,7 @@ from fedbn_flwr.data.file_split import WORKERS
 from fedbn_flwr.data.files import TORCHVISION, from_folder, from_torchvision
 from fedbn_flwr.data.sets.cityscapes import cityscapes
 from fedbn_flwr.data.sets.fedbn_archives import DIGITS_SAMPLES, DOMAINNET, OFFICE, digits_five, read_domains
-from fedbn_flwr.data.sets.hugging_face import Choice, hugging_face
+from fedbn_flwr.data.sets.hugging_face import CHOICES, hugging_face
 from fedbn_flwr.data.sets.imagenet import imagenet, tiny_imagenet
 from fedbn_flwr.data.splits import Data, Split
 from fedbn_flwr.data.streets import SIDE, streets
@@ -212,10 +212,10 @@ _register("cityscapes", "cityscapes", 768, cityscapes, _about)
 @register_dataset("hf")
 def _hugging_face(request: DatasetRequest) -> Data:
     """A data set of images of the Hugging Face Hub, or saved from there: `hf:NAME`."""
-    name, options = request.path, request.options_after_path(**asdict(Choice()))
+    name, options = request.path, request.options_after_path(**CHOICES)
     if not name:
         raise ValueError("hf: needs a name, as in hf:uoft-cs/cifar10")
-    return hugging_face(name, request.root, request.image_size, request.image_workers, Choice(**options))
+    return hugging_face(name, request.root, request.image_size, request.image_workers, options)
 
 
 def load(

@@ -25,8 +25,7 @@ from fedbn_flwr.experiments.output.run_folder import PERSONAL
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.server.method_state import pack_state, unpack_state
 from fedbn_flwr.server.round import Round
-from fedbn_flwr.simulation.in_process import LocalGrid
-from fedbn_flwr.simulation.node_contexts import FIRST_NODE_ID, StateFolder
+from fedbn_flwr.simulation.in_process import FIRST_NODE_ID, LocalGrid, StateFolder
 from fedbn_flwr.state import Arrays, arrays_of, arrays_to_record, to_record
 from fedbn_flwr.state.record_files import sync
 from fedbn_flwr.state.records import make_record
@@ -208,7 +207,7 @@ class Saver:
     def save(self, now: Round) -> None:
         """Write a checkpoint after a round."""
         begun = monotonic()
-        content = arrays_of(now.arrays), self._strategy.state_dict(), pack_state(self._standing, {})
+        content = arrays_of(now.after), self._strategy.state_dict(), pack_state(self._standing, {})
         checkpoint = Checkpoint(now.number, *content, self._history.to_text())
         write_checkpoint(self._folder, checkpoint, self._local.save_states if self._local else None)
         for config in self._configs:

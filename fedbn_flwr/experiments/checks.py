@@ -22,7 +22,7 @@ from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.strategies import BaseStrategy, Layerwise
 
 
-def check(experiment: Experiment, strategy: BaseStrategy) -> Material | None:
+def checked_material(experiment: Experiment, strategy: BaseStrategy) -> Material | None:
     """Find what cannot work before anything is started: device, data, partition, model and strategy.
 
     Return what the run works with; None if all of it is at sites.
@@ -152,7 +152,7 @@ def check_simulation(experiment: Experiment) -> Material:
     """Check a run that brings its own nodes, and so must know how many; return what it works with."""
     config = experiment.config
     refuse_sites(config)
-    material = check(experiment, experiment.make_strategy(config.clients))
+    material = checked_material(experiment, experiment.make_strategy(config.clients))
     if material is None:
         raise UsageError("the data set 'sites' is at the sites of a deployment: submit the run with `flwr run`")
     names = material.data.class_names

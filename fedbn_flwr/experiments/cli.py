@@ -1,7 +1,6 @@
 """The console command `fedbn-flwr`."""
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -19,8 +18,7 @@ from fedbn_flwr.experiments.diagnose import run_diagnosis
 from fedbn_flwr.experiments.engines import ENGINES, engine_named
 from fedbn_flwr.experiments.laboratory import compare, comparison, run
 from fedbn_flwr.experiments.method import all_options, forms_of, import_plugins, owners, split_methods
-from fedbn_flwr.experiments.output.listing import listing, show_listing, show_one
-from fedbn_flwr.experiments.recipes.commands import CHANGES, list_recipes, reproduce, show_plan
+from fedbn_flwr.experiments.recipes.commands import CHANGES, list_names, list_recipes, reproduce, show_plan
 from fedbn_flwr.experiments.recipes.schema import SUFFIXES
 from fedbn_flwr.experiments.results.page import WRITERS, report
 from fedbn_flwr.experiments.results.plots import draw_or_warn
@@ -270,15 +268,6 @@ def _results(options: dict[str, Any]) -> None:
         show_part(part)
 
 
-def _list(options: dict[str, Any]) -> None:
-    if options.get("json"):
-        print(json.dumps(listing(), indent=2))
-    elif name := options.get("name"):
-        show_one(name)
-    else:
-        show_listing()
-
-
 def _check_data(options: dict[str, Any]) -> int:
     count, faults = whole_number("--images", options["images"], least=0), 0
     try:
@@ -296,7 +285,7 @@ _COMMANDS: dict[str, Callable[[dict[str, Any]], int | None]] = {
     "run": _run,
     "compare": _compare,
     "diagnose": run_diagnosis,
-    "list": _list,
+    "list": list_names,
     "recipes": list_recipes,
     "reproduce": reproduce,
     "results": _results,

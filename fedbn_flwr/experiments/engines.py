@@ -20,7 +20,7 @@ from fedbn_flwr.client import BNClient
 from fedbn_flwr.clientapp import client_app, keep_states_in
 from fedbn_flwr.device import count_cores
 from fedbn_flwr.experiments.checkpoint import STATES
-from fedbn_flwr.experiments.checks import check, refuse_own_nodes
+from fedbn_flwr.experiments.checks import checked_material, refuse_own_nodes
 from fedbn_flwr.experiments.client_side import bound_client_fn, place_of
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.material import Material, expected_steps
@@ -28,7 +28,7 @@ from fedbn_flwr.experiments.method import Experiment, import_plugins
 from fedbn_flwr.experiments.output.recorder import Progress, Summary
 from fedbn_flwr.experiments.output.run_folder import make_folder
 from fedbn_flwr.experiments.runs import SIDE_BY_SIDE, Engine
-from fedbn_flwr.experiments.server_side import instruction_of, own_task, play, run
+from fedbn_flwr.experiments.server_side import instruction_of, play, run, set_up_here
 from fedbn_flwr.plugins import did_you_mean, extra, fingerprint, is_foreign
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.simulation.in_process import InProcessGrid, OneByOneGrid
@@ -236,11 +236,11 @@ def spread_over(workers: int, make_grid: GridFactory, config: Config, average_by
 def run_with_grid(engine: str, experiment: Experiment, folder: Path, progress: Progress | None = None) -> Summary:
     """Run with one client after another (`inprocess`) or with stacks of clients (`stacked`): no network."""
     strategy = experiment.make_strategy(experiment.config.clients)
-    material = check(experiment, strategy)
+    material = checked_material(experiment, strategy)
     assert material is not None  # sites have nodes of their own
     initial = to_record(material.model.state_dict())  # before a step is tried with it
     with open_grid(material, strategy, folder, engine, bool(experiment.bound_here)) as grid:
-        return play(own_task(grid, material, initial), experiment, strategy, folder, progress, engine)
+        return play(set_up_here(grid, material, initial), experiment, strategy, folder, progress, engine)
 
 
 def run_on_ray(experiment: Experiment, folder: Path, progress: Progress | None = None) -> Summary:

@@ -20,7 +20,7 @@ from fedbn_flwr.experiments.checkpoint import (
     read_checkpoint,
     refuse_other_model,
 )
-from fedbn_flwr.experiments.checks import check
+from fedbn_flwr.experiments.checks import checked_material
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.material import (
     Material,
@@ -54,21 +54,21 @@ def run(
     """Run one experiment on the nodes of Flower, as soon as they are there, and write its results into a folder."""
     config = experiment.config
     strategy = experiment.make_strategy(config.clients)
-    material = check(experiment, strategy)
+    material = checked_material(experiment, strategy)
     nodes = count_nodes(grid, config)
     strategy.min_available_nodes = config.min_nodes or nodes
     if material is None:
-        task = task_at_sites(grid, config, nodes, read_json(folder / CONFIG)["options"] if config.resume else {})
+        setup = set_up_at_sites(grid, config, nodes, read_json(folder / CONFIG)["options"] if config.resume else {})
     else:
         material = replace(material, partition=make_partition(config, material.data, nodes))
-        task = own_task(grid, material, state.to_record(material.model.state_dict()))
-    return play(task, experiment, strategy, folder, progress, engine)
+        setup = set_up_here(grid, material, state.to_record(material.model.state_dict()))
+    return play(setup, experiment, strategy, folder, progress, engine)
 
 
 def play(
-    task: "Task", experiment: Experiment, strategy: BaseStrategy, folder: Path, progress: Progress | None, engine: str
+    setup: "Setup", experiment: Experiment, strategy: BaseStrategy, folder: Path, progress: Progress | None, engine: str
 ) -> Summary:
-    """Run an experiment on a task's nodes, and write its results into a folder.
+    """Run an experiment as it is set up, and write its results into a folder.
 
     With `resume` the folder holds a run of this experiment, which goes on after its last checkpoint. Other
     grids may stand in front of the grid of nodes. From the strategy to the nodes: CountingGrid
@@ -76,70 +76,84 @@ def play(
     """
     asked = asked_of(experiment, engine)
     saved = read_checkpoint(folder) if experiment.config.resume else None
-    experiment = replace(experiment, config=task.config)
+    config = setup.config
+    experiment = replace(experiment, config=config)
     if saved:
-        refuse_other_model(folder, saved, arrays_of(task.initial))
+        refuse_other_model(folder, saved, arrays_of(setup.initial))
         files = RunFolder(folder, saved.server_round)
     else:
         clear(folder)
         files = RunFolder(folder)
-        files.config(experiment.to_mapping(), asked, task.sites)
+        files.config(experiment.to_mapping(), asked, setup.sites)
     standing = Standing()
-    saver = Saver(folder, task.config, task.grid, strategy, standing)
-    arrays = saver.restore(saved) if saved else task.initial
-    counted = CountingGrid(task.grid, standing.training, standing.evaluation)
-    train_config = ConfigRecord({**instruction_of(task.config).to_config(always=("lr",)), **task.facts})
-    evaluate_config = ConfigRecord({**evaluation_of(experiment).to_config(), **task.facts})
-    with open_sinks(task.config.log_to, folder, experiment.to_mapping(), files.rounds_done) as sinks:
-        journal, scorer = Journal(files, strategy, counted, task.config, sinks, standing), task.scorer
-        rounds, metric, about = task.config.rounds, scorer.metric, task.about
-
-        def on_round(now: Round) -> bool:
-            nonlocal arrays
-            arrays = now.arrays
-            score = scorer.score(strategy, arrays) if strategy.evaluates(now.number) else {}
-            journal.record(now, score)
-            standing.take(now.number, score, metric, task.config)
-            if progress:
-                progress(now.number, rounds, standing.score.get(metric))
-            stops = bool(STOPPING) and now.number < rounds
-            if stops or saver.is_due(now.number):
-                saver.save(now)
-            return stops or bool(standing.stopped_by)
-
+    saver = Saver(folder, config, setup.grid, strategy, standing)
+    arrays = saver.restore(saved) if saved else setup.initial
+    counted = CountingGrid(setup.grid, standing.training, standing.evaluation)
+    train_config = ConfigRecord({**instruction_of(config).to_config(always=("lr",)), **setup.facts})
+    evaluate_config = ConfigRecord({**evaluation_of(experiment).to_config(), **setup.facts})
+    with open_sinks(config.log_to, folder, experiment.to_mapping(), files.rounds_done) as sinks:
+        journal = Journal(files, strategy, counted, config, sinks, standing)
+        after_round = AfterRound(setup, strategy, journal, standing, saver, progress, arrays)
         try:
             if not standing.stopped_by:  # a run may die between its last round and its end
                 strategy.start(
                     counted,
                     arrays,
-                    rounds,
-                    task.config.timeout,
+                    config.rounds,
+                    config.timeout,
                     saver.tell(train_config),
                     saver.tell(evaluate_config),
                     rounds_done=standing.round,
-                    on_round=on_round,
+                    on_round=after_round,
                 )
         except OSError:  # the disk, and no fault of the run: it can go on
             raise
         except Exception as error:
-            summary = journal.summary_of_failure(experiment, about, error)
-            files.finish(summary, arrays if standing.round else None)
+            summary = journal.summary_of_failure(experiment, setup.about, error)
+            files.finish(summary, after_round.arrays if standing.round else None)
             log(ERROR, "The run ended after round %d, what it leaves is in %s", standing.round, folder)
             raise
     if standing.stopped_by:
         log(INFO, "The run ends early: %s", standing.stopped_by)
-    elif standing.round < rounds:
+    elif standing.round < config.rounds:
         raise STOPPING[0]
-    summary = journal.summary(experiment, about)
+    summary, arrays = journal.summary(experiment, setup.about), after_round.arrays
     saver.save_personal(arrays)
     # what is kept of entries that stay on the nodes is their mean after the last round
-    arrays = arrays_to_record({**arrays_of(arrays), **strategy.state.personal})
-    files.finish(summary, arrays)
+    files.finish(summary, arrays_to_record({**arrays_of(arrays), **strategy.state.personal}))
     return summary
 
 
+@dataclass
+class AfterRound:
+    """What follows a round: its score, its row, the progress shown, a checkpoint if it is time, and perhaps the end."""
+
+    setup: "Setup"
+    strategy: BaseStrategy
+    journal: Journal
+    standing: Standing
+    saver: Saver
+    progress: Progress | None
+    #: the state that the latest round has ended with
+    arrays: ArrayRecord
+
+    def __call__(self, now: Round) -> bool:
+        """Take a round that has ended; return whether the run ends with it."""
+        config, scorer = self.setup.config, self.setup.scorer
+        self.arrays = now.after
+        score = scorer.score(self.strategy, now.after) if self.strategy.evaluates(now.number) else {}
+        self.journal.record(now, score)
+        self.standing.take(now.number, score, scorer.metric, config)
+        if self.progress:
+            self.progress(now.number, config.rounds, self.standing.score.get(scorer.metric))
+        stops = bool(STOPPING) and now.number < config.rounds
+        if stops or self.saver.is_due(now.number):
+            self.saver.save(now)
+        return stops or bool(self.standing.stopped_by)
+
+
 @dataclass(frozen=True)
-class Task:
+class Setup:
     """A run's options with what its data decide, the nodes that have data for it, and who scores its models."""
 
     config: Config
@@ -154,8 +168,8 @@ class Task:
     sites: Sequence[Mapping[str, Any]] = ()
 
 
-def own_task(grid: Grid, material: Material, initial: ArrayRecord) -> Task:
-    """Return the task of a run whose data are here."""
+def set_up_here(grid: Grid, material: Material, initial: ArrayRecord) -> Setup:
+    """Return the setup of a run whose data are here."""
     loaded, parts = material.data, material.partition
     config = rounds_within_budget(material.config, len(parts), len(loaded.train))
     trained = np.concatenate(parts) if config.train_loss_global else None
@@ -163,10 +177,10 @@ def own_task(grid: Grid, material: Material, initial: ArrayRecord) -> Task:
     scorer = Scorer(material.model, loaded, material.device, *options)
     about = {"clients": len(parts), **normalization(loaded.train), "metric": scorer.metric}
     absent = absent_classes(loaded, parts)
-    return Task(config, grid, initial, scorer, {**about, **({"absent-classes": absent} if absent else {})})
+    return Setup(config, grid, initial, scorer, {**about, **({"absent-classes": absent} if absent else {})})
 
 
-def task_at_sites(grid: Grid, config: Config, nodes: int, before: Mapping[str, Any]) -> Task:
+def set_up_at_sites(grid: Grid, config: Config, nodes: int, before: Mapping[str, Any]) -> Setup:
     """Ask the sites what their data are, and agree on what they have in common.
 
     `before` are the options of the run that goes on, if there is one.
@@ -182,7 +196,7 @@ def task_at_sites(grid: Grid, config: Config, nodes: int, before: Mapping[str, A
     sites_grid = SitesGrid(grid, agreement)
     scorer, table = SiteScorer(config.classes, config.class_metrics, sites_grid), agreement.table(sites_grid.names)
     about = {"clients": nodes, **normalization(config), "metric": scorer.metric}
-    return Task(config, sites_grid, initial, scorer, about, agreement.to_config(), table)
+    return Setup(config, sites_grid, initial, scorer, about, agreement.to_config(), table)
 
 
 def instruction_of(config: Config) -> Instruction:

@@ -42,10 +42,11 @@ class BaseStrategy(FlowerFedAvg):
     """Instruct clients, send them arrays, check their replies and let a method make the new state of them.
 
     `start` is the loop over the rounds: `configure_train` makes the messages, `ask` takes them to the nodes and brings
-    their replies, `aggregate_train` makes the new state of these, and the evaluation follows. A method overrides hooks
-    and calls `super()`, so that methods can be combined. In the order in which a round calls them:
+    their replies, `aggregate_train` makes the new state of these, `gather` replaces its BN statistics where exact ones
+    are asked for, and the evaluation follows. A method overrides hooks and calls `super()`, so that methods can be
+    combined. In the order in which a round calls them:
 
-    - `own_norm`: the normalizer that the method brings, before there is a model,
+    - `own_norm`: the normalizer that the method brings, before there is a model and a round,
     - `instruct`: what clients do in this round,
     - `package`: the arrays that nodes get,
     - `ask`: the replies to the messages, which it takes to the nodes,
@@ -55,8 +56,9 @@ class BaseStrategy(FlowerFedAvg):
     - `instruct_evaluation`: what clients do when they evaluate,
     - `learn_from_evaluation`: what the method takes from the nodes' evaluations.
 
-    What a round is, hooks find in `self.round`, a `Round`. What a method keeps from round to round is in `self.state`,
-    a value of the class `state_type`, and nowhere else. What its nodes send beside the model stands in `sends`.
+    What a round is, hooks find in `self.round`, a `Round`: of training, until the evaluation has one of its own. What a
+    method keeps from round to round is in `self.state`, a value of the class `state_type`, and nowhere else. What its
+    nodes send beside the model stands in `sends`.
 
     Takes every argument of Flower's FedAvg, the options that its constructor explains, and
 
@@ -151,6 +153,8 @@ class BaseStrategy(FlowerFedAvg):
         **flower: Any,
     ) -> None:
         super().__init__(**flower)
+        if not self.fraction_train:
+            raise ValueError("fraction_train must be more than 0")
         self.schedule = read_schedule(lr_schedule)
         self.seed, self.patience, self.exchange_timeout = seed, patience, exchange_timeout
         self.evaluate_every, self.momentum_state = evaluate_every, momentum_state
@@ -308,8 +312,6 @@ class BaseStrategy(FlowerFedAvg):
         """Instruct the drawn nodes."""
         if not self.started:
             raise RuntimeError(WRAPPED.format(type(self).__name__))
-        if self.fraction_train == 0.0:
-            return []
         self.training = self._begin_round(server_round, arrays, config, grid, MessageType.TRAIN)
         nodes = self.draw_nodes(grid, server_round, self.fraction_train, self.min_train_nodes)
         kind = wire.LAYERWISE if self.round.instruction.waits_for_others else MessageType.TRAIN

@@ -42,7 +42,7 @@ class Round:
     seconds: float = 0.0
     #: the global state that the round starts from, and the one that it ends with
     current: Arrays = field(default_factory=dict)
-    arrays: ArrayRecord = field(default_factory=ArrayRecord)
+    after: ArrayRecord = field(default_factory=ArrayRecord)
     #: the user's options, and from `instruct` on the method's orders
     instruction: Instruction = field(default_factory=Instruction)
     #: whether the user's options have a learning rate; without one, clients have their own
@@ -74,9 +74,9 @@ class Round:
         now.has_rate, now.other_config = "lr" in config, other_config
         return now
 
-    def end(self, arrays: ArrayRecord) -> Self:
+    def end(self, after: ArrayRecord) -> Self:
         """Take note of the state that the round ends with; return the round."""
-        self.arrays, self.seconds = arrays, perf_counter() - self.began
+        self.after, self.seconds = after, perf_counter() - self.began
         return self
 
     def read(self, messages: Iterable[Message], state: MethodState, ends: bool = False) -> list[NodeReply]:

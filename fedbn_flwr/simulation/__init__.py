@@ -4,14 +4,11 @@
 - `OneByOneGrid` (same file) does the same faster, for ClientApps of `client_app`;
 - `StackedGrid` (`stacked/grid.py`) trains clients that share a model as one stack of models;
 - `WorkersGrid` (`processes/grid.py`) shares the nodes out over processes, each with one of the other grids;
-- `in_workers` (`processes/in_workers.py`) puts it in the place of Flower's simulation, in any Flower project.
-
-`node_contexts.py` holds what nodes remember.
+- `in_workers` (same file) puts it in the place of Flower's simulation, in any Flower project.
 """
 
 from fedbn_flwr.simulation.in_process import InProcessGrid, OneByOneGrid, run_in_process
-from fedbn_flwr.simulation.processes.grid import WorkersGrid
-from fedbn_flwr.simulation.processes.in_workers import in_workers
+from fedbn_flwr.simulation.processes.grid import WorkersGrid, in_workers
 from fedbn_flwr.simulation.stacked.grid import StackedGrid
 
 __all__ = ["InProcessGrid", "OneByOneGrid", "StackedGrid", "WorkersGrid", "in_workers", "run_in_process"]

@@ -116,9 +116,7 @@ def seeded(project: str, target: Path, kind: str, grid: str) -> Path:
     return target
 
 
-@pytest.mark.parametrize(
-    ("project", "kind"), [("quickstart", "before"), ("quickstart", "after"), ("advanced", "after")]
-)
+@pytest.mark.parametrize(("project", "kind"), [("quickstart", "before"), ("advanced", "after")])
 def test_workers_bring_the_results_of_one_process(
     project: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flower_log: pytest.LogCaptureFixture
 ) -> None:

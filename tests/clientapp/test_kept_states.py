@@ -13,7 +13,7 @@ from fedbn_flwr import state
 from fedbn_flwr.client import BNClient, Reply
 from fedbn_flwr.client.node_memory import STATE_VARIABLE
 from fedbn_flwr.clientapp import client_app, keep_states, keep_states_in
-from fedbn_flwr.clientapp.kept_states import KeptStates
+from fedbn_flwr.clientapp.mods import KeptStates
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.state import Arrays
 from fedbn_flwr.state.record_files import read_records

@@ -7,7 +7,7 @@ import pytest
 from tests.helpers.federation import OPTIONS, assert_same_results
 from tests.helpers.loopback import LoopbackFederation
 
-pytestmark = pytest.mark.xdist_group("deployment")
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("deployment")]
 
 
 def test_a_run_has_the_bits_of_one_in_process(loopback: LoopbackFederation, tmp_path: Path) -> None:

@@ -14,13 +14,6 @@ from fedbn_flwr.experiments.output.scoring import Scorer
 from tests.helpers.runs import DATA, OPTIONS, results, rounds, run_in
 
 SMALL: dict[str, Any] = {key.replace("-", "_"): value for key, value in OPTIONS.items() if key != "dataset"}
-ENGINES: dict[str, dict[str, Any]] = {
-    "one by one": {"engine": "inprocess"},
-    "stacked": {"engine": "stacked"},
-    "workers": {"workers": 2},
-    "ray": {"engine": "ray"},
-}
-SLOW = [pytest.param("ray", marks=[pytest.mark.slow, pytest.mark.xdist_group("ray")])]
 
 
 def quick(folder: Path, **options: Any) -> dict[str, Any]:
@@ -39,10 +32,16 @@ def scored(values: list[float], folder: Path, metric: str = "accuracy", **option
         return quick(folder, **{"model": "mlp", "evaluate_every": 1, "rounds": len(values), **options})
 
 
-@pytest.mark.parametrize("engine", ["one by one", "stacked", "workers", *SLOW])
-@pytest.mark.parametrize("method", ["fedavg", "fedbn"])
-def test_a_score_ends_a_run(tmp_path: Path, method: str, engine: str) -> None:
-    options: dict[str, Any] = {"method": method, "validation": 0.3, **ENGINES[engine]}
+@pytest.mark.parametrize(
+    ("method", "engine"),
+    [
+        ("fedavg", {"engine": "stacked"}),
+        ("fedbn", {"workers": 2}),
+        pytest.param("fedbn", {"engine": "ray"}, marks=[pytest.mark.slow, pytest.mark.xdist_group("ray")]),
+    ],
+)
+def test_a_score_ends_a_run(tmp_path: Path, method: str, engine: dict[str, Any]) -> None:
+    options: dict[str, Any] = {"method": method, "validation": 0.3, **engine}
     whole = quick(tmp_path / "whole", **options)
     scores = {row["round"]: row["accuracy"] for row in rounds(tmp_path / "whole") if "accuracy" in row}
     target = max(scores.values())

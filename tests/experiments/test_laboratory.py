@@ -128,8 +128,14 @@ def test_models_of_the_nodes_are_no_one_model(method: str, tmp_path: Path) -> No
         assert "the mean of what nodes keep" in file.metadata()["note"]
 
 
-@pytest.mark.parametrize("engine", [{"engine": "inprocess"}, {"engine": "stacked"}, {"workers": 2}])
-@pytest.mark.parametrize("method", ["fedbn:momentum=0.9:momentum-state=local", "fednorm"])
+@pytest.mark.parametrize(
+    ("method", "engine"),
+    [
+        ("fedbn:momentum=0.9:momentum-state=local", {"engine": "inprocess"}),
+        ("fedbn:momentum=0.9:momentum-state=local", {"workers": 2}),
+        ("fednorm", {"engine": "stacked"}),
+    ],
+)
 def test_the_nodes_models_have_the_accuracy_of_the_summary(method: str, engine: dict[str, Any], tmp_path: Path) -> None:
     options: dict[str, Any] = {
         **SMALL,

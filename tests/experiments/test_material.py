@@ -10,7 +10,7 @@ import torch
 
 from fedbn_flwr.data import Data, Split
 from fedbn_flwr.experiments import Config, resolve
-from fedbn_flwr.experiments.checks import _warn_once, check
+from fedbn_flwr.experiments.checks import _warn_once, checked_material
 from fedbn_flwr.experiments.material import Material, load_data, rounds_within_budget
 from tests.helpers.runs import DATA, results, run, run_in
 from tests.helpers.toys import assert_same_state
@@ -86,7 +86,7 @@ def test_validation_takes_the_test_datas_place_and_is_not_trained_on() -> None:
 
 def test_only_a_federation_that_is_there_knows_how_many_it_is() -> None:
     there = resolve({"dataset": TINY}, federation=True)
-    material = check(there, there.make_strategy(0))
+    material = checked_material(there, there.make_strategy(0))
     assert material
     assert not material.partition
     assert [resolve({"dataset": TINY}, federation=there).config.clients for there in (True, False)] == [0, 5]

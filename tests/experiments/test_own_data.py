@@ -134,11 +134,10 @@ def test_random_transforms_of_a_dataset_are_said(start: int, warned: bool, caplo
     assert caplog.messages == [text] * warned
 
 
-@pytest.mark.parametrize("engine", ["stacked", "inprocess"])
-def test_ids_reach_the_model_as_they_are(engine: str) -> None:
+def test_ids_reach_the_model_as_they_are() -> None:
     (ids, labels), (tested, truth) = tokens(60, 1), tokens(41, 2)
     given = (ids.numpy().astype(np.int32), labels), TensorDataset(tested, truth)
-    found = run("fedavg", data=given, model=Words, partition="iid", engine=engine, **QUICK)
+    found = run("fedavg", data=given, model=Words, partition="iid", **QUICK)
     assert torch.equal(found.preprocess()(tested), tested)
     predicted = found.model()(tested).argmax(1)
     assert float((predicted == truth).sum()) / len(truth) == found.summaries[0]["accuracy"]

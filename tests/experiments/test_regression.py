@@ -52,8 +52,10 @@ def error_of(model: nn.Module, data: Any, function: Any = F.mse_loss) -> float:
         return float(function(model(inputs[N:]).reshape(targets.shape), targets).mean())
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("objective", "function"), [("mse", F.mse_loss), ("mae", F.l1_loss)])
+@pytest.mark.parametrize(
+    ("shape", "objective", "function"),
+    [("(n,)", "mse", F.mse_loss), ("(n, 1)", "mae", F.l1_loss), ("(n, 2)", "mse", F.mse_loss)],
+)
 def test_the_score_is_the_error_on_the_test_data(shape: str, objective: str, function: Any) -> None:
     data = own(SHAPES[shape])
     found = run("fedavg", model=net, data=data, objective=objective, **{**SMALL, "partition": ""})

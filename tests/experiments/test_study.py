@@ -273,7 +273,8 @@ def test_side_by_side_is_the_same(tmp_path: Path) -> None:
     assert two == one
     assert ["diverged" in row for row in one.values()] == [False, True]
     # the first one ends last
-    methods, options = ["fedavg:rounds=40", "fedbn"], {key.replace("-", "_"): value for key, value in OPTIONS.items()}
+    methods = ["fedavg:rounds=40", "fedbn"]
+    options: dict[str, Any] = {key.replace("-", "_"): value for key, value in OPTIONS.items()}
     for name, count in (("three", 1), ("four", 2)):
         found = compare(methods, folder=tmp_path / name, side_by_side=count, **options)
         assert list(found.differences) == methods

@@ -12,10 +12,11 @@ from torch.utils import backend_registration
 from tests.fake_accelerator.tally import environment
 from tests.helpers.checkout import ROOT
 
-FILES = sorted((Path(__file__).parent / "on_device").glob("*.py"))
-#: by file, what differs in the device
-VARIABLES = {"without_float64": {"FAKE_ACCELERATOR_FLOAT64": "0"}}
-#: seconds after which a step is taken to wait forever: the longest file takes a tenth of them by itself
+FOLDER = Path(__file__).parent / "on_device"
+#: files whose device has no float64, and all others
+WITHOUT = [FOLDER / "without_float64.py"]
+FILES = sorted({*FOLDER.glob("*.py")} - {*WITHOUT})
+#: seconds after which a step is taken to wait forever: all files take a tenth of them by themselves
 DEADLINE = 900
 HAS_DEVICE = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
 SKIPPED = "the simulated accelerator needs torch 2.14: nothing was run on a device other than the CPU"
@@ -25,13 +26,13 @@ if not HAS_DEVICE:
     warnings.warn(SKIPPED, stacklevel=1)  # which a run shows at its end
 
 
-@pytest.mark.parametrize("file", FILES, ids=[file.stem for file in FILES])
-def test_on_the_device(file: Path, tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short", str(file)]
+@pytest.mark.parametrize(("files", "float64"), [(FILES, "1"), (WITHOUT, "0")], ids=["with float64", "without"])
+def test_on_the_device(files: list[Path], float64: str, tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short", *map(str, files)]
     done = subprocess.run(
         words,
         cwd=ROOT,
-        env=environment(FAKE_ACCELERATOR_FAILS=str(tmp_path / "fails"), **VARIABLES.get(file.stem, {})),
+        env=environment(FAKE_ACCELERATOR_FAILS=str(tmp_path / "fails"), FAKE_ACCELERATOR_FLOAT64=float64),
         capture_output=True,
         text=True,
         timeout=DEADLINE,

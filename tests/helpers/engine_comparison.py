@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from unittest import mock
 
 import torch
-from flwr.app import Context, Message
+from flwr.app import Message, RecordDict
 from flwr.clientapp import ClientApp
 from torch import nn
 
@@ -16,6 +16,7 @@ import fedbn_flwr.simulation.stacked.grid as engine
 from fedbn_flwr import state, wire
 from fedbn_flwr.simulation import StackedGrid
 from fedbn_flwr.simulation.in_process import InProcessGrid, RunConfig
+from fedbn_flwr.simulation.processes.grid import WorkersGrid
 from fedbn_flwr.simulation.stacked.training import train_together
 from fedbn_flwr.state import State
 from fedbn_flwr.strategies import BaseStrategy
@@ -110,14 +111,6 @@ class Side:
     final: State
     watch: Watch
 
-    def memories(self) -> list[dict[str, State]]:
-        """Return the arrays that every node keeps."""
-        contexts: list[Context] = [self.nodes.grid.context(node) for node in self.nodes.grid.get_node_ids()]
-        return [
-            {name: state.from_record(record) for name, record in context.state.array_records.items()}
-            for context in contexts
-        ]
-
     def losses(self) -> State:
         """Return the training losses of the last round, by partition."""
         return {
@@ -159,14 +152,23 @@ def both(
     return run(InProcessGrid, make(), model, **options), run(grid, make(), model, **options)
 
 
+def memories(grid: InProcessGrid | WorkersGrid) -> list[dict[str, State]]:
+    """Return the arrays that every node keeps."""
+    contexts = [grid.context(node) for node in grid.get_node_ids()]
+    return [{name: state.from_record(kept) for name, kept in each.state.array_records.items()} for each in contexts]
+
+
+def memory_difference(one: list[dict[str, State]], other: list[dict[str, State]]) -> float:
+    """Return the largest difference of what nodes keep."""
+    assert [each.keys() for each in one] == [each.keys() for each in other]
+    pairs = zip(one, other, strict=True)
+    return max((distance(kept[name], too[name]) for kept, too in pairs for name in kept), default=0.0)
+
+
 def difference(one: Side, other: Side) -> float:
     """Return the largest difference of final states, memories and losses, relative to the larger of 1 and the value."""
-    memories = zip(one.memories(), other.memories(), strict=True)
-    pairs = [(one.final, other.final), (one.losses(), other.losses())]
-    for kept, kept_too in memories:
-        assert kept.keys() == kept_too.keys()
-        pairs += [(kept[name], kept_too[name]) for name in kept]
-    return max(distance(*pair) for pair in pairs)
+    kept = memory_difference(memories(one.nodes.grid), memories(other.nodes.grid))
+    return max(distance(one.final, other.final), distance(one.losses(), other.losses()), kept)
 
 
 def assert_stacked(side: Side, clients: int) -> None:
@@ -195,8 +197,6 @@ def assert_same(
 
 def asked(nodes: Federation, instruction: wire.Instruction, **records: Any) -> list[Message]:
     """Return a training message to every node."""
-    from flwr.app import RecordDict
-
     kind = "train" if instruction.layerwise == "none" else wire.LAYERWISE
     content = {wire.CONFIG: instruction.to_config(), wire.ARRAYS: nodes.initial, **records}
     return [Message(RecordDict(content), node, kind) for node in nodes.grid.get_node_ids()]

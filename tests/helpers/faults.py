@@ -1,6 +1,6 @@
 """Faults of a node in a layer-wise step, for every engine."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -8,8 +8,7 @@ from flwr.app import Array, ArrayRecord, Error, Message
 from flwr.common.constant import ErrorCode
 
 from fedbn_flwr import wire
-from fedbn_flwr.simulation.in_process import InProcessGrid
-from fedbn_flwr.simulation.node_contexts import FIRST_NODE_ID
+from fedbn_flwr.simulation.in_process import FIRST_NODE_ID, InProcessGrid
 from fedbn_flwr.transports import message_records as layerwise_wire
 from fedbn_flwr.transports.message_records import StepPosition
 
@@ -113,14 +112,21 @@ def failed(message: Message, _: Message) -> Message:
     return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, "no power"), reply_to=message)
 
 
-def spoiling(spoil: Spoil, spoils: Callable[[int, int], bool]) -> type[InProcessGrid]:
-    """A grid that spoils the replies of some partitions in some rounds, counted from 1."""
+def spoiling(
+    spoil: Spoil,
+    spoils: Callable[[int, int], bool],
+    kinds: Sequence[str] = ("train", wire.LAYERWISE),
+    base: type[InProcessGrid] = InProcessGrid,
+) -> type[InProcessGrid]:
+    """A grid that spoils the replies of some partitions in some rounds, counted from 1, to messages of some kinds."""
 
-    class Grid(InProcessGrid):
+    class Grid(base):  # type: ignore[valid-type, misc]
         def _answer(self, message: Message) -> Message:
-            reply, trains = super()._answer(message), message.metadata.message_type in ("train", wire.LAYERWISE)
-            asked: Any = message.content[wire.CONFIG] if trains else {}
-            spoiled = trains and spoils(message.metadata.dst_node_id - FIRST_NODE_ID, asked["server-round"])
+            reply: Message = super()._answer(message)
+            if message.metadata.message_type not in kinds:
+                return reply
+            asked: Any = message.content[wire.CONFIG]
+            spoiled = spoils(message.metadata.dst_node_id - FIRST_NODE_ID, asked["server-round"])
             return spoil(message, reply) if spoiled else reply
 
     return Grid

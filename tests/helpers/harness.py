@@ -18,8 +18,7 @@ from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.clientapp.mods import Mod
 from fedbn_flwr.data import Split
-from fedbn_flwr.simulation.in_process import InProcessGrid, RunConfig
-from fedbn_flwr.simulation.node_contexts import FIRST_NODE_ID
+from fedbn_flwr.simulation.in_process import FIRST_NODE_ID, InProcessGrid, RunConfig
 from fedbn_flwr.strategies import BaseStrategy
 from fedbn_flwr.wire import Instruction
 

@@ -6,8 +6,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from flwr.serverapp import Grid
-
 from fedbn_flwr import wire
 from fedbn_flwr.client import BNClient
 from fedbn_flwr.clientapp import client_app
@@ -44,7 +42,7 @@ def telling(words: Words) -> Callable[[BNClient, int], BNClient]:
 
 
 @contextmanager
-def engine(kind: str, federation: Federation, weighting: str = "examples") -> Iterator[Grid]:
+def engine(kind: str, federation: Federation, weighting: str = "examples") -> Iterator[InProcessGrid | WorkersGrid]:
     """Open a grid of the federation's nodes: `inprocess`, `stacked`, or two `workers` that add replies up."""
     app, nodes = client_app(federation.client), len(federation.parts)
     if kind != "workers":

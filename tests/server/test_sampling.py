@@ -13,8 +13,7 @@ from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.experiments import resolve
 from fedbn_flwr.randomness import numpy_generator
 from fedbn_flwr.server.sampling import Roster, draw
-from fedbn_flwr.simulation.in_process import InProcessGrid
-from fedbn_flwr.simulation.node_contexts import FIRST_NODE_ID
+from fedbn_flwr.simulation.in_process import FIRST_NODE_ID, InProcessGrid
 from fedbn_flwr.wire import DESCRIBE
 from tests.helpers.faults import FaultyReply
 from tests.helpers.toys import toy_cnn, toy_split

@@ -1,4 +1,4 @@
-"""Stage by stage, clients train as they do message by message."""
+"""Clients that train stage by stage: a reply that cannot be packed, and two messages to one node."""
 
 from collections.abc import Mapping
 
@@ -11,24 +11,10 @@ from fedbn_flwr.client import BNClient, Reply
 from fedbn_flwr.layerwise import Exchange
 from fedbn_flwr.simulation.in_process import OneByOneGrid
 from fedbn_flwr.state import State
-from fedbn_flwr.strategies import REGISTRY, FedAvg
+from fedbn_flwr.strategies import FedAvg
 from fedbn_flwr.wire import Instruction
 from tests.helpers.harness import INSTRUCTION, Federation, make_model
-from tests.helpers.toys import assert_same_state
-from tests.strategies.test_contract import TABLE, becomes
-
-
-@pytest.mark.parametrize("name", REGISTRY)
-def test_results_have_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where not all messages of a round are prepared at once."""
-    monkeypatch.setattr("fedbn_flwr.simulation.in_process.PORTION", 2)
-    options, norm, _ = TABLE[name]
-    sides = [Federation(make_model(norm)), Federation(make_model(norm), grid=OneByOneGrid)]
-    finals = [nodes.run(REGISTRY[name](fraction_evaluate=0.0, **options), momentum=0.9) for nodes in sides]
-    assert_same_state(finals[1], finals[0])
-    for node in sides[0].grid.get_node_ids():
-        alone, staged = (nodes.grid.context(node).state for nodes in sides)
-        assert staged == alone
+from tests.strategies.test_contract import becomes
 
 
 class Unspeakable(BNClient):

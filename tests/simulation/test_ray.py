@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 import ray
-import torch
 from flwr.common.constant import ErrorCode
 
 from fedbn_flwr.experiments import main, resolve
@@ -27,13 +26,15 @@ from fedbn_flwr.simulation.processes import ray_worker
 from fedbn_flwr.simulation.processes.grid import WorkersGrid
 from fedbn_flwr.simulation.processes.worker import WorkerError
 from tests.helpers.checkout import ROOT
-from tests.helpers.harness import SIZES, Federation, make_model
+from tests.helpers.engine_comparison import memories, memory_difference
+from tests.helpers.harness import SIZES, Federation, distance, make_model
 from tests.helpers.obedient_nodes import answers, obeying, send
 from tests.helpers.processes import kill
 from tests.helpers.ray_cluster import Cluster, ray_cluster
 from tests.helpers.runs import model_bytes, rounds
 from tests.helpers.waiting import wait_until
-from tests.simulation.processes.test_worker_processes import STRATEGIES, harness_nodes, memories
+from tests.simulation.test_engines import ended, nodes_of
+from tests.strategies.test_contract import make
 
 pytestmark = pytest.mark.xdist_group("ray")
 
@@ -126,24 +127,21 @@ def room(cluster: Cluster, workers: int = 2) -> Iterator[ray_worker.Cluster]:
 
 @pytest.mark.parametrize("name", ["fedbn", pytest.param("fedtan", marks=pytest.mark.slow)])
 def test_ray_workers_give_the_bits_of_one_process(name: str, joined: Cluster, tmp_path: Path) -> None:
-    alone = Federation(make_model())
-    wanted = alone.run(STRATEGIES[name]())
-    with room(joined) as start, WorkersGrid(harness_nodes, len(SIZES), 2, start=start) as grid:
-        found = Federation(make_model()).run(STRATEGIES[name](), grid=grid)
-        kept = [memories(grid, node) for node in grid.get_node_ids()]
+    with room(joined) as start, WorkersGrid(partial(nodes_of, "bn"), len(SIZES), 2, start=start) as grid:
+        found = Federation(make_model()).run(make(name), 3, grid, momentum=0.9)
+        kept = memories(grid)
         # the workers' machines have no such folder: what nodes keep comes and goes over the connection
         grid.save_states(tmp_path / "states")
         saved = sorted(path.name for path in (tmp_path / "states").glob("*"))
         grid.restore_states(tmp_path / "none")
-        assert not any(memories(grid, node) for node in grid.get_node_ids())
+        assert not any(memories(grid))
         grid.restore_states(tmp_path / "states")
-        assert [memories(grid, node) for node in grid.get_node_ids()] == kept
+        assert memory_difference(memories(grid), kept) == 0
         assert {worker.describe().partition(" ")[2] for worker in start.workers} == {
             "(127.0.0.2), CPU",
             "(127.0.0.3), CPU",
         }
-    assert all(torch.equal(found[key], value) for key, value in wanted.items())
-    assert kept == [memories(alone.grid, node) for node in alone.grid.get_node_ids()]
+    assert distance(found, ended(name).model) == memory_difference(kept, ended(name).kept) == 0
     assert len(saved) == sum(map(bool, kept))
 
 

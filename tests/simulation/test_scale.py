@@ -19,8 +19,7 @@ from fedbn_flwr.experiments.client_side import bound_client_fn
 from fedbn_flwr.experiments.material import load_data
 from fedbn_flwr.experiments.output.run_folder import RunFolder
 from fedbn_flwr.server.sampling import ASKED_AT_ONCE, Roster
-from fedbn_flwr.simulation.in_process import InProcessGrid
-from fedbn_flwr.simulation.node_contexts import FIRST_NODE_ID, Contexts
+from fedbn_flwr.simulation.in_process import FIRST_NODE_ID, Contexts, InProcessGrid
 from tests.helpers.checkout import ROOT
 from tests.helpers.runs import results, run
 from tests.helpers.toys import toy_cnn, toy_split
@@ -111,10 +110,10 @@ def test_a_file_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest.Monke
         path.open("wb").write(content[:3])
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(OSError, match="no space left"):
-        tell(grid, 1, "second")
-    monkeypatch.undo()
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_bytes", full)
+        with pytest.raises(OSError, match="no space left"):
+            tell(grid, 1, "second")
     assert tell(grid, 1, "third") == "first"
     assert [path.name for path in tmp_path.iterdir()] == ["1.records"]
 

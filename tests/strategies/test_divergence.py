@@ -11,8 +11,7 @@ from fedbn_flwr import wire
 from fedbn_flwr.layerwise.exchange import Why
 from fedbn_flwr.server.method_state import LostRounds
 from fedbn_flwr.server.replies import Refusal
-from fedbn_flwr.simulation.in_process import InProcessGrid
-from fedbn_flwr.simulation.node_contexts import FIRST_NODE_ID
+from fedbn_flwr.simulation.in_process import FIRST_NODE_ID, InProcessGrid
 from fedbn_flwr.strategies import CannotTrainError, DivergedError, FedAvg, FedTAN, FixBN
 from tests.helpers.faults import failed, infinite, spoiling
 from tests.helpers.harness import ALONE, SIZES, Federation, make_model

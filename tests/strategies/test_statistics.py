@@ -31,7 +31,7 @@ from fedbn_flwr.strategies import (
 from fedbn_flwr.traffic.counting_grid import CountingGrid
 from tests.clientapp.test_own_loop import own_app, plain_loop
 from tests.helpers.engine_comparison import quiet
-from tests.helpers.faults import FAULTY, FaultyReply, Spoil, failed, spoiling
+from tests.helpers.faults import failed, spoiling
 from tests.helpers.harness import (
     CLASSES,
     SIZES,
@@ -192,34 +192,24 @@ def test_a_model_that_nobody_trained_in_a_round_gets_its_statistics_all_the_same
     assert all(torch.equal(final[name], trained[name]) for name in dict(make_model().named_parameters()))
 
 
-def spoiled(spoils: Callable[[bool, int], bool], spoil: Spoil = failed) -> type[InProcessGrid]:
-    """Return a grid that changes the replies to some messages, told by whether they gather, and by their round."""
-
-    def is_spoiled(_: FaultyReply, message: Message) -> bool:
-        asked: Any = message.content[wire.CONFIG]
-        return spoils(message.metadata.message_type == wire.GATHER, asked["server-round"])
-
-    return type("Spoiled", (FaultyReply,), {"is_spoiled": is_spoiled, "spoiled": staticmethod(spoil)})
-
-
 def test_a_round_in_which_nobody_answers_at_all_leaves_the_model_as_it_was() -> None:
-    grid = spoiled(lambda _, number: number == 2)
-    final = Federation(make_model(), grid=grid).run(FedAvg(statistics="exact", evaluate_every=2), 2)
+    dark = spoiling(failed, lambda _, number: number == 2, ("train", wire.GATHER, "evaluate"))
+    final = Federation(make_model(), grid=dark).run(FedAvg(statistics="exact", evaluate_every=2), 2)
     assert distance(final, Federation(make_model()).run(FedAvg(), 1)) == 0
 
 
 def test_nodes_that_never_gather_end_the_run_also_after_a_round_without_answers() -> None:
-    grid = spoiled(lambda gathers, number: gathers or number == 2)
+    untold = spoiling(failed, lambda *_: True, (wire.GATHER,))
+    dark = spoiling(failed, lambda _, number: number == 2, base=untold)
     with pytest.raises(CannotTrainError, match=r"no node could gather BN statistics: .* no power"):
-        Federation(make_model(), grid=grid).run(FedAvg(statistics="exact", evaluate_every=2), 4)
+        Federation(make_model(), grid=dark).run(FedAvg(statistics="exact", evaluate_every=2), 4)
 
 
 def test_a_later_round_in_which_nobody_gathers_keeps_the_statistics_of_training(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    grid = spoiled(lambda gathers, number: gathers and number == 2)
-    trained = FedAvg(statistics="exact")
-    final = Federation(make_model(), grid=grid).run(trained, 2, evaluate_every=1)
+    trained, untold = FedAvg(statistics="exact"), spoiling(failed, lambda _, number: number == 2, (wire.GATHER,))
+    final = Federation(make_model(), grid=untold).run(trained, 2, evaluate_every=1)
     assert "BN statistics stay as they were" in caplog.text
     replies, total = trained.training.replies, sum(SIZES)
     for name in ("net.1.running_mean", "net.4.running_var"):
@@ -232,9 +222,9 @@ def test_answers_without_moments_are_refused() -> None:
         reply.content[wire.MOMENTS] = ArrayRecord({})
         return reply
 
-    grid = spoiled(lambda gathers, _: gathers, empty)
+    nothing = spoiling(empty, lambda *_: True, (wire.GATHER,))
     with pytest.raises(CannotTrainError, match=r"no node could gather BN statistics: .* it sent no moments"):
-        Federation(make_model(), grid=grid).run(FedAvg(statistics="exact"), 1)
+        Federation(make_model(), grid=nothing).run(FedAvg(statistics="exact"), 1)
 
 
 def test_a_node_that_outweighs_gathered_statistics_is_named(caplog: pytest.LogCaptureFixture) -> None:
@@ -252,6 +242,65 @@ def test_heterofl_is_fedavg_with_static_bn_and_exact_statistics() -> None:
         Federation(make_model("static-bn")).run(strategy, 2) for strategy in (HeteroFL(), FedAvg(statistics="exact"))
     ]
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+# ---- methods that always gather --------------------------------------------------------------------------------------
+
+
+def test_hbn_gathers_without_sending_a_mix_to_nodes_that_have_one() -> None:
+    nodes = Federation(make_model("hbn"), grid=Traffic)
+    nodes.run(HBN(), 2)
+    assert isinstance(nodes.grid, Traffic)
+    sent = [message for message in nodes.grid.sent if message.metadata.message_type == wire.GATHER]
+    assert len(sent) == 2 * len(SIZES)
+    assert not any(name.endswith("mix") for message in sent[len(SIZES) :] for name in message.content[wire.ARRAYS])
+
+
+def test_nodes_do_not_send_statistics_that_training_does_not_change() -> None:
+    strategy = HeteroFL()
+    model = Federation(make_model("static-bn")).run(strategy, 1)
+    for reply in strategy.training.replies:
+        assert reply.arrays.keys() == {name for name in model if name.endswith(("weight", "bias"))}
+
+
+@pytest.mark.parametrize(
+    ("options", "counted"), [({}, 20 + 64), ({"gather_samples": 30}, 20 + 30), ({"gather_samples": 0}, 20 + 70)]
+)
+def test_hbn_gathers_up_to_so_many_samples_of_each_node(options: dict[str, Any], counted: int) -> None:
+    nodes = Federation(make_model("hbn"), (20, 70), grid=Traffic)
+    nodes.run(HBN(min_available_nodes=2, **options), 1)
+    records = [reply.content.array_records for reply in nodes.grid.replies]  # type: ignore[attr-defined]
+    gathered = [record[wire.MOMENTS] for record in records if wire.MOMENTS in record]
+    assert sum(float(record["net.1/count"].numpy()) for record in gathered) == counted * 16  # positions
+
+
+def large_mean(_: Message, reply: Message) -> Message:
+    """Say means that float64 can square, as moments travel, and the model's float32 cannot."""
+    values = reply.content.array_records[wire.MOMENTS]
+    changed = {name: Array(array.numpy() * 0 + 1e20) for name, array in values.items() if name.endswith("/mean")}
+    reply.content[wire.MOMENTS] = ArrayRecord({**values, **changed})
+    return reply
+
+
+#: grids in which the second node's moments overflow, or are never sent
+LARGE, ABSENT = (spoiling(spoil, lambda node, _: node == 1, (wire.GATHER,)) for spoil in (large_mean, failed))
+
+
+@pytest.mark.parametrize(("strategy", "kind"), [(HBN, "hbn"), (HeteroFL, "static-bn")])
+def test_moments_that_overflow_the_models_numbers_are_left_out(
+    strategy: type[FedAvg], kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    after = Federation(make_float32_model(kind), grid=LARGE).run(strategy(), 2)
+    named = [text for text in caplog.messages if "is left out of this round" in text]
+    reason = "the statistics of BN layer '1' is too large to be pooled in float32"
+    assert set(named) == {f"Node 1001 is left out of this round: {reason}"}
+    others = Federation(make_float32_model(kind), grid=ABSENT).run(strategy(), 2)
+    assert all(torch.equal(after[name], others[name]) for name in others)
+
+
+def test_where_no_moments_can_be_pooled_the_run_says_why() -> None:
+    with pytest.raises(CannotTrainError, match=r"no node could gather BN statistics: node 1001: .* is too large"):
+        Federation(make_float32_model("hbn"), (0, 20), grid=LARGE).run(quiet(HBN), 1)
 
 
 # ---- own -----------------------------------------------------------------------------------------------------------
@@ -394,79 +443,3 @@ def test_a_handler_that_runs_another_model_is_named() -> None:
     app.train("gather")(lambda message, context: Message(RecordDict({"a": ArrayRecord()}), reply_to=message))
     with pytest.raises(CannotTrainError, match="the handler ran no model with the entries of `model`"):
         Federation(make_model()).run(FedAvg(statistics="exact"), 1, grid=InProcessGrid(app, len(SIZES)), lr=0.05)
-
-
-# ---- what HBN and HeteroFL gather ------------------------------------------------------------------------------------
-
-
-def gathering(nodes: Federation) -> list[Message]:
-    """Return the messages that asked nodes for statistics."""
-    assert isinstance(nodes.grid, Traffic)
-    return [message for message in nodes.grid.sent if message.metadata.message_type == wire.GATHER]
-
-
-def test_hbn_gathers_without_sending_a_mix_to_nodes_that_have_one() -> None:
-    nodes = Federation(make_model("hbn"), grid=Traffic)
-    nodes.run(HBN(), 2)
-    sent = gathering(nodes)
-    assert len(sent) == 2 * len(SIZES)
-    assert not any(name.endswith("mix") for message in sent[len(SIZES) :] for name in message.content[wire.ARRAYS])
-
-
-def test_nodes_do_not_send_statistics_that_training_does_not_change() -> None:
-    strategy = HeteroFL()
-    model = Federation(make_model("static-bn")).run(strategy, 1)
-    for reply in strategy.training.replies:
-        assert reply.arrays.keys() == {name for name in model if name.endswith(("weight", "bias"))}
-
-
-@pytest.mark.parametrize(
-    ("options", "counted"), [({}, 20 + 64), ({"gather_samples": 30}, 20 + 30), ({"gather_samples": 0}, 20 + 70)]
-)
-def test_hbn_gathers_up_to_so_many_samples_of_each_node(options: dict[str, Any], counted: int) -> None:
-    nodes = Federation(make_model("hbn"), (20, 70), grid=Traffic)
-    nodes.run(HBN(min_available_nodes=2, **options), 1)
-    records = [reply.content.array_records for reply in nodes.grid.replies]  # type: ignore[attr-defined]
-    gathered = [record[wire.MOMENTS] for record in records if wire.MOMENTS in record]
-    assert sum(float(record["net.1/count"].numpy()) for record in gathered) == counted * 16  # positions
-
-
-# ---- a node whose moments overflow ----------------------------------------------------------------------------------
-
-
-def large_mean(reply: Message) -> Message:
-    """Say means that float64 can square, as moments travel, and the model's float32 cannot."""
-    values = reply.content.array_records[wire.MOMENTS]
-    changed = {name: Array(array.numpy() * 0 + 1e20) for name, array in values.items() if name.endswith("/mean")}
-    reply.content[wire.MOMENTS] = ArrayRecord({**values, **changed})
-    return reply
-
-
-class LargeMean(FaultyReply):
-    message_type, fault = wire.GATHER, staticmethod(large_mean)
-
-
-def without_moments(reply: Message) -> Message:
-    del reply.content[wire.MOMENTS]
-    return reply
-
-
-class WithoutMoments(FaultyReply):
-    message_type, fault = wire.GATHER, staticmethod(without_moments)
-
-
-@pytest.mark.parametrize(("strategy", "kind"), [(HBN, "hbn"), (HeteroFL, "static-bn")])
-def test_moments_that_overflow_the_models_numbers_are_left_out(
-    strategy: type[FedAvg], kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    after = Federation(make_float32_model(kind), grid=LargeMean).run(strategy(), 2)
-    named = [text for text in caplog.messages if "is left out of this round" in text]
-    reason = "the statistics of BN layer '1' is too large to be pooled in float32"
-    assert set(named) == {f"Node {FAULTY} is left out of this round: {reason}"}
-    others = Federation(make_float32_model(kind), grid=WithoutMoments).run(strategy(), 2)
-    assert all(torch.equal(after[name], others[name]) for name in others)
-
-
-def test_where_no_moments_can_be_pooled_the_run_says_why() -> None:
-    with pytest.raises(CannotTrainError, match=r"no node could gather BN statistics: node 1001: .* is too large"):
-        Federation(make_float32_model("hbn"), (0, 20), grid=LargeMean).run(quiet(HBN), 1)

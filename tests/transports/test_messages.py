@@ -120,7 +120,7 @@ class Apart(ConcurrentNodes):
 @pytest.mark.parametrize(
     ("case", "grid"),
     [
-        *((case, grid) for case in CASES if case != "fused" for grid in (Forgetful, SomeWorker)),
+        *zip([case for case in CASES if case != "fused"], [Forgetful, SomeWorker] * 2, strict=True),
         ("momentum of the node", Copied),
         ("fused", Apart),
     ],

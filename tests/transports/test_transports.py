@@ -1,8 +1,6 @@
-"""Every transport of a layer-wise step, driven by the one loop: the same requests and gradients, in float64."""
+"""Layer-wise steps that workers share: who pools, and steps that one process cannot open or go on with."""
 
-import copy
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
@@ -10,51 +8,25 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-import torch.nn.functional as F
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
-from torch import Tensor
 
 from fedbn_flwr import state, wire
 from fedbn_flwr.clientapp import client_app
-from fedbn_flwr.layerwise import Answer, Exchange, Requests, lockstep, respond, shared_statistics, take_step
-from fedbn_flwr.server.replies import Expected
+from fedbn_flwr.layerwise import Answer, Requests, take_step
 from fedbn_flwr.simulation import StackedGrid
-from fedbn_flwr.simulation.in_process import InProcessGrid
-from fedbn_flwr.simulation.node_contexts import FIRST_NODE_ID
+from fedbn_flwr.simulation.in_process import FIRST_NODE_ID, InProcessGrid
 from fedbn_flwr.simulation.processes.grid import WorkersGrid, WorkersTransport
 from fedbn_flwr.simulation.processes.pipe import ObjectPipe
 from fedbn_flwr.simulation.processes.service import Service
-from fedbn_flwr.simulation.processes.worker import WorkerError
+from fedbn_flwr.simulation.processes.worker import OwnShare, WorkerError
 from fedbn_flwr.simulation.stacked.grid import StackedTransport
-from fedbn_flwr.traffic.counting_grid import CountingGrid, message_sizes
+from fedbn_flwr.traffic.counting_grid import CountingGrid
 from fedbn_flwr.transports import LayerwiseGrid, NodesTransport, Participant
 from fedbn_flwr.transports.message_records import StepPosition
-from fedbn_flwr.transports.message_server import MessageTransport
-from tests.helpers.harness import INSTRUCTION, SIZES, Federation, make_model, make_split, parts
-from tests.helpers.references import Node, mini_batches
+from tests.helpers.harness import INSTRUCTION, SIZES, Federation, make_model
 
-#: uses of BN layers in the harness's model
-LAYERS = 2
 ASKED = replace(INSTRUCTION, server_round=1, local_steps=1, layerwise="fused")
-
-Gradients = list[dict[str, Tensor]]
-Exchanges = list[Requests]
-
-
-def in_process() -> tuple[Exchanges, Gradients]:
-    """Return every exchange's requests, and every client's gradients, of `Lockstep`, without Flower."""
-    seen: Exchanges = []
-
-    def step(batch: tuple[Tensor, Tensor], exchange: Exchange) -> dict[str, Tensor]:
-        model = copy.deepcopy(make_model()).train()
-        with shared_statistics(model, exchange):
-            F.cross_entropy(model(batch[0]), batch[1]).backward()
-        return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-
-    nodes = [Node(index, samples) for index, samples in enumerate(parts())]
-    steps = [partial(step, mini_batches(make_split(), node, ASKED, True)[0]) for node in nodes]
-    return seen, lockstep(steps, SIZES, range(len(steps)), seen.append)
 
 
 def stacked_nodes(partitions: Sequence[int]) -> StackedGrid:
@@ -66,23 +38,6 @@ def stacked_nodes(partitions: Sequence[int]) -> StackedGrid:
 def contents() -> dict[int, RecordDict]:
     arrays = state.to_record(make_model().state_dict())
     return {1000 + index: RecordDict({"arrays": arrays, wire.CONFIG: ASKED.to_config()}) for index in range(len(SIZES))}
-
-
-@contextmanager
-def message_step() -> Iterator[tuple[CountingGrid, NodesTransport]]:
-    grid = CountingGrid(InProcessGrid(client_app(Federation(make_model()).client), len(SIZES)))
-    yield grid, MessageTransport(grid, contents(), 1, 60.0, Expected((), {}))
-
-
-@contextmanager
-def stacked_step() -> Iterator[tuple[CountingGrid, NodesTransport]]:
-    yield opened(stacked_nodes(range(len(SIZES))))
-
-
-@contextmanager
-def shared_out_step() -> Iterator[tuple[CountingGrid, NodesTransport]]:
-    with WorkersGrid(stacked_nodes, len(SIZES), 2, here=True) as grid:
-        yield opened(grid)
 
 
 def asked() -> list[Message]:
@@ -102,49 +57,12 @@ def opened(grid: Grid) -> tuple[CountingGrid, NodesTransport]:
     return counting, step
 
 
-TRANSPORTS = {
-    "messages": message_step,
-    "stacked": stacked_step,
-    "this process and a worker": shared_out_step,
-}
-
-
-@pytest.mark.parametrize("name", TRANSPORTS)
-def test_every_transport_has_the_requests_and_gradients_of_clients_in_one_process(name: str) -> None:
-    seen: Exchanges = []
-    with TRANSPORTS[name]() as (grid, step):
-        replies = take_step(
-            step,
-            lambda: [participant.num_examples for participant in step.participants],
-            seen.append,
-        )
-        assert [each.node for each in step.participants] == [1000, 1001, 1002, 1003]
-        assert tuple(each.num_examples for each in step.participants) == SIZES
-    # 2 L exchanges at the layers, and one that brings the models
-    assert grid.training.exchanges == len(seen) + 1 == 2 * LAYERS + 1
-    wanted_exchanges, wanted_gradients = in_process()
-    # in workers, all nodes of one are a row once it knows their weights
-    rows = [4, 2, 2, 2] if isinstance(grid._grid, WorkersGrid) else [4] * 4
-    assert [len(requests.tensor) for requests in seen] == rows
-    for requests, wanted in zip(seen, wanted_exchanges, strict=True):
-        assert (requests.kind, requests.layer, requests.clients) == (wanted.kind, wanted.layer, wanted.clients)
-        if not requests.pools:
-            assert requests.counts == wanted.counts
-            torch.testing.assert_close(requests.tensor, wanted.tensor, rtol=1e-12, atol=1e-13)
-        answer, wanted_answer = respond(requests, SIZES), respond(wanted, SIZES)
-        assert answer.count == wanted_answer.count
-        torch.testing.assert_close(answer.tensor, wanted_answer.tensor, rtol=1e-12, atol=1e-13)
-    # counted as if each node had sent its own values
-    models = sum(message_sizes(reply).payload for reply in replies)
-    assert grid.training.payload_up == models + sum(wanted.tensor.nbytes for wanted in wanted_exchanges)
-    by_partition = {reply.content.metric_records[wire.METRICS][wire.PARTITION_ID]: reply for reply in replies}
-    start = make_model().state_dict()
-    for partition, gradients in enumerate(wanted_gradients):
-        trained = state.from_record(by_partition[partition].content.array_records[wire.ARRAYS])
-        for parameter, gradient in gradients.items():
-            # one step of plain SGD
-            moved = (start[parameter] - trained[parameter]) / ASKED.lr
-            torch.testing.assert_close(moved, gradient, rtol=1e-10, atol=1e-12)
+def test_nodes_of_a_worker_are_one_row_once_it_knows_their_weights() -> None:
+    seen: list[Requests] = []
+    with WorkersGrid(stacked_nodes, len(SIZES), 2, start=OwnShare) as grid:
+        _, step = opened(grid)
+        take_step(step, lambda: [participant.num_examples for participant in step.participants], seen.append)
+    assert [len(requests.tensor) for requests in seen] == [4, 2, 2, 2]
 
 
 def test_plain_grids_do_not_offer_steps_without_messages() -> None:

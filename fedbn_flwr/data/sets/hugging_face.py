@@ -4,7 +4,6 @@ Images stay encoded in the memory-mapped files of the data set until a mini-batc
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,30 +32,24 @@ class ArrowImages:
         return [cell["bytes"] or cell["path"] for cell in cells]
 
 
-@dataclass(frozen=True)
-class Choice:
-    """Which splits, columns and configuration to use; where empty, the usual ones."""
-
-    train: str = "train"
-    test: str = ""
-    image: str = ""
-    label: str = ""
-    subset: str = ""
+#: which splits, columns and configuration to use; where empty, the usual ones
+CHOICES = {"train": "train", "test": "", "image": "", "label": "", "subset": ""}
 
 
-def hugging_face(name: str, root: Path, side: int | None, workers: int, choice: Choice) -> Data:
+def hugging_face(name: str, root: Path, side: int | None, workers: int, chosen: Mapping[str, str]) -> Data:
     """Read a data set by its name on the Hub, or from a folder that `save_to_disk` wrote.
 
     By default the test split is the first of `TEST_SPLITS` that there is, images are in the only column of images, and
     labels in the column `label` or the only column of classes.
     """
-    rows_of, roles = _open(name, root, choice.subset), ([choice.train], [choice.test] if choice.test else TEST_SPLITS)
+    rows_of = _open(name, root, chosen["subset"])
+    roles = [chosen["train"]], [chosen["test"]] if chosen["test"] else TEST_SPLITS
     for wanted in roles:
         if not any(split in rows_of for split in wanted):
             raise DataFilesError(f"hf: {name} has no split {' or '.join(wanted)}")
     train, test = (rows_of[next(split for split in wanted if split in rows_of)] for wanted in roles)
-    image = choice.image or _column(name, train, "image", "Image")
-    label = choice.label or _column(name, train, "label", "ClassLabel")
+    image = chosen["image"] or _column(name, train, "image", "Image")
+    label = chosen["label"] or _column(name, train, "label", "ClassLabel")
     for column in (image, label):
         if column not in train.column_names:
             raise DataFilesError(f"hf: {name} has no column {column!r}; there are: {', '.join(train.column_names)}")

@@ -72,7 +72,7 @@ def dynamics_of(now: Round, loss: float | None) -> list[dict[str, Any]]:
     - `batch-change`, `local-distance` (figure 3 a), `window-variance` (b): means over the round's clients.
     - `loss`: the training loss, averaged over the samples (c).
     """
-    replies, after = now.replies, arrays_of(now.arrays)
+    replies, after = now.replies, arrays_of(now.after)
     reported = [key for key in (replies[0].metrics if replies else ()) if key.startswith(wire.DYNAMICS)]
     layers = [key for key in reported if all(isinstance(reply.metrics.get(key), list) for reply in replies)]
     return [

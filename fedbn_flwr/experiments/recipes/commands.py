@@ -1,32 +1,44 @@
-"""The commands `fedbn-flwr recipes` and `fedbn-flwr reproduce`."""
+"""The commands `fedbn-flwr recipes`, `reproduce` and `list`."""
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
+from inspect import getdoc
 from pathlib import Path
 from typing import Any
 
 from fedbn_flwr.client import pick_device
+from fedbn_flwr.data import AUGMENTATIONS, DATASETS, PARTITIONS
 from fedbn_flwr.experiments.choice import metric_of
 from fedbn_flwr.experiments.engines import engine_named
 from fedbn_flwr.experiments.material import expected_steps, load_data, rounds_within_budget
+from fedbn_flwr.experiments.method import own_options
 from fedbn_flwr.experiments.output.console import console, new_table, percent
 from fedbn_flwr.experiments.output.recorder import Summary
 from fedbn_flwr.experiments.output.run_folder import command_line
 from fedbn_flwr.experiments.recipes.schema import read_recipe, recipe_names
 from fedbn_flwr.experiments.results.rows import outcome_of, read_parts
-from fedbn_flwr.experiments.results.show import show_part
+from fedbn_flwr.experiments.results.show import say, show_part
 from fedbn_flwr.experiments.results.values import is_share
 from fedbn_flwr.experiments.runs import Run, keeping
 from fedbn_flwr.experiments.study import Setting, cells_of, checked, execute, write_study
+from fedbn_flwr.models import MODELS
+from fedbn_flwr.norm import NORMS
+from fedbn_flwr.plugins import did_you_mean
 from fedbn_flwr.plugins.options import UsageError, whole_number
-from fedbn_flwr.strategies import CannotTrainError
+from fedbn_flwr.strategies import REGISTRY, BaseStrategy, CannotTrainError
 
 #: options of a run that may be given to all runs of a recipe
 CHANGES = ("data-root", "device", "precision", "log-to", "workers", "plugins")
+#: the column of names is no wider; a longer name moves its own line
+WIDEST = 24
+
+#: facts about a name, by column
+Row = dict[str, Any]
 #: data sets that are not looked for in a dry run, as that would download them
 REMOTE = "hf:"
 
@@ -128,3 +140,64 @@ def show_plan(title: str, runs: Sequence[Run]) -> None:
     console.print(f"{len(cells)} cells, {total:,} client steps{' where known' * bool(missing)}", soft_wrap=True)
     for line in missing:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def listing() -> dict[str, list[Row]]:
+    """Return what there is, by kind: the rows of each table, as `list --json` prints them."""
+    return {
+        "strategies": [_strategy(name, strategy) for name, strategy in REGISTRY.items()],
+        "normalizers": [_row(name, swap) for name, swap in NORMS.items()],
+        "models": [_row(name, entry.make) for name, entry in MODELS.items()],
+        "datasets": [_row(name, read) for name, read in DATASETS.items()],
+        "partitions": [{**_row(name, kind.share), "form": kind.form} for name, kind in PARTITIONS.items()],
+        "augmentations": [_row(name, make) for name, make in AUGMENTATIONS.items()],
+    }
+
+
+def list_names(options: Mapping[str, Any]) -> None:
+    """Print a line about each name that an option takes, or all about one name or kind."""
+    tables, name = listing(), options.get("name")
+    if options.get("json"):
+        print(json.dumps(tables, indent=2))
+    elif name:
+        known = [row["name"] for rows in tables.values() for row in rows]
+        if name not in (*tables, *known):
+            raise UsageError(f"unknown name {name!r}; {did_you_mean(name, [*tables, *known])}")
+        for kind, rows in tables.items():
+            for row in rows:
+                if name in (kind, row["name"]):
+                    _show_one(row)
+    else:
+        for kind, rows in tables.items():
+            _show_kind(kind, rows)
+        say(["`fedbn-flwr list NAME` says more about one of them."])
+
+
+def _show_kind(kind: str, rows: Sequence[Row]) -> None:
+    """Print a line about each name; to a terminal, lines end where it does."""
+    console.print(kind, style="bold")
+    names = [str(row.get("form") or row["name"]) for row in rows]
+    width = max(len(name) for name in names if len(name) <= WIDEST)
+    look: dict[str, Any] = {"overflow": "ellipsis"} if console.is_terminal else {"soft_wrap": True}
+    for name, row in zip(names, rows, strict=True):
+        console.print(f"  {name:<{width}}  {row['about']}", markup=False, highlight=False, no_wrap=True, **look)
+    console.print()
+
+
+def _show_one(row: Row) -> None:
+    texts = {key: row.get(key) for key in ("form", "paper", "leaves the client", "options")}
+    shown = {key: ", ".join(text) if isinstance(text, list) else text for key, text in texts.items() if text}
+    for line in (f"{row['name']}: {row['about']}", *(f"  {key}: {text}" for key, text in shown.items())):
+        console.print(line, markup=False, highlight=False)
+
+
+def _strategy(name: str, strategy: type[BaseStrategy]) -> Row:
+    # a user's method is not that of the paper of its base
+    own = vars(strategy)
+    facts = {"paper": own.get("paper", ""), "leaves the client": own.get("leaves", "")}
+    return {**_row(name, strategy), **facts, "options": list(own_options(strategy))}
+
+
+def _row(name: str, thing: Callable[..., object]) -> Row:
+    text = getdoc(thing.func if isinstance(thing, partial) else thing) or ""
+    return {"name": name, "about": " ".join(text.partition("\n\n")[0].split())}

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations, product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fedbn_flwr.experiments.recipes.paper import COUNTED, Direction, Paper, Reported
 from fedbn_flwr.experiments.results.rows import CELL, Frame
@@ -30,36 +30,23 @@ class Finding(NamedTuple):
         return [self.text, *(f"  {detail}" for detail in self.details)]
 
 
-class Mean(NamedTuple):
-    """The mean of a method's runs, and how it is read."""
-
-    value: float
-    text: str
-
-    def __str__(self) -> str:
-        return self.text
-
-
-#: by setting, column and label
-Means = Mapping[tuple[str, str, str], Mean]
+#: by setting, column and label, the line of `values_of`
+Values = Mapping[tuple[str, str, str], Any]
 
 
 def findings(runs: Frame, paper: Paper) -> list[Finding]:
     """Return why cells failed, and where the order of methods and the directions hold."""
     values = values_of(numbers_of(runs, paper.quantities, paper.rounds)).itertuples()
-    means = {
-        each.Index: Mean(each.mean, number_text(each.mean, each.deviation if each.number > 1 else None))
-        for each in values
-    }
+    means = {each.Index: each for each in values}
     failed = runs[runs["error"] != ""].drop_duplicates(CELL, keep="last")
-    cells = [" | ".join(filter(None, cell)) for cell in zip(failed["label"], failed["setting"], strict=True)]
-    failures = [Finding(f"Failed: {cell}: {error}", False) for cell, error in zip(cells, failed["error"], strict=True)]
+    cells = {" | ".join(filter(None, (run.label, run.setting))): run.error for run in failed.itertuples()}
+    failures = [Finding(f"Failed: {cell}: {error}", False) for cell, error in cells.items()]
     orders = (_order(place, runs, means) for place in paper.reported)
     settings = dict(zip(runs["setting"], runs["labels"], strict=True))
     return [*failures, *filter(None, orders), *(_claim(each, settings, means) for each in paper.directions)]
 
 
-def _order(place: Reported, runs: Frame, means: Means) -> Finding | None:
+def _order(place: Reported, runs: Frame, means: Values) -> Finding | None:
     """Say how many pairs of methods are ordered as in the paper, among those that it tells apart in one column."""
     verdicts = list[str | None]()
     for setting, own in runs.groupby("setting", sort=False):
@@ -73,7 +60,7 @@ def _order(place: Reported, runs: Frame, means: Means) -> Finding | None:
     return Finding(text, not against, details) if told else None
 
 
-def _ordered(place: Reported, means: Means, setting: str, column: str, one: str, other: str) -> str | None:
+def _ordered(place: Reported, means: Values, setting: str, column: str, one: str, other: str) -> str | None:
     """Return an empty text if two methods are ordered as in the paper, else what is not; None if it cannot be told."""
     first, second = (place.number(method, setting, column) for method in (one, other))
     mine, its = (means.get((setting, column, method)) for method in (one, other))
@@ -83,16 +70,22 @@ def _ordered(place: Reported, means: Means, setting: str, column: str, one: str,
     least = 0.0 if column in COUNTED else TOLD_APART
     if abs(difference) <= max(first.deviation + second.deviation, least):
         return None
-    if (mine.value - its.value) * difference > 0:
+    if (mine.mean - its.mean) * difference > 0:
         return ""
     sign, where = ">" if difference > 0 else "<", ", ".join(filter(None, (setting, column)))
-    return f"{one} {sign} {other} in {where}: printed {first.mean} and {second.mean}, here {mine} and {its}"
+    return (
+        f"{one} {sign} {other} in {where}: printed {first.mean} and {second.mean}, here {_text(mine)} and {_text(its)}"
+    )
 
 
-def _claim(direction: Direction, settings: Mapping[str, Mapping[str, str]], means: Means) -> Finding:
+def _text(value: Any) -> str:
+    return number_text(value.mean, value.deviation if value.number > 1 else None)
+
+
+def _claim(direction: Direction, settings: Mapping[str, Mapping[str, str]], means: Values) -> Finding:
     """Say of a direction of the paper in how many settings the runs agree."""
     pairs = list(_pairs(direction, settings, means))
-    against = [pair for pair in pairs if pair[1].value <= pair[2].value]
+    against = [pair for pair in pairs if pair[1].mean <= pair[2].mean]
     source = f" ({direction.place})" if direction.place else ""
     named = ", ".join([*direction.labels, *([] if direction.column in ACCURACIES else [direction.column])])
     text = f"Direction: {direction.text}{f' in {named}' if named else ''}{source}: "
@@ -104,14 +97,14 @@ def _claim(direction: Direction, settings: Mapping[str, Mapping[str, str]], mean
     return Finding(f"{text}does not agree{where}{_where(against)}", False)
 
 
-def _where(pairs: Sequence[tuple[str, Mean, Mean]]) -> str:
+def _where(pairs: Sequence[tuple[str, Any, Any]]) -> str:
     name, high, low = pairs[0]
-    return f": {high} and {low}" + (f" in {name}" if name else "") + (", ..." if len(pairs) > 1 else "")
+    return f": {_text(high)} and {_text(low)}" + (f" in {name}" if name else "") + (", ..." if len(pairs) > 1 else "")
 
 
 def _pairs(
-    direction: Direction, settings: Mapping[str, Mapping[str, str]], means: Means
-) -> Iterator[tuple[str, Mean, Mean]]:
+    direction: Direction, settings: Mapping[str, Mapping[str, str]], means: Values
+) -> Iterator[tuple[str, Any, Any]]:
     """Return the two numbers wherever the sides' settings differ only in the labels that the sides name."""
     high, low = direction.high, direction.low
     named = {*high.labels, *low.labels}

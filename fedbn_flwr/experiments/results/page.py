@@ -12,7 +12,7 @@ from fedbn_flwr.experiments.output.run_folder import make_folder
 from fedbn_flwr.experiments.results.findings import findings
 from fedbn_flwr.experiments.results.plots import SETTINGS, bars, curves
 from fedbn_flwr.experiments.results.rows import Part, config_of, counts, read_parts, rounds_of
-from fedbn_flwr.experiments.results.show import fill, latex, say, show
+from fedbn_flwr.experiments.results.show import fill, latex, say, to_csv, to_latex
 from fedbn_flwr.experiments.results.tables import all_runs, costs, curve_table, results
 from fedbn_flwr.plugins import did_you_mean
 from fedbn_flwr.plugins.options import UsageError
@@ -98,7 +98,7 @@ def _write_html(parts: Sequence[Content], folder: Path) -> str:
 def _write_csv(parts: Sequence[Content], folder: Path) -> str:
     for part in parts:
         for shown in (*part.tables, part.runs, curve_table(part.part.runs)):
-            write_bytes(folder / f"{part.prefix}{shown.name}.csv", show(shown, "csv").encode())
+            write_bytes(folder / f"{part.prefix}{shown.name}.csv", to_csv(shown).encode())
     return f"{parts[0].prefix}results.csv (and a file for each other table)"
 
 
@@ -107,7 +107,7 @@ def _write_latex(parts: Sequence[Content], folder: Path) -> str:
     for part in parts:
         part.draw(folder, "pdf")
         for shown in part.tables:
-            write_bytes(folder / f"{part.prefix}{shown.name}.tex", show(shown, "latex").encode())
+            write_bytes(folder / f"{part.prefix}{shown.name}.tex", to_latex(shown).encode())
             body += f"\\input{{{part.prefix}{shown.name}}}\n"
         figures = [FIGURE % (part.prefix + picture.name, latex(picture.caption)) for picture in part.pictures]
         body += "".join(figures) + "\\clearpage\n"

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from io import BytesIO
 from logging import WARNING
 from pathlib import Path
@@ -152,6 +152,10 @@ class Mark(NamedTuple):
     after: int
 
 
+#: by a method's label
+Marks = Mapping[str, Sequence[Mark]]
+
+
 def line_style(index: int, count: int, points: int = 0) -> dict[str, Any]:
     """Return how the line of the method with this index is drawn; lines that coincide stay visible by their widths.
 
@@ -232,58 +236,41 @@ def draw_or_warn(draw: Callable[[], Any], path: Path) -> None:
 
 def curves(runs: Frame) -> Iterator[Picture]:
     """Draw the curves of the first settings of runs."""
-    rounds, dynamics = rounds_of(runs), rounds_of(runs, "dynamics.jsonl")
-    settings = column(rounds, "setting").unique()
+    rounds, layers = rounds_of(runs), rounds_of(runs, "dynamics.jsonl")
+    settings = rounds["setting"].unique()
     for setting in settings[:SETTINGS]:
-        own, layers = (each[column(each, "setting") == setting] for each in (rounds, dynamics))
-        yield from _setting(runs[runs["setting"] == setting], own, layers, few=len(settings) <= FEW)
+        own, its_rounds, its_layers = (each[each["setting"] == setting] for each in (runs, rounds, layers))
+        yield from filter(None, _curves(own, its_rounds, its_layers, few=len(settings) <= FEW))
 
 
-def _setting(runs: Frame, rounds: Frame, layers: Frame, few: bool) -> Iterator[Picture]:
-    setting, score = runs["setting"].iloc[0], score_of(runs)
-    where, first = f" in {setting}" if setting else "", runs.drop_duplicates("label")
+def _curves(runs: Frame, rounds: Frame, layers: Frame, few: bool) -> Iterator[Picture | None]:
+    setting, score, first = runs["setting"].iloc[0], score_of(runs), runs.drop_duplicates("label")
     marks = {run["label"]: marks_of(run["folder"], rounds[rounds["run"] == at]) for at, run in first.iterrows()}
-    sums = pd.DataFrame({"exchanges": column(rounds, "exchanges"), "bytes": column(rounds, "paper-bytes") / MEGABYTE})
-    positions = {"rounds": rounds["round"], **sums.fillna(0).groupby(rounds["run"]).cumsum()}
+    draw, exchanges = partial(_picture, setting=setting, marks=marks), column(rounds, "exchanges").fillna(0)
+    sums = pd.DataFrame({"exchanges": exchanges, "bytes": column(rounds, "paper-bytes").fillna(0) / MEGABYTE})
+    positions = {"rounds": rounds["round"], **sums.groupby(rounds["run"]).cumsum()}
     for kind in AXES if few else ["rounds"]:
-        if kind != "exchanges" or (column(rounds, "exchanges") > 1).any():
-            points, caption = (
-                points_of(rounds, score, positions[kind]),
-                f"{score.replace('-', ' ')} against {kind}{where}",
-            )
-            yield from _picture(
-                caption, f"{score}-{kind}-{setting}", setting, points, AXES[kind], heading_of(score), marks
-            )
-    for key in LOSSES if few else ():
+        if kind != "exchanges" or exchanges.max() > 1:
+            points, caption = points_of(rounds, score, positions[kind]), f"{score.replace('-', ' ')} against {kind}"
+            yield draw(points, f"{score}-{kind}", caption, AXES[kind], heading_of(score))
+    for key, text in LOSSES.items() if few else ():
         stages = key == "loss-deviation" and any(mark.text == STAGE for each in marks.values() for mark in each)
-        caption = f"{LOSSES[key]}{f' and the round of {STAGE}' if stages else ''}{where}"
-        yield from _picture(
-            caption, f"{key}-{setting}", setting, points_of(rounds, key), "round", LOSSES[key], marks, log=True
-        )
-    for key, text in DYNAMICS.items() if few and len(layers) else ():
-        caption = f"{text}, mean of all layers{where}"
-        y = pd.to_numeric(column(layers, key), errors="coerce")
-        points = y.dropna().groupby([layers["label"], layers["run"], layers["round"]], sort=False).mean().reset_index()
-        points.columns = ["label", "run", "x", "y"]
-        yield from _picture(caption, f"{key}-{setting}", setting, points, "round", text[4:], marks, log=True)
+        yield draw(points_of(rounds, key), key, text + f" and the round of {STAGE}" * stages, "round", text, log=True)
+    for key, text in DYNAMICS.items() if few else ():
+        points = points_of(layers, key).groupby(["label", "run", "x"], sort=False, as_index=False).mean()
+        points["y"] /= scale_of(key)
+        yield draw(points, key, f"{text}, mean of all layers", "round", text[4:], log=True)
 
 
 def _picture(
-    caption: str,
-    name: str,
-    setting: str,
-    points: Frame,
-    x: str,
-    y: str,
-    marks: Mapping[str, Sequence[Mark]],
-    log: bool = False,
-) -> Iterator[Picture]:
+    points: Frame, name: str, caption: str, x: str, y: str, setting: str, marks: Marks, log: bool = False
+) -> Picture | None:
     """Draw lines, if one has two points: the mean of a method's runs, and their range."""
     runs = points.groupby("run")
+    if not len(points) or runs.size().max() < 2:
+        return None
     points = points[runs["x"].transform("max") > 0]
     counts = points.groupby("label")["run"].agg(lambda runs: runs.value_counts().min())
-    if not len(points) or runs.size().max() < 2:
-        return
     styles = {label: line_style(index, len(marks), counts.get(label, 0)) for index, label in enumerate(marks)}
 
     def paint(axes: Any) -> None:
@@ -301,7 +288,8 @@ def _picture(
             _logarithmic(axes)
         axes.grid(alpha=0.3)
 
-    yield Picture(file_name(name), caption[0].upper() + caption[1:], paint, setting=setting)
+    caption = f"{caption[0].upper()}{caption[1:]}{f' in {setting}' if setting else ''}"
+    return Picture(file_name(f"{name}-{setting}"), caption, paint, setting=setting)
 
 
 def marks_of(folder: str | Path, rounds: Frame) -> list[Mark]:
@@ -322,7 +310,7 @@ def marks_of(folder: str | Path, rounds: Frame) -> list[Mark]:
     ]
 
 
-def draw_marks(axes: Any, marks: Mapping[str, Sequence[Mark]], colours: Mapping[str, str]) -> None:
+def draw_marks(axes: Any, marks: Marks, colours: Mapping[str, str]) -> None:
     """Draw a line at every mark inside the axes, in the colour of the method if only one has it, else in grey."""
     labels: dict[Mark, list[str]] = {}
     for label, each in marks.items():
@@ -354,12 +342,14 @@ def bars(runs: Frame, paper: Paper) -> Iterator[Picture]:
     values = values_of(numbers_of(runs, paper.quantities, paper.rounds))
     settings = dict(zip(runs["setting"], runs["labels"], strict=True))
     methods = dict(zip(runs["label"], runs["method"], strict=True))
+    at = values.index.get_level_values("setting")
     for setting in [*settings][:SETTINGS]:
-        yield from _domains(setting, values[values.index.get_level_values("setting") == setting].droplevel("setting"))
+        yield from _domains(setting, values[at == setting].droplevel("setting"))
     accuracies = values[values.index.get_level_values("column") == "accuracy"].droplevel("column")
     for setting in settings:
         yield from _freeze_rounds(setting, methods, accuracies)
-    yield from _maps(settings, methods, accuracies["mean"].to_dict())
+    places = pd.DataFrame([*settings.values()], [*settings])
+    yield from _maps(places, _normalizers(methods), accuracies["mean"].to_dict())
 
 
 def _domains(setting: str, values: Frame) -> Iterator[Picture]:
@@ -409,32 +399,26 @@ def _freeze_rounds(setting: str, methods: Mapping[str, str], accuracies: Frame) 
     yield Picture(file_name(f"freeze-{setting}"), caption, paint, setting=setting)
 
 
-def _maps(
-    settings: Mapping[str, Mapping[str, str]], methods: Mapping[str, str], means: Mapping[tuple[str, str], float]
-) -> Iterator[Picture]:
+def _maps(places: Frame, pair: tuple[str, str] | None, means: Mapping[tuple[str, str], float]) -> Iterator[Picture]:
     """Draw accuracy with GN minus that with BN over local steps and another axis, as in FixBN's Figure 2.
 
-    `settings` has the label on each axis, `methods` what a label stands for.
+    `places` has the label of each setting on each axis, `pair` the labels of both methods.
     """
-    pair, axes = _normalizers(methods), dict[str, dict[str, None]]()
-    for labels in settings.values():
-        for axis, label in labels.items():
-            axes.setdefault(axis, {})[label] = None
-    columns = list(axes.pop("local-steps", []))
-    down, *rest = sorted(axes, key=lambda axis: -len(axes[axis])) or [""]
-    lines = list(axes.get(down, [""]))
-    if not pair or len(columns) < 2:
+    if not pair or column(places, "local-steps").nunique() < 2:
         return
-    for fixed in dict.fromkeys(tuple(labels[axis] for axis in rest) for labels in settings.values()):
-        table = np.full((len(lines), len(columns)), np.nan)
-        for name, labels in settings.items():
-            gn, bn = (means.get((name, label)) for label in pair)
-            if gn is not None and bn is not None and tuple(labels[axis] for axis in rest) == fixed:
-                table[lines.index(labels.get(down, "")), columns.index(labels["local-steps"])] = gn - bn
-        if np.isfinite(table).any():
+    others = places.drop(columns="local-steps").nunique()
+    down = others.idxmax() if len(others) else ""
+    places = places.assign(
+        gap=[means.get((at, pair[0]), np.nan) - means.get((at, pair[1]), np.nan) for at in places.index]
+    )
+    places, rest = places.assign(**{} if down else {"": ""}), [axis for axis in others.index if axis != down]
+    for fixed, own in places.groupby(rest, sort=False) if rest else [((), places)]:
+        table = own.pivot(index=down, columns="local-steps", values="gap")
+        table = table.reindex(index=places[down].unique(), columns=places["local-steps"].unique())
+        if table.notna().any(axis=None):
             where = f" in {', '.join(fixed)}" if fixed else ""
             caption = f"Accuracy with {pair[0]} minus {pair[1]}, in points{where}"
-            yield _map(table, lines, columns, caption, "-".join(fixed))
+            yield _map(table.to_numpy(), [*table.index], [*table.columns], caption, "-".join(fixed))
 
 
 def _map(table: Any, rows: Sequence[str], columns: Sequence[str], caption: str, name: str) -> Picture:

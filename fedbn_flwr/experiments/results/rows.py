@@ -12,6 +12,7 @@ from fedbn_flwr.experiments.runs import FREE, setting_name
 from fedbn_flwr.experiments.study import STUDY
 from fedbn_flwr.plugins import extra
 from fedbn_flwr.plugins.options import UsageError
+from fedbn_flwr.traffic.counting_grid import MEGABYTE
 
 #: a `pandas.DataFrame`
 Frame = Any
@@ -161,9 +162,11 @@ def rounds_of(runs: Frame, name: str = "rounds.jsonl") -> Frame:
 
 
 def finished(runs: Frame) -> Frame:
-    """Return the runs that came to their end, with the number of `rounds` that they made before they stopped."""
+    """Return the runs that came to their end, with the `rounds` that they made before they stopped, and `MB sent`."""
     ended = runs[runs["state"] == "finished"]
-    return ended.assign(rounds=column(ended, "stopped-after").fillna(column(ended, "rounds")))
+    rounds = column(ended, "stopped-after").fillna(column(ended, "rounds"))
+    sent, counted = (column(ended, f"{name}-bytes") / MEGABYTE for name in ("payload", "paper"))
+    return ended.assign(rounds=rounds, **{"MB sent": sent, "MB a round": counted / rounds})
 
 
 def column(runs: Frame, name: str) -> Any:

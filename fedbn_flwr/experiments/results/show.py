@@ -1,6 +1,6 @@
-"""The forms of a table: in a terminal, as HTML, as CSV and for LaTeX. A new one is a line of `FORMS`."""
+"""The forms of a table: in a terminal, as HTML, as CSV and for LaTeX."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -41,11 +41,6 @@ ESCAPES = {letter: f"\\{letter}" for letter in "#$%&_{}"} | {
 FOLDED = ("setting", "method", "state")
 
 
-def show(shown: Table, form: str) -> str:
-    """Return a table in one of `FORMS`."""
-    return FORMS[form](shown)
-
-
 def terminal(shown: Table) -> None:
     """Print a table with its caption; one wider than the terminal breaks headings, options and deviations."""
     rich, texts = new_table(escape(shown.caption)), shown.frame.map(str)
@@ -75,6 +70,11 @@ def _break(rich: RichTable) -> None:
         for cell in column.cells:
             if isinstance(cell, Text):
                 cell.plain = str(cell).replace(":", "\n:").replace(" ±", "\n±")
+
+
+def to_html(shown: Table) -> str:
+    """Return a table as HTML."""
+    return fill("table.html", table=shown)
 
 
 def to_csv(shown: Table) -> str:
@@ -128,13 +128,6 @@ def _breakable(words: str) -> Any:
 
     escaped = str(markupsafe.escape(words))
     return markupsafe.Markup(escaped.replace(":", "<wbr>:").replace("+", "<wbr>+").replace(",", ",<wbr>"))
-
-
-FORMS: dict[str, Callable[[Table], str]] = {
-    "html": lambda shown: fill("table.html", table=shown),
-    "csv": to_csv,
-    "latex": to_latex,
-}
 
 
 def show_run(run: dict[str, Any]) -> None:

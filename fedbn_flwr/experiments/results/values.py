@@ -55,7 +55,7 @@ def _columns(ended: Frame, quantity: str, rounds: int) -> dict[str, Any]:
     match quantity:
         case "score":  # by which methods are compared: accuracy, unless data or objective have another one
             metrics = [*column(ended, "metric").dropna().unique()] or ["accuracy"]
-            return {name: _scaled(ended, name) for name in metrics}
+            return {name: scaled(ended, name) for name in metrics}
         case "domain-accuracy":
             own = column(ended, quantity).dropna()
             domains = 100 * pd.DataFrame([*own], own.index)
@@ -66,10 +66,11 @@ def _columns(ended: Frame, quantity: str, rounds: int) -> dict[str, Any]:
             return {quantity: sent / made * rounds / 2**30}
         case "extra-exchanges":  # the share of the exchanges beyond one a round
             return {quantity: 100 * (1 - made / column(ended, "exchanges"))}
-    return {quantity: _scaled(ended, quantity)}
+    return {quantity: scaled(ended, quantity)}
 
 
-def _scaled(runs: Frame, name: str) -> Any:
+def scaled(runs: Frame, name: str) -> Any:
+    """Return the numbers of a column as people read them."""
     return scale_of(name) * pd.to_numeric(column(runs, name), errors="coerce")
 
 

@@ -27,96 +27,6 @@ from fedbn_flwr.transports import Participant
 WAITING_PER_TRAINING = 2
 
 
-class Stacks:
-    """Trains clients that share a model and an instruction as one stack of models, others one after another.
-
-    At most `chunk` clients are stacked; 0 is as many as speed up a step and fit into the `share` of the memory.
-    """
-
-    def __init__(self, chunk: int, share: float) -> None:
-        self._chunk, self._share = chunk, share
-        #: by the id of a model, what a step keeps in memory
-        self._memory: dict[int, StepMemory] = {}
-        self._logged: set[str] = set()
-
-    def train(self, jobs: Sequence[Job]) -> Iterator[Trained]:
-        """Train stacks, then what cannot be stacked, or has failed in a stack.
-
-        A failure is forgotten: whether a later round's stacks fail must not depend on this one, or a run that is
-        resumed between them would have other bits.
-        """
-        trained, failures = set[int](), dict[str, str]()
-        for stack in self.cut(jobs):
-            if len(stack) == 1:
-                continue
-            try:
-                replies = train_together(stack, stack[0].client.model)
-            except CannotStackError as reason:
-                self.log_once(str(reason))
-            except Exception as error:
-                # the first of its kind: others may name other values
-                failures.setdefault(type(error).__name__, f"{type(error).__name__}: {error}")
-            else:
-                trained |= {job.place for job in stack}
-                yield list(zip(stack, replies, strict=True))
-        if others := [job for job in jobs if job.place not in trained]:
-            for replies_alone in one_by_one(others):
-                if replies_alone:
-                    for kind, failure in failures.items():
-                        self.log_once(failure, WARNING, kind)
-                yield replies_alone
-
-    def cut(self, jobs: Sequence[Job], layerwise: bool = False) -> list[list[Job]]:
-        """Return stacks of jobs that go together, those with similar numbers of steps, the largest numbers first."""
-        stacks: list[list[Job]] = []
-        for group in self._group(jobs):
-            size = self._size(group[0], layerwise) if len(group) > 1 else 1
-            ordered = sorted(group, key=lambda job: -job.steps)
-            stacks += [ordered[start : start + size] for start in range(0, len(ordered), size)]
-        return stacks
-
-    def count_fitting(self, job: Job) -> int:
-        """Return how many clients like this one fit into memory, next to those in other processes of this machine."""
-        fitting = clients_that_fit(self._step_memory(job), job.client.device)
-        return max(int(fitting * self._share), 1)
-
-    def log_once(self, reason: str, level: int = INFO, kind: str = "") -> None:
-        """Say why clients train one after another; of reasons of a kind, the first."""
-        if (key := kind or reason) not in self._logged:
-            self._logged.add(key)
-            log(level, "Clients train one after another: %s", " ".join(reason.split()))
-
-    def _group(self, jobs: Sequence[Job]) -> list[list[Job]]:
-        """Put jobs together that can be stacked; those that cannot be planned are reported by their messages."""
-        groups: dict[Hashable, list[Job]] = {}
-        for job in jobs:
-            try:
-                key = _stack_key(job)
-            except Exception:
-                continue
-            if reason := _why_not_stackable(job):
-                self.log_once(reason)
-            else:
-                groups.setdefault(key, []).append(job)
-        if len(groups) > 1 and len({id(group[0].client.model) for group in groups.values()}) == len(jobs):
-            self.log_once("each has a model of its own")
-        return list(groups.values())
-
-    def _size(self, job: Job, layerwise: bool) -> int:
-        """Return the largest stack of clients like this one that speeds up a step and fits into memory."""
-        if self._chunk:
-            return self._chunk
-        client = job.client
-        most = largest_useful_stack(client.model, client.device, lambda: self._step_memory(job), layerwise)
-        return min(most, self.count_fitting(job)) if most > 1 else 1
-
-    def _step_memory(self, job: Job) -> StepMemory:
-        model = id(job.client.model)
-        if model not in self._memory:
-            self._memory[model] = StepMemory.of(job.client, job.instruction)
-        return self._memory[model]
-
-
 class StackedGrid(InProcessGrid):
     """Trains clients that share a model and an instruction at once, as a stack of models.
 
@@ -138,18 +48,98 @@ class StackedGrid(InProcessGrid):
         *,
         chunk: int = 0,
     ) -> None:
-        share = 1.0 if partitions is None else len(partitions) / num_nodes
         super().__init__(client_app, num_nodes, run_config, partitions, state_dir)
-        self._stacks = Stacks(chunk, share)
-        self._trainer = self._stacks.train
+        #: of the nodes, and so of the memory
+        self._share = 1.0 if partitions is None else len(partitions) / num_nodes
+        self._chunk = chunk
+        #: by the id of a model, what a step keeps in memory
+        self._memory: dict[int, StepMemory] = {}
+        self._logged: set[str] = set()
         #: copies of models, for steps that wait in the middle of a pass
         self._structures = Replicas()
 
     def _hands_to_clients(self) -> bool:
         hands = super()._hands_to_clients()
         if not hands:
-            self._stacks.log_once("the ClientApp was not made by `client_app`, or has mods")
+            self._log_once("the ClientApp was not made by `client_app`, or has mods")
         return hands
+
+    def _trainer(self, jobs: Sequence[Job]) -> Iterator[Trained]:
+        """Train stacks, then what cannot be stacked, or has failed in a stack.
+
+        A failure is forgotten: whether a later round's stacks fail must not depend on this one, or a run that is
+        resumed between them would have other bits.
+        """
+        trained, failures = set[int](), dict[str, str]()
+        for stack in self._cut(jobs):
+            if len(stack) == 1:
+                continue
+            try:
+                replies = train_together(stack, stack[0].client.model)
+            except CannotStackError as reason:
+                self._log_once(str(reason))
+            except Exception as error:
+                # the first of its kind: others may name other values
+                failures.setdefault(type(error).__name__, f"{type(error).__name__}: {error}")
+            else:
+                trained |= {job.place for job in stack}
+                yield list(zip(stack, replies, strict=True))
+        if others := [job for job in jobs if job.place not in trained]:
+            for replies_alone in one_by_one(others):
+                if replies_alone:
+                    for kind, failure in failures.items():
+                        self._log_once(failure, WARNING, kind)
+                yield replies_alone
+
+    def _cut(self, jobs: Sequence[Job], layerwise: bool = False) -> list[list[Job]]:
+        """Return stacks of jobs that go together, those with similar numbers of steps, the largest numbers first."""
+        stacks: list[list[Job]] = []
+        for group in self._group(jobs):
+            size = self._size(group[0], layerwise) if len(group) > 1 else 1
+            ordered = sorted(group, key=lambda job: -job.steps)
+            stacks += [ordered[start : start + size] for start in range(0, len(ordered), size)]
+        return stacks
+
+    def _count_fitting(self, job: Job) -> int:
+        """Return how many clients like this one fit into memory, next to those in other processes of this machine."""
+        fitting = clients_that_fit(self._step_memory(job), job.client.device)
+        return max(int(fitting * self._share), 1)
+
+    def _log_once(self, reason: str, level: int = INFO, kind: str = "") -> None:
+        """Say why clients train one after another; of reasons of a kind, the first."""
+        if (key := kind or reason) not in self._logged:
+            self._logged.add(key)
+            log(level, "Clients train one after another: %s", " ".join(reason.split()))
+
+    def _group(self, jobs: Sequence[Job]) -> list[list[Job]]:
+        """Put jobs together that can be stacked; those that cannot be planned are reported by their messages."""
+        groups: dict[Hashable, list[Job]] = {}
+        for job in jobs:
+            try:
+                key = _stack_key(job)
+            except Exception:
+                continue
+            if reason := _why_not_stackable(job):
+                self._log_once(reason)
+            else:
+                groups.setdefault(key, []).append(job)
+        if len(groups) > 1 and len({id(group[0].client.model) for group in groups.values()}) == len(jobs):
+            self._log_once("each has a model of its own")
+        return list(groups.values())
+
+    def _size(self, job: Job, layerwise: bool) -> int:
+        """Return the largest stack of clients like this one that speeds up a step and fits into memory."""
+        if self._chunk:
+            return self._chunk
+        client = job.client
+        most = largest_useful_stack(client.model, client.device, lambda: self._step_memory(job), layerwise)
+        return min(most, self._count_fitting(job)) if most > 1 else 1
+
+    def _step_memory(self, job: Job) -> StepMemory:
+        model = id(job.client.model)
+        if model not in self._memory:
+            self._memory[model] = StepMemory.of(job.client, job.instruction)
+        return self._memory[model]
 
     # ---- layer-wise steps ----------------------------------------------------------------------------------------
 
@@ -159,11 +149,11 @@ class StackedGrid(InProcessGrid):
             return None
         for message in messages:
             identify(message)
-        stacks = self._stacks.cut(self._prepare(dict(enumerate(messages))), layerwise=True)
+        stacks = self._cut(self._prepare(dict(enumerate(messages))), layerwise=True)
         if sum(map(len, stacks)) < len(messages):
             return None
-        if len(messages) > WAITING_PER_TRAINING * self._stacks.count_fitting(stacks[0][0]):
-            self._stacks.log_once(f"a layer-wise step of all {len(messages)} takes more memory than there is")
+        if len(messages) > WAITING_PER_TRAINING * self._count_fitting(stacks[0][0]):
+            self._log_once(f"a layer-wise step of all {len(messages)} takes more memory than there is")
             return None
         return StackedTransport(stacks, self._train_in_step, self._close_step)
 

@@ -106,6 +106,6 @@ def test_the_rows_of_a_round_by_hand() -> None:
         for node, distance in enumerate((1.0, 4.0))
     ]
     before, after = arrays([1.0, 2.0], [0.0, 0.0]), arrays([4.0, 0.0], [0.0, -0.5])
-    (row,) = dynamics_of(Round(1, current=state.arrays_of(before), arrays=after, replies=replies), 0.7)
+    (row,) = dynamics_of(Round(1, current=state.arrays_of(before), after=after, replies=replies), 0.7)
     assert (row["global-change"], row["local-distance"], row["window-variance"]) == (5.5, 2.5, 0.5)
     assert math.isnan(row["batch-change"])

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from fedbn_flwr.experiments import UsageError, main
-from fedbn_flwr.experiments.checks import check
+from fedbn_flwr.experiments.checks import checked_material
 from fedbn_flwr.experiments.material import load_data, rounds_within_budget
 from fedbn_flwr.experiments.recipes.schema import read_recipe, recipe_names
 
@@ -192,7 +192,7 @@ def test_every_recipe_runs_in_small_for_20_rounds_at_least(name: str) -> None:
         assert rounds_within_budget(config, config.clients, len(load_data(config).train)).rounds >= 20
     for setting in small.study.settings:
         experiment = small.study.experiment(setting, small.study.methods_of(setting)[0], 0)
-        check(experiment, experiment.make_strategy(experiment.config.clients))
+        checked_material(experiment, experiment.make_strategy(experiment.config.clients))
 
 
 def test_recipes_are_listed_by_paper_and_number(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,66 +1,83 @@
 """What a step, a round and an evaluation ask of the device."""
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.kernels import CASES, CLIENTS, ENGINES, step_and_round
+from benchmarks.kernels import step_and_round
 from fedbn_flwr import state
 from fedbn_flwr.client.evaluation import evaluate, mean_loss
-from tests.fake_accelerator.tally import counting
-from tests.helpers.harness import make_float32_model, make_split
+from fedbn_flwr.simulation.in_process import InProcessGrid
+from fedbn_flwr.strategies import BaseStrategy, FedAvg, FedTAN, FedWon, Scaffold
+from tests.fake_accelerator.tally import KINDS, Tally, counting
+from tests.helpers.engine_comparison import Stacked
+from tests.helpers.harness import Federation, make_float32_model, make_split
 
-#: layers of small-cnn that exchange
-LAYERS = 3
-#: several tests ask for the same counts
-ask = cache(step_and_round)
+#: layers that exchange, and steps of a round
+LAYERS, STEPS = 2, 3
+#: clients with equal steps
+SIZES = (8, 8)
+#: a strategy, the normalizer of its model, options of its steps, and copies a round: to the device, and back
+CASES: dict[str, tuple[Callable[[], BaseStrategy], str, dict[str, Any], tuple[int, int]]] = {
+    # the model and the batch on the way there, each in two dtypes; the model and the loss on the way back
+    "FedAvg": (FedAvg, "bn", {}, (4, 3)),
+    "crop-flip": (FedAvg, "bn", {"augmentation": "crop-flip"}, (4, 3)),
+    # the variates of the server and of the client; the client's new ones and their change
+    "SCAFFOLD": (Scaffold, "bn", {}, (4 + 2, 3 + 2)),
+    "kept momentum": (partial(FedAvg, momentum_state="local"), "bn", {"momentum": 0.9}, (4 + 1, 3 + 1)),
+    # there are no counters
+    "FedWon": (partial(FedWon, agc="off"), "wsconv", {}, (3, 2)),
+    "FedWon, clipping": (partial(FedWon, agc="on"), "wsconv", {}, (3, 2)),
+    # as many requests, counts and answers as a client has exchanges; a stack has answers only
+    "FedTAN": (FedTAN, "bn", {}, (4 + 2 * LAYERS, 3)),
+}
 
 
-# kept Adam is not stacked
-@pytest.mark.parametrize(
-    ("case", "engine"),
-    [(case, engine) for case in CASES for engine in ENGINES if (case, engine) != ("kept Adam", "stacked")],
-)
-def test_a_step_waits_for_nothing(case: str, engine: str) -> None:
-    method, options = CASES[case]
-    step, a_round = ask(method, engine, model="small-cnn", **options)
+def ask(case: str, grid: type[InProcessGrid], rounds: int, steps: int) -> Tally:
+    """Return what a whole run asks of the device."""
+    make, norm, options, _ = CASES[case]
+    nodes = Federation(make_float32_model(norm), SIZES, grid=grid, device="fake")
+    with counting() as tally:
+        nodes.run(make(), rounds, local_steps=steps, **options)
+    return tally
+
+
+@cache
+def measured(case: str, grid: type[InProcessGrid]) -> tuple[dict[str, float], dict[str, float]]:
+    """Return, by kind, what a step of a client or a stack asks, and what its round asks beside steps."""
+    ask(case, grid, 1, 1)  # the first sends what stays on the device
+    once, longer, more = (ask(case, grid, *run) for run in ((2, STEPS), (2, 2 * STEPS), (3, STEPS)))
+    sides = 1 if grid is Stacked else len(SIZES)
+    step = {kind: (longer.of(kind) - once.of(kind)) / (2 * STEPS * sides) for kind in KINDS}
+    return step, {kind: (more.of(kind) - once.of(kind)) / sides - STEPS * step[kind] for kind in KINDS}
+
+
+@pytest.mark.parametrize("grid", [InProcessGrid, Stacked])
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_waits_for_nothing_and_a_round_has_few_copies(case: str, grid: type[InProcessGrid]) -> None:
+    step, a_round = measured(case, grid)
     # what is drawn for crops is sent in one copy, whose memory nobody waits for
-    wanted = {"to device": float(case == "crop-flip"), "to host": 0, "wait": 0}
-    assert {kind: step[kind] for kind in wanted} == wanted
-    waits = 2 * LAYERS if case == "FedTAN" and engine == "stacked" else 0
-    assert a_round["wait"] == waits
-    if case == "FedAvg":
-        clients = CLIENTS if engine == "inprocess" else 1
-        # the model and the batch on the way there; the model and the loss on the way back
-        assert (a_round["to device"], a_round["to host"]) == (4 * clients, 3 * clients)
-
-
-@pytest.mark.parametrize(
-    ("method", "options", "copies"),
-    [
-        ("fedavg", {}, (4, 3)),
-        # the variates of the server and of the clients; the clients' new ones and their changes
-        ("scaffold", {}, (4 + 2, 3 + 2)),
-        ("fedavg", {"momentum": 0.9, "momentum_state": "local"}, (4 + 1, 3 + 1)),
-    ],
-)
-def test_a_stacked_round_of_a_large_model_has_as_few_copies(
-    method: str, options: dict[str, Any], copies: tuple[int, int]
-) -> None:
-    _, a_round = ask(method, "stacked", model="resnet20", **options)
-    assert (a_round["to device"], a_round["to host"], a_round["wait"]) == (*copies, 0)
+    assert [step[kind] for kind in KINDS[1:]] == [float(case == "crop-flip"), 0, 0]
+    assert a_round["wait"] == (2 * LAYERS if (case, grid) == ("FedTAN", Stacked) else 0)
+    if (case, grid) != ("FedTAN", InProcessGrid):  # its messages are the CPU's
+        assert (a_round["to device"], a_round["to host"]) == CASES[case][3]
 
 
 def test_rules_launch_few_kernels() -> None:
-    def kernels(method: str) -> float:
-        return ask(method, "stacked", model="small-cnn")[0]["kernel"]
+    def kernels(case: str) -> float:
+        return measured(case, Stacked)[0]["kernel"]
 
-    plain = kernels("fedavg")
-    assert kernels("scaffold") == plain + 2
-    # two norms for each of six parameters that are not the classifier's, and five kernels for all
-    assert kernels("fedwon:agc=on") == kernels("fedwon:agc=off") + 2 * 6 + 5
+    assert kernels("SCAFFOLD") == kernels("FedAvg") + 2
+    # two norms for each of four parameters that are not the classifier's, and five kernels for all
+    assert kernels("FedWon, clipping") == kernels("FedWon") + 2 * 4 + 5
+
+
+def test_a_run_of_the_command_asks_no_more() -> None:
+    step, a_round = step_and_round("fedavg", "stacked", model="small-cnn")
+    assert (step["wait"], a_round["to device"], a_round["to host"]) == (0, *CASES["FedAvg"][3])
 
 
 def test_an_evaluation_waits_once_a_batch() -> None:

@@ -1,6 +1,7 @@
 """Every method on the simulated device, against the CPU."""
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -20,11 +21,12 @@ def _row(name: str) -> Case:
     return lambda: REGISTRY[name](**TABLE[name][0]), TABLE[name][1]
 
 
+#: what their nodes do, those of another method do as well
+SAME_NODES = {"silobn", "mtfl", "standalone", "centralized", "fednorm", "fedtan-ii"}
 CASES: dict[str, Case] = {
-    **{name: _row(name) for name in TABLE},
+    **{name: _row(name) for name in TABLE if name not in SAME_NODES},
     "fedtan, carried": (lambda: FedTAN(carry=True), "bn"),
     "fedtan, paper": (lambda: FedTAN(exchange="paper"), "bn"),
-    "exact statistics": (lambda: FedAvg(statistics="exact"), "bn"),
     "own statistics": (lambda: MTFL(statistics="own"), "bn"),
     "batch renormalization": (FedAvg, "brn"),
     "group normalization": (FedAvg, "gn"),
@@ -36,6 +38,7 @@ KEPT: dict[str, dict[str, Any]] = {
 }
 
 
+@cache
 def end_of(name: str, device: str, grid: type[InProcessGrid] = InProcessGrid) -> dict[str, torch.Tensor]:
     make, norm = CASES[name]
     return dict(Federation(make_model(norm), device=device, grid=grid).run(make(), 2))
@@ -67,7 +70,7 @@ def test_kept_states_of_optimizers_have_the_bits_of_the_cpu(optimizer: str, wher
     assert distance(*ends) == 0
 
 
-@pytest.mark.parametrize("method", own.METHODS)
+@pytest.mark.parametrize("method", sorted(own.METHODS.keys() - {"fedbn", "fedbs", "global momentum"}))
 def test_own_loops_end_and_obey(method: str) -> None:
     made = own.make_without_bn if method == "fedwon" else own.make
     options: dict[str, Any] = {"num_examples": lambda context: SIZES[int(context.node_config["partition-id"])]}

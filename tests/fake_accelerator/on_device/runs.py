@@ -14,47 +14,45 @@ from tests.helpers.deaths import Death, dying
 from tests.helpers.runs import command, results, rounds, run_in
 
 COLD = """
-import sys, torch, torch.nn.functional as F
+import torch, torch.nn.functional as F
 from fedbn_flwr.randomness import OwnRandomness
-if sys.argv[1] == "warm":
-    torch.ones(1, device="fake")
-stream = OwnRandomness(5)
-with stream.drawing():
-    torch.rand(3)
-with stream.drawing():
-    print(F.dropout(torch.ones(12, device="fake")).tolist(), torch.rand(1).item())
+
+def drawn():
+    stream = OwnRandomness(5)
+    with stream.drawing():
+        torch.rand(3)
+    with stream.drawing():
+        return F.dropout(torch.ones(12, device="fake")).tolist(), torch.rand(1).item()
+
+assert not torch.fake.is_initialized()
+first = drawn()
+assert torch.fake.is_initialized()
+assert drawn() == first
 """
 
 
-def output_of(program: str, *words: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", program, *words],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return done.stdout
+def run_program(program: str, *words: str) -> None:
+    subprocess.run([sys.executable, "-c", program, *words], env=environment(), check=True)
 
 
 def test_dropout_in_a_cold_process_is_the_seeded_one() -> None:
-    assert output_of(COLD, "cold") == output_of(COLD, "warm")
+    run_program(COLD)
 
 
-RUN = """
+RUNS = """
 import sys, torch
 from fedbn_flwr.experiments import main
-assert main(sys.argv[1:]) == 0
-print(torch.fake.is_initialized())
+for device, used in (("cpu", False), ("auto", True)):
+    assert main([*sys.argv[1:], "--device", device, "--results-dir", device]) == 0
+    assert torch.fake.is_initialized() == used
 """
 
 
-@pytest.mark.parametrize(("device", "used"), [("cpu", False), ("auto", True)])
-def test_a_run_starts_and_notes_the_device_only_if_it_uses_it(device: str, used: bool, tmp_path: Path) -> None:
-    words = command("run", device=device, model="mlp", results_dir=str(tmp_path))
-    assert output_of(RUN, *words).splitlines()[-1] == str(used)
-    noted = json.loads((run_in(tmp_path) / "config.json").read_text())["hardware"]
-    assert (noted == "simulated accelerator") == used
+def test_a_run_starts_and_notes_the_device_only_if_it_uses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_program(RUNS, *command("run", model="mlp"))
+    noted = [json.loads((run_in(tmp_path / name) / "config.json").read_text()) for name in ("cpu", "auto")]
+    assert [each["hardware"] == "simulated accelerator" for each in noted] == [False, True]
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedtan"])

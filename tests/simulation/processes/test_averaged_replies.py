@@ -1,12 +1,11 @@
-"""Replies that a worker has averaged: the models and the records of single replies, to rounding."""
+"""Replies that a worker averages: which it leaves as they are, and who gets single ones."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from flwr.app import Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
@@ -19,46 +18,12 @@ from fedbn_flwr.simulation import InProcessGrid
 from fedbn_flwr.simulation.processes.averaged_replies import average_replies
 from fedbn_flwr.simulation.processes.grid import WorkersGrid
 from fedbn_flwr.state import arrays_to_record
-from fedbn_flwr.strategies import FedAvg, FedBN, FedProx, FedTAN, FixBN, Scaffold, register_strategy
-from fedbn_flwr.traffic.counting_grid import CountingGrid
+from fedbn_flwr.strategies import FedAvg, register_strategy
 from fedbn_flwr.wire.pooled import Summed
 from tests.helpers.harness import INSTRUCTION, Federation, make_model
 from tests.helpers.registered import registries_restored
 from tests.helpers.runs import OPTIONS
 from tests.helpers.tellers import engine
-
-STRATEGIES: dict[str, Callable[[], FedAvg]] = {
-    "fedavg": FedAvg,
-    "uniform": lambda: FedAvg(weighting="uniform"),
-    "momentum": lambda: FedAvg(momentum_state="global"),
-    "fedprox": lambda: FedProx(mu=0.1),
-    "fixbn": lambda: FixBN(freeze_round=1),
-    "fedbn": FedBN,
-    "scaffold": Scaffold,
-    "fedtan": FedTAN,
-}
-
-
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_strategies_get_the_model_of_single_replies(name: str) -> None:
-    options: dict[str, Any] = {"momentum": 0.9} if name == "momentum" else {}
-    nodes, strategy, averaged = Federation(make_model()), STRATEGIES[name](), STRATEGIES[name]()
-    assert not strategy.needs_single_replies
-    with engine("stacked", nodes) as alone, engine("workers", nodes, strategy.weighting) as workers:
-        one, several = CountingGrid(alone), CountingGrid(workers)
-        wanted = nodes.run(strategy, grid=one, **options)
-        found = nodes.run(averaged, grid=several, **options)
-    for key, value in wanted.items():
-        torch.testing.assert_close(found[key], value, rtol=1e-12, atol=1e-12)
-    # one reply for each worker, which has every second node
-    assert [dict(reply.nodes) for reply in averaged.training.replies] == [{1000: 0, 1002: 2}, {1001: 1, 1003: 3}]
-    # counted as if all nodes had replied
-    assert several.training == one.training
-    metrics = [
-        [reply.metrics[wire.TRAIN_LOSS] * reply.num_examples for reply in each.training.replies]
-        for each in (strategy, averaged)
-    ]
-    assert sum(metrics[1]) == pytest.approx(sum(metrics[0]), rel=1e-12)
 
 
 @pytest.fixture

@@ -1,10 +1,10 @@
-"""Nodes in several processes: the bits of one process, and what becomes of processes that die."""
+"""Nodes in several processes: which process does what, and what becomes of processes that die."""
 
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -12,17 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, Context, Message
+from flwr.app import Context, Message
 from flwr.common.constant import ErrorCode
 from torch import Tensor
 
-from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.data.prefetch import decode
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.simulation.processes.grid import WorkersGrid
 from fedbn_flwr.simulation.processes.worker import OwnShare, Worker, WorkerError
-from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN, FixBN, Scaffold
+from fedbn_flwr.strategies import FedTAN
 from fedbn_flwr.transports import message_records as layerwise_wire
 from tests.helpers.checkout import ROOT
 from tests.helpers.harness import SIZES, Federation, make_model
@@ -103,49 +102,6 @@ def test_there_are_not_more_processes_than_nodes_and_each_may_have_variables_of_
     with WorkersGrid(partial(obeying, 2), 2, 7, start=start) as grid:
         assert len(grid.process_ids) == 2
         assert [answer[2] for answer in answers(send(grid, "threads", "threads"))] == ["0", "1"]
-
-
-# ---- the same bits -----------------------------------------------------------------------------------------------
-
-STRATEGIES: dict[str, Callable[[], FedAvg]] = {
-    "fedavg": FedAvg,
-    "fixbn": lambda: FixBN(freeze_round=1),
-    "fedbn": FedBN,
-    "scaffold": Scaffold,
-    "momentum": lambda: FedAvg(momentum_state="local"),
-    "fedtan": FedTAN,
-    "fedtan, carried": lambda: FedTAN(carry=True),
-}
-
-
-def harness_nodes(partitions: Sequence[int]) -> InProcessGrid:
-    """Some nodes of the harness's federation."""
-    federation = Federation(make_model())
-    return InProcessGrid(client_app(federation.client), len(SIZES), partitions=partitions)
-
-
-#: in processes: what nodes keep, and layer-wise steps
-APART: dict[str, dict[str, Any]] = {"fedbn": {}, "fedtan": {}, "fedtan, carried": {"here": True}}
-
-
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_several_workers_give_the_bits_of_one(name: str) -> None:
-    options: dict[str, Any] = {"momentum": 0.9} if name == "momentum" else {}
-    alone = Federation(make_model())
-    wanted = alone.run(STRATEGIES[name](), **options)
-    with WorkersGrid(harness_nodes, len(SIZES), 2, **APART.get(name, {"start": OwnShare})) as grid:
-        found = Federation(make_model()).run(STRATEGIES[name](), grid=grid, **options)
-        kept = [memories(grid, node) for node in grid.get_node_ids()]
-    assert all(torch.equal(found[key], value) for key, value in wanted.items())
-    assert kept == [memories(alone.grid, node) for node in alone.grid.get_node_ids()]
-    assert any(kept) == (name in ("fedbn", "scaffold", "momentum"))
-
-
-def memories(grid: InProcessGrid | WorkersGrid, node: int) -> dict[str, dict[str, bytes]]:
-    """What a node keeps, number by number."""
-    kept = dict(Memory(grid.context(node).state).kept(""))
-    arrays = {name: record for name, record in kept.items() if isinstance(record, ArrayRecord)}
-    return {name: {key: array.data for key, array in record.items()} for name, record in arrays.items()}
 
 
 # ---- processes that die ------------------------------------------------------------------------------------------
