@@ -1,6 +1,7 @@
 """The client: what it trains with, what leaves it, and what it remembers."""
 
 import random
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,22 +49,37 @@ def arrays(reply: Reply) -> State:
 # ---- training --------------------------------------------------------------------------------------------------------
 
 
-def test_it_trains_as_a_plain_loop_over_batches_from_the_clients_own_samples() -> None:
+OPTIMIZERS: dict[str, tuple[dict[str, Any], Callable[..., torch.optim.Optimizer]]] = {
+    "sgd": ({"lr": 0.1}, torch.optim.SGD),
+    "momentum and decay": ({"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-2}, torch.optim.SGD),
+    "adam": ({"lr": 0.01, "weight_decay": 1e-2}, torch.optim.Adam),
+    "adamw": ({"lr": 0.01, "weight_decay": 0.1}, torch.optim.AdamW),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_it_trains_as_a_plain_loop_over_batches_from_the_clients_own_samples(name: str) -> None:
+    """Its loss is the mean over samples, and not over batches, which are of four samples and of two."""
     split, own = toy_split(), np.array([1, 4, 5, 8, 13, 16])
-    reply = trained(toy_client(split=split, indices=own), start(), local_steps=0, local_epochs=2, momentum=0.9)
+    options, make = OPTIMIZERS[name]
+    asked = {**options, "optimizer": name if name.startswith("adam") else "sgd"}
+    reply = trained(toy_client(split=split, indices=own), start(), local_steps=0, local_epochs=2, **asked)
 
     model = toy_cnn()
     model.load_state_dict(start())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer, total = make(model.parameters(), **options), 0.0
     generator = torch_generator(3, "batches", "round", 0, "partition", 0)
     for _ in range(2):
         for positions in torch.randperm(6, generator=generator).split(4):
             inputs, targets = split.batch(torch.from_numpy(own)[positions])
             optimizer.zero_grad()
-            F.cross_entropy(model(inputs), targets).backward()
+            loss = F.cross_entropy(model(inputs), targets)
+            loss.backward()
             optimizer.step()
+            total += loss.item() * len(positions)
     assert_same_state(arrays(reply), model.state_dict())
     assert reply.num_examples == 6
+    assert reply.metrics[wire.TRAIN_LOSS] == pytest.approx(total / 12, rel=1e-6)
 
 
 @pytest.mark.parametrize(("precision", "wanted"), [("float32", "none"), ("tf32", "tf32")])

@@ -1,8 +1,4 @@
-"""The local training loop is a plain PyTorch loop, and the instruction's options are PyTorch's own."""
-
-import copy
-from collections.abc import Callable
-from typing import Any
+"""The precision of local training, and what it says of batches on which BN cannot train."""
 
 import pytest
 import torch
@@ -11,27 +7,12 @@ from torch import Tensor, nn
 
 from fedbn_flwr.client.training import Batch, batch_loss, make_optimizer, products, train
 from fedbn_flwr.wire import Instruction
-from tests.helpers.toys import CLASSES, assert_same_state, toy_cnn, toy_split
-
-OptimizerOf = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+from tests.helpers.toys import CLASSES, toy_cnn, toy_split
 
 
 def toy_batches(steps: int = 4, size: int = 5) -> list[Batch]:
     split = toy_split(steps * size)
     return [split.batch(positions) for positions in torch.arange(steps * size).split(size)]
-
-
-def plain_loop(model: nn.Module, batches: list[Batch], make: OptimizerOf) -> list[float]:
-    """What anybody would write; returns the loss of every step."""
-    optimizer, losses = make(list(model.parameters())), []
-    model.train()
-    for inputs, targets in batches:
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(inputs), targets)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
 
 
 def trained(model: nn.Module, batches: list[Batch], instruction: Instruction) -> float:
@@ -41,42 +22,6 @@ def trained(model: nn.Module, batches: list[Batch], instruction: Instruction) ->
         return batch_loss(model, batch, instruction, F.cross_entropy)
 
     return float(train(batches, loss_of, make_optimizer(model, instruction)))
-
-
-@pytest.mark.parametrize(
-    ("options", "make"),
-    [
-        ({"lr": 0.1}, lambda values: torch.optim.SGD(values, lr=0.1)),
-        (
-            {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-2},
-            lambda values: torch.optim.SGD(values, lr=0.05, momentum=0.9, weight_decay=1e-2),
-        ),
-        (
-            {"optimizer": "adam", "lr": 0.01, "weight_decay": 1e-2},
-            lambda values: torch.optim.Adam(values, lr=0.01, weight_decay=1e-2),
-        ),
-        (
-            {"optimizer": "adamw", "lr": 0.01, "weight_decay": 0.1},
-            lambda values: torch.optim.AdamW(values, lr=0.01, weight_decay=0.1),
-        ),
-    ],
-    ids=["sgd", "momentum and decay", "adam", "adamw"],
-)
-def test_training_is_a_plain_loop_bit_for_bit(options: dict[str, Any], make: OptimizerOf) -> None:
-    model, batches = toy_cnn(), toy_batches()
-    reference = copy.deepcopy(model)
-    plain_loop(reference, batches, make)
-    trained(model, batches, Instruction(**options))
-    assert_same_state(model.state_dict(), reference.state_dict())
-    assert int(model.state_dict()["1.num_batches_tracked"]) == 4
-
-
-def test_the_loss_is_the_mean_over_samples_not_over_batches() -> None:
-    model = toy_cnn()
-    batches = [*toy_batches(2, size=6), *toy_batches(1, size=2)]
-    losses = plain_loop(copy.deepcopy(model), batches, lambda values: torch.optim.SGD(values, lr=0.1))
-    wanted = (6 * losses[0] + 6 * losses[1] + 2 * losses[2]) / 14
-    assert trained(model, batches, Instruction(lr=0.1)) == pytest.approx(wanted, rel=1e-6)
 
 
 def test_bfloat16_computes_in_bfloat16_and_keeps_the_weights_in_float32() -> None:

@@ -1,8 +1,5 @@
 """The message-based ClientApp: the reply says what was obeyed, and Flower's own strategies train it."""
 
-from dataclasses import replace
-from typing import Any
-
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
@@ -11,24 +8,6 @@ from flwr.serverapp.strategy import FedProx as FlowerFedProx
 from fedbn_flwr import wire
 from fedbn_flwr.clientapp.bn_client_app import SharedRecords, read_message
 from tests.helpers.harness import INSTRUCTION, Federation, make_model
-
-
-def ask(nodes: Federation, kind: str, **options: Any) -> list[RecordDict]:
-    """Send the same to all nodes."""
-    content: dict[str, Any] = {wire.ARRAYS: nodes.initial, wire.CONFIG: replace(INSTRUCTION, **options).to_config()}
-    messages = [Message(RecordDict(content), dst_node_id=node, message_type=kind) for node in nodes.grid.get_node_ids()]
-    return [reply.content for reply in nodes.grid.send_and_receive(messages)]
-
-
-def test_the_reply_says_what_was_obeyed() -> None:
-    nodes = Federation(make_model())
-    options = {"freeze": "statistics", "omit": "statistics", "rule_keys": (("proximal-mu", 0.1),)}
-    for reply in ask(nodes, "train", **options):
-        assert reply.config_records[wire.REPORT][wire.OBEYED] == ["freeze", "omit", "proximal-mu"]
-    for reply in ask(nodes, "train"):
-        assert wire.OBEYED not in reply.config_records[wire.REPORT]
-    for reply in ask(nodes, "evaluate", keep_local="bn", send_personal=True):
-        assert reply.config_records[wire.REPORT][wire.OBEYED] == ["keep-local", "send-personal"]
 
 
 def test_flowers_own_strategies_train_it() -> None:

@@ -1,4 +1,4 @@
-"""The embedded data: real digits, and the five domains made from them and from fonts."""
+"""The embedded data: real digits, five domains made from them and from fonts, and drawn streets."""
 
 import numpy as np
 import pytest

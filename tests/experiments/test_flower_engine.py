@@ -1,4 +1,4 @@
-"""The engine of `flwr run`: which one is taken, what is refused, and the same run as the command's."""
+"""`flwr run`: its options, which engine is taken, what is refused, and the same run as the command's."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""Data, partition, model and rounds of an experiment."""
+"""Data, partition, model and rounds of an experiment, and what is checked and warned of before the first round."""
 
 import json
 import logging

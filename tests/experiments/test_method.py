@@ -77,13 +77,6 @@ def test_an_empty_option_of_a_strategy_is_its_default() -> None:
     assert (strategy.freeze_at, strategy.freeze) == (default.freeze_at, default.freeze)
 
 
-@pytest.mark.parametrize("name", REGISTRY)
-def test_every_strategy_can_be_made_with_its_defaults(name: str) -> None:
-    experiment = resolve({"method": name})
-    assert type(experiment.make_strategy(experiment.config.clients)) is REGISTRY[name]
-    assert set(own_options(REGISTRY[name])) <= set(all_options())
-
-
 def test_shared_options_reach_the_strategy() -> None:
     given = {"seed": "4", "fraction-train": "0.5", "evaluate-every": "3", "lr-schedule": "0.5@0.5"}
     strategy = resolve({**given, "node-timeout": "9", "timeout": "50"}).make_strategy(8)

@@ -1,7 +1,7 @@
 """What users get wrong, a table for each door: the command, options and methods, and calls from Python.
 
 Mistakes in recipes are in `recipes/test_recipe.py`, those of sites in `sites/test_sites_run.py`, and checkpoints that
-cannot be used in `test_checkpoint.py`.
+cannot be used in `test_resume.py`.
 """
 
 import re

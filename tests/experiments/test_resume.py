@@ -1,4 +1,4 @@
-"""A run that died at any moment and is resumed has the files of a run that did not."""
+"""A run that died at any moment and is resumed has the files of a run that did not, or says why it cannot be."""
 
 import fcntl
 import json

@@ -114,17 +114,6 @@ def test_a_frozen_layer_without_running_statistics_still_uses_the_batch() -> Non
     assert_centralized(model, heterogeneous_batches([3, 2], (1, 4, 4)))
 
 
-class Renormalized(nn.BatchNorm1d):
-    def forward(self, input: Tensor) -> Tensor:
-        return input
-
-
-def test_a_variant_of_batch_normalization_is_refused_by_name() -> None:
-    model = nn.Sequential(nn.Linear(5, 5), Renormalized(5))
-    with pytest.raises(TypeError, match="layer '1' is a Renormalized"), shared_statistics(model, alone):
-        pass
-
-
 class Broken(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         raise RuntimeError("broken layer")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from fedbn_flwr.norm import Moments, adapt, bn_layers, freeze, gather, gathering, pool, replace
+from fedbn_flwr.norm import Moments, adapt, bn_layers, freeze, gather, pool, replace
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -38,23 +38,6 @@ def test_pooled_moments_are_those_of_the_concatenated_inputs(clients: list[list[
     pooled = pool(gather(layer, client) for client in batches)
     everything = torch.cat([batch.transpose(1, 2).reshape(-1, 3) for client in batches for batch in client])
     assert_moments_of(pooled[""], everything)
-
-
-def test_every_layer_is_recorded_with_what_it_was_given() -> None:
-    model = make_model()
-    batches = [normal(4, 2, 4, 4, seed=seed) for seed in range(3)]
-    seen = gather(model, batches)
-    assert list(seen) == list(bn_layers(model)) == ["1", "6"]
-    first = torch.cat([model.get_submodule("0")(batch) for batch in batches]).detach()
-    assert_moments_of(seen["1"], first.transpose(0, 1).reshape(3, -1).T)
-    # The second layer's inputs went through the first's mini-batch normalization, without dropout.
-    hidden = []
-    for batch in batches:
-        for layer in model.children():
-            if isinstance(layer, nn.BatchNorm1d):
-                hidden.append(batch.detach())
-            batch = layer.train(not isinstance(layer, nn.Dropout))(batch)
-    assert_moments_of(seen["6"], torch.cat(hidden))
 
 
 @pytest.mark.parametrize("kind", ["bn", "brn", "hbn", "static-bn"])
@@ -94,18 +77,6 @@ def test_a_layer_used_twice_pools_both_uses() -> None:
 def test_two_values_are_corrected_as_torch_does() -> None:
     assert Moments(2, torch.zeros(1), torch.tensor([3.0])).running_variance(unbiased=True).tolist() == [6.0]
     assert Moments(1, torch.zeros(1), torch.tensor([0.0])).running_variance(unbiased=True).tolist() == [0.0]
-
-
-def test_whoever_runs_the_model_may_ask_for_another_mode_meanwhile() -> None:
-    model, batches = (
-        nn.Sequential(nn.BatchNorm2d(2), nn.BatchNorm2d(2)).double(),
-        [normal(4, 2, 4, 4), normal(3, 2, 4, 4)],
-    )
-    with torch.no_grad(), gathering(model) as seen:
-        for batch in batches:
-            model.eval()(batch)
-    wanted = gather(model, batches)
-    assert all(torch.equal(seen[name].variance, wanted[name].variance) for name in ("0", "1"))
 
 
 # ---- adapting --------------------------------------------------------------------------------------------------------

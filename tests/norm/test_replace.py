@@ -1,4 +1,4 @@
-"""Swapping the normalizers of any model."""
+"""Swapping the normalizers of any model, in which BN is told by type."""
 
 import math
 from collections import Counter

@@ -1,6 +1,7 @@
-"""Adaptive gradient clipping against its unit-wise formula."""
+"""Rules: how they are registered, the bounds on gradients, and kept momentum."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -9,15 +10,17 @@ from flwr.app import RecordDict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 from torchvision.models import mobilenet_v2, squeezenet1_1
 
+from fedbn_flwr import wire
 from fedbn_flwr.client.node_memory import Memory
-from fedbn_flwr.client.rules import Session, rules_for
+from fedbn_flwr.client.rules import RULES, Rule, Session, read_instruction, register_rule, rules_for
 from fedbn_flwr.client.rules.gradient_norm import classifier_parameters, clip_gradients
 from fedbn_flwr.norm import replace
 from fedbn_flwr.strategies import REGISTRY
 from fedbn_flwr.wire import Instruction
+from tests.helpers.registered import registries_restored
 
 Array = NDArray[np.float64]
 
@@ -155,3 +158,126 @@ def test_every_method_asks_for_it_so_that_a_client_must_acknowledge_it(name: str
     for strategy, asked in ((REGISTRY[name](clip_norm=2), True), (REGISTRY[name](), False)):
         strategy.num_rounds = 4
         assert ("clip-norm" in strategy.instruct(Instruction(batch_size=8)).binding_keys()) == asked
+
+
+# ---- the momentum that a node or the server keeps --------------------------------------------------------------------
+
+
+BUFFER = "momentum_buffer"
+
+
+def session_of(model: nn.Module, kept: str, received: dict[str, Tensor], local: set[str], memory: Memory) -> Session:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    return Session(model, optimizer, Instruction(momentum_state=kept), {wire.MOMENTUM: received}, memory, local)
+
+
+def one_round(session: Session, gradient: float) -> None:
+    """One step along the same number in every gradient."""
+    (rule,) = rules_for(session.instruction)
+    rule.begin(session)
+    for parameter in session.model.parameters():
+        parameter.grad = torch.full_like(parameter, gradient)
+    session.optimizer.step()
+    rule.finish(session)
+
+
+def test_the_servers_momentum_is_not_changed_by_the_steps_of_a_node() -> None:
+    model, received = nn.Linear(1, 1, bias=False), {f"weight/{BUFFER}": torch.tensor([[4.0]])}
+    session = session_of(model, "global", received, set(), Memory(RecordDict()))
+    one_round(session, 1.0)
+    # .5 x 4 + 1, and what was received is as it was
+    assert session.records[wire.MOMENTUM] == {f"weight/{BUFFER}": torch.tensor([[3.0]])}
+    assert received == {f"weight/{BUFFER}": torch.tensor([[4.0]])}
+
+
+def test_names_with_the_sign_that_divides_entries_are_sent_or_kept_like_others() -> None:
+    model = nn.ModuleDict({"in/side": nn.Linear(1, 1, bias=False), "out/side": nn.Linear(1, 1, bias=False)})
+    memory, local = Memory(RecordDict()), {"in/side.weight"}
+    for wanted in (1.0, 1.5):
+        session = session_of(model, "global", {}, local, memory)
+        one_round(session, 1.0)
+        # nothing is received back, so that what travels begins anew
+        assert session.records[wire.MOMENTUM] == {f"out/side.weight/{BUFFER}": torch.tensor([[1.0]])}
+        assert memory.recall(wire.MOMENTUM) == {f"in/side.weight/{BUFFER}": torch.tensor([[wanted]])}
+
+
+# ---- how rules are registered, and switched on -----------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    """Forget what a test registers."""
+    with registries_restored():
+        yield
+
+
+def test_a_rule_is_on_when_one_of_its_keys_is_not_at_its_default() -> None:
+    @register_rule
+    class Pull(Rule):
+        pull_strength: float = 0.0
+        pull_kind: str = "even"
+
+    off = Instruction().with_rule(pull_strength=0.0, pull_kind="even")
+    assert rules_for(off) == []
+    (rule,) = rules_for(Instruction().with_rule(pull_strength=0.5))
+    assert isinstance(rule, Pull)
+    assert (rule.pull_strength, rule.pull_kind) == (0.5, "even")
+    (rule,) = rules_for(read_instruction({"fedbn.pull-kind": "odd", "pull-strength": 3}))
+    assert isinstance(rule, Pull)
+    assert (rule.pull_strength, rule.pull_kind) == (0.0, "odd")
+
+
+def test_a_rules_field_may_be_one_of_the_instruction() -> None:
+    instruction = read_instruction(Instruction(momentum_state="local").to_config())
+    assert instruction == Instruction(momentum_state="local")
+    assert instruction.binding_keys() == ["momentum-state"]
+    (rule,) = rules_for(instruction)
+    assert rule.momentum_state == "local"  # type: ignore[attr-defined]
+
+
+def register(name: str, **keys: Any) -> type[Rule]:
+    """Register a rule with these keys; a type in the place of a default is a key without one."""
+    kinds = {key: value if isinstance(value, type) else type(value) for key, value in keys.items()}
+    defaults = {key: value for key, value in keys.items() if not isinstance(value, type)}
+    return register_rule(type(name, (Rule,), {"__annotations__": kinds, **defaults, "__module__": __name__}))
+
+
+def test_the_order_is_not_that_of_registration_and_bounds_are_last() -> None:
+    def order(*names: str) -> list[str]:
+        for name in names:
+            register(name, **{name: 0})
+        asked = Instruction().with_rule(first=1, second=1, zzz=1, clip_factor=0.1, clip_norm=0.1)
+        return [type(rule).__name__ for rule in rules_for(asked)]
+
+    wanted = ["first", "second", "zzz", "Clipping", "GradientNorm"]
+    assert order("zzz", "first", "second") == order("second", "zzz", "first") == wanted
+
+
+def test_a_class_that_is_defined_again_takes_the_place_of_the_one_before() -> None:
+    for strength in (1.0, 2.0):
+
+        @register_rule
+        class Pull(Rule):
+            pull: bool = False
+            times: ClassVar[float] = strength
+
+            def begin(self, session: Session) -> None:
+                """Do nothing."""
+
+    (rule,) = rules_for(Instruction().with_rule(pull=True))
+    assert rule.times == 2.0  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"half": 0.0, "proximal_mu": 0.0}, "Proximal has the key 'proximal-mu'; known keys: .*clip-factor"),
+        ({}, "has no field"),
+        ({"pull": float}, "'pull' needs a default that is a number, text or truth value"),
+    ],
+)
+def test_a_rule_that_cannot_be_is_refused_and_leaves_nothing(keys: dict[str, Any], message: str) -> None:
+    before = dict(RULES)
+    with pytest.raises(ValueError, match=f"rule Mine:? {message}"):
+        register("Mine", **keys)
+    assert before == RULES
