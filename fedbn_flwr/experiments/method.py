@@ -72,12 +72,11 @@ class Experiment:
     def code(self) -> dict[str, str]:
         """The fingerprints of users' code, data and files, which names do not tell, by the options that name them."""
         config, initial = self.config, Path(self.config.init_from)
-        shares = {name: kind.share for name, kind in PARTITIONS.items()}
         named = {
             "model": _given_code(config.model, {name: entry.make for name, entry in MODELS.items()}),
             "dataset": _given_code(config.dataset, DATASETS) or _listing(config.dataset),
             "objective": _given_code(config.objective, {}),
-            "partition": code_fingerprint(shares.get(config.partition.partition(":")[0])),
+            "partition": code_fingerprint(getattr(PARTITIONS.get(config.partition.partition(":")[0]), "share", None)),
             "norm": code_fingerprint(NORMS[config.norm]),
             "init-from": _content(initial, initial.stat().st_mtime_ns) if initial.is_file() else "",
             "method": code_fingerprint(self.strategy_class),

@@ -174,7 +174,8 @@ def _sources(module: str) -> dict[str, bytes]:
     sources, left = dict[str, bytes](), {module}
     while left:
         name = left.pop()
-        found = _file_of(name, folder)
+        path = folder.joinpath(*name.split("."))
+        found = next((file for file in (path / "__init__.py", path.with_suffix(".py")) if file.is_file()), None)
         if found and name not in sources and name.partition(".")[0] != "fedbn_flwr":
             if found.stat().st_mtime > _STARTED:
                 raise FileNotFoundError(found)
@@ -183,11 +184,6 @@ def _sources(module: str) -> dict[str, bytes]:
     if module not in sources:
         raise FileNotFoundError(file)
     return sources
-
-
-def _file_of(name: str, folder: Path) -> Path | None:
-    path = folder.joinpath(*name.split("."))
-    return next((file for file in (path / "__init__.py", path.with_suffix(".py")) if file.is_file()), None)
 
 
 @cache
