@@ -6,7 +6,7 @@ from logging import WARNING
 import torch
 from flwr.common.logger import log
 
-from fedbn_flwr import data, models, norm
+from fedbn_flwr import data, models, norm, state
 from fedbn_flwr.client import pick_device
 from fedbn_flwr.client.learning_task import OBJECTIVES, task_of
 from fedbn_flwr.client.training import logits_of
@@ -98,14 +98,15 @@ def check_model(material: Material, strategy: BaseStrategy) -> None:
 def check_shapes(material: Material) -> bool:
     """Refuse a model that cannot take the data's inputs, or has too few outputs for their classes.
 
-    Return whether its forward pass calls `F.batch_norm` by itself.
+    Return whether its forward pass calls `F.batch_norm` by itself. The model stays as it was.
     """
-    loaded = material.data
+    loaded, before = material.data, state.snapshot(material.model)
     if not len(loaded.test):
         raise UsageError(f"{loaded.name} has no test samples")
     functional = [
         _check_inputs(material, split, role) for role, split in {"": loaded.train, "test ": loaded.test}.items()
     ]
+    state.load(material.model, before)  # some write their buffers in every pass
     return any(functional)
 
 
@@ -142,6 +143,10 @@ def _check_inputs(material: Material, split: data.Split, role: str) -> bool:
     return bool(functional.found)
 
 
+#: said where there are no sites
+AT_SITES = "the data set 'sites' is at the sites of a deployment: submit the run with `flwr run`"
+
+
 @cache
 def _warn_once(line: str) -> None:
     """Log a warning, once a process: the methods of a comparison have the same data."""
@@ -154,7 +159,7 @@ def check_simulation(experiment: Experiment) -> Material:
     refuse_sites(config)
     material = checked_material(experiment, experiment.make_strategy(config.clients))
     if material is None:
-        raise UsageError("the data set 'sites' is at the sites of a deployment: submit the run with `flwr run`")
+        raise UsageError(AT_SITES)
     names = material.data.class_names
     plain = ["".join(name.casefold().split()) for name in names]
     if alike := [name for name, short in zip(names, plain, strict=True) if plain.count(short) > 1]:

@@ -19,11 +19,11 @@ from torch.nn.modules.conv import _ConvNd
 from fedbn_flwr.client import BNClient
 from fedbn_flwr.clientapp import client_app, keep_states_in
 from fedbn_flwr.device import count_cores
-from fedbn_flwr.experiments.checkpoint import STATES
-from fedbn_flwr.experiments.checks import checked_material, refuse_own_nodes
+from fedbn_flwr.experiments.checkpoint import STATES, read_checkpoint
+from fedbn_flwr.experiments.checks import AT_SITES, checked_material, refuse_own_nodes
 from fedbn_flwr.experiments.client_side import bound_client_fn, place_of
 from fedbn_flwr.experiments.config import Config
-from fedbn_flwr.experiments.material import Material, expected_steps
+from fedbn_flwr.experiments.material import Material, expected_steps, set_threads
 from fedbn_flwr.experiments.method import Experiment, import_plugins
 from fedbn_flwr.experiments.output.recorder import Progress, Summary
 from fedbn_flwr.experiments.output.run_folder import make_folder
@@ -190,6 +190,7 @@ def node_grid(
 ) -> InProcessGrid:
     """Make the grid that trains the clients of these partitions, in stacks or one after another."""
     config, max_steps = material.config, 0
+    set_threads(config)
     if layerwise and len(partitions) > message_client.MAX_STEPS:
         # further clients replay the step; the other clients may be in other processes of this machine
         fitting = clients_that_fit(one_step(material), material.device)
@@ -237,10 +238,12 @@ def run_with_grid(engine: str, experiment: Experiment, folder: Path, progress: P
     """Run with one client after another (`inprocess`) or with stacks of clients (`stacked`): no network."""
     strategy = experiment.make_strategy(experiment.config.clients)
     material = checked_material(experiment, strategy)
-    assert material is not None  # sites have nodes of their own
+    if material is None:
+        raise UsageError(AT_SITES)
+    saved = read_checkpoint(folder) if experiment.config.resume else None
     initial = to_record(material.model.state_dict())  # before a step is tried with it
     with open_grid(material, strategy, folder, engine, bool(experiment.bound_here)) as grid:
-        return play(set_up_here(grid, material, initial), experiment, strategy, folder, progress, engine)
+        return play(set_up_here(grid, material, initial), experiment, strategy, folder, saved, progress, engine)
 
 
 def run_on_ray(experiment: Experiment, folder: Path, progress: Progress | None = None) -> Summary:

@@ -53,7 +53,6 @@ class Material:
     @classmethod
     def of(cls, config: Config, loaded: Data | None = None) -> Self:
         """Load data that are not there yet, split them and make a model; a UsageError says why this cannot be."""
-        set_threads(config)
         loaded = loaded or load_data(config)
         partition = make_partition(config, loaded, config.clients) if config.clients else []
         return cls(config, loaded, partition, fresh_model(config, form_of(loaded)), pick_device(config.device))
@@ -93,8 +92,8 @@ def load_data(config: Config) -> Data:
     """The data set, or with `validation` the training data with a part held out in place of the test data."""
     loaded = read_data(config)
     loaded = data.renumbered(loaded, config.classes) if config.classes else loaded
-    loaded = data.normalized(loaded, config.mean, config.std) if config.mean else loaded
-    return loaded.validation_split(config.validation, VALIDATION_SEED) if config.validation else loaded
+    loaded = loaded.validation_split(config.validation, VALIDATION_SEED) if config.validation else loaded
+    return data.normalized(loaded, config.mean, config.std) if config.mean else loaded
 
 
 def unlabeled_inputs(material: Material) -> dict[str, list[Tensor]]:

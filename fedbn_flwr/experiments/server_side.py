@@ -15,6 +15,7 @@ from fedbn_flwr import state
 from fedbn_flwr.data import SITES
 from fedbn_flwr.experiments.checkpoint import (
     STOPPING,
+    Checkpoint,
     Saver,
     clear,
     read_checkpoint,
@@ -55,28 +56,36 @@ def run(
     config = experiment.config
     strategy = experiment.make_strategy(config.clients)
     material = checked_material(experiment, strategy)
+    saved = read_checkpoint(folder) if config.resume else None
     nodes = count_nodes(grid, config)
     strategy.min_available_nodes = config.min_nodes or nodes
     if material is None:
-        setup = set_up_at_sites(grid, config, nodes, read_json(folder / CONFIG)["options"] if config.resume else {})
+        setup = set_up_at_sites(grid, config, nodes, read_json(folder / CONFIG)["options"] if saved else {})
     else:
-        material = replace(material, partition=make_partition(config, material.data, nodes))
+        if len(material.partition) != nodes:
+            material = replace(material, partition=make_partition(config, material.data, nodes))
         setup = set_up_here(grid, material, state.to_record(material.model.state_dict()))
-    return play(setup, experiment, strategy, folder, progress, engine)
+    return play(setup, experiment, strategy, folder, saved, progress, engine)
 
 
 def play(
-    setup: "Setup", experiment: Experiment, strategy: BaseStrategy, folder: Path, progress: Progress | None, engine: str
+    setup: "Setup",
+    experiment: Experiment,
+    strategy: BaseStrategy,
+    folder: Path,
+    saved: Checkpoint | None,
+    progress: Progress | None,
+    engine: str,
 ) -> Summary:
     """Run an experiment as it is set up, and write its results into a folder.
 
-    With `resume` the folder holds a run of this experiment, which goes on after its last checkpoint. Other
+    What was `saved` in the folder is a checkpoint of this experiment, after which it goes on. Other
     grids may stand in front of the grid of nodes. From the strategy to the nodes: CountingGrid
     (always), SitesGrid, and in a deployment SideChannelGrid, PackingGrid and SitesByName (both always, by `serve`).
     """
     asked = asked_of(experiment, engine)
-    saved = read_checkpoint(folder) if experiment.config.resume else None
     config = setup.config
+    set_threads(config)
     experiment = replace(experiment, config=config)
     if saved:
         refuse_other_model(folder, saved, arrays_of(setup.initial))
@@ -113,10 +122,10 @@ def play(
             files.finish(summary, after_round.arrays if standing.round else None)
             log(ERROR, "The run ended after round %d, what it leaves is in %s", standing.round, folder)
             raise
-    if standing.stopped_by:
-        log(INFO, "The run ends early: %s", standing.stopped_by)
-    elif standing.round < config.rounds:
-        raise STOPPING[0]
+        if standing.stopped_by:
+            log(INFO, "The run ends early: %s", standing.stopped_by)
+        elif standing.round < config.rounds:
+            raise STOPPING[0]
     summary, arrays = journal.summary(experiment, setup.about), after_round.arrays
     saver.save_personal(arrays)
     # what is kept of entries that stay on the nodes is their mean after the last round
@@ -140,7 +149,7 @@ class AfterRound:
     def __call__(self, now: Round) -> bool:
         """Take a round that has ended; return whether the run ends with it."""
         config, scorer = self.setup.config, self.setup.scorer
-        self.arrays = now.after
+        self.arrays, self.standing.round = now.after, now.number
         score = scorer.score(self.strategy, now.after) if self.strategy.evaluates(now.number) else {}
         self.journal.record(now, score)
         self.standing.take(now.number, score, scorer.metric, config)
@@ -191,7 +200,6 @@ def set_up_at_sites(grid: Grid, config: Config, nodes: int, before: Mapping[str,
     answers = ask_sites(grid, sorted(grid.get_node_ids()), config.node_timeout)
     agreement = agree(replace(config, partition=SITES), answers)
     config = rounds_within_budget(agreement.config, nodes, agreement.samples)
-    set_threads(config)
     initial = state.to_record(fresh_model(config, agreement.form).state_dict())
     sites_grid = SitesGrid(grid, agreement)
     scorer, table = SiteScorer(config.classes, config.class_metrics, sites_grid), agreement.table(sites_grid.names)

@@ -279,7 +279,8 @@ class BaseStrategy(FlowerFedAvg):
         log(INFO, "Starting %s strategy:", type(self).__name__)
         log_strategy_start_info(num_rounds, initial_arrays, train_config, evaluate_config)
         self.summary()
-        configs = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
+        log(INFO, "")
+        configs = [ConfigRecord() if given is None else given for given in (train_config, evaluate_config)]
         arrays, result, began = initial_arrays, Result(), time.perf_counter()
         if evaluate_fn and not rounds_done:
             _note("Initial global evaluation results", result.evaluate_metrics_serverapp, 0, evaluate_fn(0, arrays))
@@ -287,22 +288,28 @@ class BaseStrategy(FlowerFedAvg):
             log(INFO, "")
             log(INFO, "[ROUND %s/%s]", number, num_rounds)
             messages = list(self.configure_train(number, arrays, configs[0], grid))
+            if self.training.number != number:  # a user's own `configure_train` has made the messages
+                self.training = self.round = Round.begin(number, arrays, configs[0], grid)
             trained, metrics = self.aggregate_train(number, self.ask(grid, messages, timeout) if messages else ())
             arrays = self.gather(arrays if trained is None else trained)
-            _note("Aggregated MetricRecord", result.train_metrics_clientapp, number, metrics)
+            _note("\t└──> Aggregated MetricRecord", result.train_metrics_clientapp, number, metrics)
             messages = list(self.configure_evaluate(number, arrays, configs[1], grid))
             replies = grid.send_and_receive(messages, timeout=timeout) if messages else ()
             metrics = self.aggregate_evaluate(number, replies)
-            _note("Aggregated MetricRecord", result.evaluate_metrics_clientapp, number, metrics)
+            _note("\t└──> Aggregated MetricRecord", result.evaluate_metrics_clientapp, number, metrics)
             if evaluate_fn:
-                _note("Global evaluation", result.evaluate_metrics_serverapp, number, evaluate_fn(number, arrays))
+                log(INFO, "Global evaluation")
+                _note("\t└──> MetricRecord", result.evaluate_metrics_serverapp, number, evaluate_fn(number, arrays))
             result.arrays = arrays
             if on_round and on_round(self.training.end(arrays)):
                 break
         if self.stays != "none":
             self.state.name_untrained(self.training.current)
-        log(INFO, "Strategy execution finished in %.2fs; final results:", time.perf_counter() - began)
-        for line in str(result).splitlines():
+        log(INFO, "")
+        log(INFO, "Strategy execution finished in %.2fs", time.perf_counter() - began)
+        log(INFO, "")
+        log(INFO, "Final results:")
+        for line in ["", *str(result).splitlines(), ""]:
             log(INFO, "\t%s", line)
         return result
 
@@ -457,7 +464,7 @@ class BaseStrategy(FlowerFedAvg):
 
 
 def _note(what: str, history: dict[int, MetricRecord], number: int, metrics: MetricRecord | None) -> None:
-    """Log a round's metrics, and keep them if there are any."""
-    log(INFO, "\t└──> %s: %s", what, metrics)
+    """Log a round's metrics, and keep them, if there are any."""
     if metrics is not None:
+        log(INFO, "%s: %s", what, metrics)
         history[number] = metrics

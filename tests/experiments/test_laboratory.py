@@ -16,13 +16,15 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 from unittest.mock import Mock
 
 import matplotlib
 import numpy as np
 import pytest
 import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.serverapp import Grid
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
@@ -44,6 +46,7 @@ from fedbn_flwr.wire import Instruction
 from tests.helpers.checkout import ROOT, environment
 from tests.helpers.checkout import run as run_program
 from tests.helpers.image_sets import paint
+from tests.helpers.registered import registries_restored
 from tests.helpers.runs import DATA, OPTIONS, results, rounds, run_in
 from tests.helpers.runs import run as command
 from tests.helpers.toys import CLASSES
@@ -113,6 +116,41 @@ def test_a_strategy_of_ones_own_with_its_options() -> None:
     # an option that all strategies share
     assert weights(FedAvg(fraction_train=0.5)) == weights("fedavg:fraction-train=0.5") != weights("fedavg")
     assert found.model(Pull(mu=0.1)).state_dict().keys() == states[0].keys()
+
+
+class Aging(nn.Module):
+    """Writes a buffer in every pass, also in those that do not learn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Flatten(), nn.LazyLinear(CLASSES))
+        self.layers(torch.zeros(1, 1, 8, 8))
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        out: torch.Tensor = self.layers(inputs)
+        return out
+
+
+class OwnMessages(FedAvg):
+    """Makes its messages by itself, as tutorials of Flower show."""
+
+    seen: ClassVar[list[float]] = []
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> list[Message]:
+        self.seen.append(float(arrays["passes"].numpy()))
+        content = RecordDict({"arrays": arrays, "config": config})
+        return [Message(content, node, "train") for node in grid.get_node_ids()]
+
+
+def test_a_run_begins_with_the_model_as_it_was_made_and_counts_its_rounds_by_itself(tmp_path: Path) -> None:
+    with registries_restored():
+        run(OwnMessages, model=Aging, data=DATA, folder=tmp_path, **{**SMALL, "rounds": 2, "workers": 1})
+    assert OwnMessages.seen[0] == 0
+    assert [row["round"] for row in results(run_in(tmp_path))["rounds"]] == [1, 2]
 
 
 @pytest.mark.parametrize("method", ["fedbn", "silobn", "mtfl", "standalone"])

@@ -53,7 +53,7 @@ class Standing:
 
     def take(self, server_round: int, score: Score, metric: str, config: Config) -> None:
         """Take the scores of a round, if it has some, and see whether they are enough."""
-        self.round, self.score = server_round, score or self.score
+        self.score = score or self.score
         if metric not in score or server_round >= config.rounds:
             return
         if (reached := merit(metric, score[metric])) > self.best_merit:
