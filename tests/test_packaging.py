@@ -25,7 +25,7 @@ INSTALLED = "import site, sys; known = len(sys.path); site.addsitedir({!r}); sys
 PIP = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check")
 OFFLINE = ("--no-deps", "--no-index")
 #: what extras bring and the core does without; `rich` and `yaml` come with Flower
-EXTRAS = {"datasets", "matplotlib", "ray", "safetensors", "scipy", "sklearn", "timm"}
+EXTRAS = {"datasets", "matplotlib", "pandas", "ray", "safetensors", "scipy", "sklearn", "timm"}
 EXTRAS |= {"torchmetrics", "torchvision"}
 #: what a checkout and a bundle hold side by side, and a wheel one inside the other
 SOURCES = ("fedbn_flwr", "strategies")

@@ -121,6 +121,8 @@ def test_a_strategy_of_ones_own_with_its_options() -> None:
 class Aging(nn.Module):
     """Writes a buffer in every pass, also in those that do not learn."""
 
+    passes: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Flatten(), nn.LazyLinear(CLASSES))

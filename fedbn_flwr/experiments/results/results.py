@@ -70,15 +70,12 @@ class Results:
         """
         quantity, ended = quantity or score_of(self.rows), finished(self.rows)
         rounds = rounds_of(ended)
-        recorded = [*rounds.columns[5:]]
+        recorded = sorted({*rounds} - {"run", "setting", "label", "seed", "round"})
         if recorded and quantity not in recorded:
-            raise UsageError(f"no run has recorded {quantity!r}; recorded: {', '.join(sorted(recorded))}")
-        known = rounds.dropna(subset=quantity)
-        return {
-            _key(run): dict(zip(own["round"], own[quantity], strict=True))
-            for at, run in ended.iterrows()
-            for own in [known[known["run"] == at]]
-        }
+            raise UsageError(f"no run has recorded {quantity!r}; recorded: {', '.join(recorded)}")
+        values = rounds.assign(value=column(rounds, quantity)).dropna(subset="value")
+        lines = {run: dict(zip(own["round"], own["value"], strict=True)) for run, own in values.groupby("run")}
+        return {_key(run): lines.get(at, {}) for at, run in ended.iterrows()}
 
     def model(
         self, method: Method = "", seed: int | None = None, adapt: Tensor | Iterable[Any] | None = None

@@ -11,7 +11,7 @@ from rich.text import Text
 from fedbn_flwr.experiments.output.console import console, new_table
 from fedbn_flwr.experiments.recipes.paper import QUANTITIES, Paper
 from fedbn_flwr.experiments.results.findings import findings
-from fedbn_flwr.experiments.results.rows import Frame, Part, finished, pd, typical
+from fedbn_flwr.experiments.results.rows import Frame, Part, pd, typical
 from fedbn_flwr.experiments.results.tables import (
     WEAK,
     Number,
@@ -145,7 +145,7 @@ def show_run(run: dict[str, Any]) -> None:
 
 def show_comparison(runs: Frame) -> None:
     """Print a line for each method, accuracies by domain where there are domains, and why a method failed."""
-    if len(ended := finished(runs)):
+    if len(ended := runs[runs["state"] == "finished"]):
         first = typical(ended)
         title = f"{first['dataset']}, {first['model']}, {first['partition']}, {first['rounds']:.0f} rounds"
         if "unseen" in ended:

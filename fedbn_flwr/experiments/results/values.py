@@ -44,7 +44,7 @@ def numbers_of(runs: Frame, quantities: Sequence[str] = (), rounds: int = 1) -> 
     ended, wide = finished(runs), dict[str, Any]()
     for quantity in quantities or [name for name in QUANTITIES if name not in COUNTED]:
         wide |= _columns(ended, quantity, rounds)
-    frame = pd.DataFrame(wide, ended.index).replace([inf, -inf], nan)
+    frame = pd.DataFrame(wide, ended.index).astype(float).replace([inf, -inf], nan)
     long = frame.stack(future_stack=True).dropna().rename("value").rename_axis([None, "column"]).reset_index("column")
     return ended[["setting", "label", "seed"]].join(long, how="inner")
 

@@ -108,9 +108,9 @@ def test_names_and_numbers_are_whole_in_80_columns(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_title_is_of_the_clients_data(tmp_path: Path) -> None:
-    """The centralized reference has a partition of its own, which counts if it is alone."""
-    union = ended("centralized", partition="union")
-    assert "digits, small-cnn, classes:2, 200 rounds" in shown(tmp_path / "both", [union, ended("fedavg")])
+    """The centralized reference has a partition of its own, which counts if it is alone; rounds are as asked for."""
+    union, stopped = ended("centralized", partition="union"), {**ended("fedavg"), "stopped-after": 3}
+    assert "digits, small-cnn, classes:2, 200 rounds" in shown(tmp_path / "both", [union, stopped])
     assert "digits, small-cnn, union, 200 rounds" in shown(tmp_path / "one", [union])
 
 
