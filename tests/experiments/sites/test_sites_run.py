@@ -128,18 +128,24 @@ def test_sites_score_the_model_on_their_own_test_data(sites: list[str], tmp_path
         assert summary["class-f1"][name] == pytest.approx(sum(row["f1"][name] for row in scores) / 3)
 
 
-def test_a_site_that_says_more_samples_than_it_has_is_named(
-    sites: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Boasting(SitesInProcess):
+def saying(kind: str, key: str, value: float) -> type[SitesInProcess]:
+    """Return a grid in which the second site's replies to messages of a kind have this metric."""
+
+    class Saying(SitesInProcess):
         def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
             replies = list(super().pull_messages(message_ids))
             for reply in replies:
-                if (reply.metadata.message_type, reply.metadata.src_node_id) == ("train", 1001):
-                    reply.content.metric_records["metrics"]["num-examples"] = 10**12
+                if (reply.metadata.message_type, reply.metadata.src_node_id) == (kind, 1001):
+                    reply.content.metric_records["metrics"][key] = value
             return replies
 
-    run_at_sites(tmp_path, sites, Boasting)
+    return Saying
+
+
+def test_a_site_that_says_more_samples_than_it_has_is_named(
+    sites: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_at_sites(tmp_path, sites, saying("train", "num-examples", 10**12))
     assert sum(text.startswith("Node 1001 outweighs the others in training") for text in caplog.messages) == 2
 
 
@@ -147,15 +153,7 @@ def test_a_site_that_says_more_samples_than_it_has_is_named(
 def test_an_impossible_accuracy_of_a_site_stops_no_run(
     accuracy: float, sites: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Boasting(SitesInProcess):
-        def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
-            replies = list(super().pull_messages(message_ids))
-            for reply in replies:
-                if (reply.metadata.message_type, reply.metadata.src_node_id) == ("evaluate", 1001):
-                    reply.content.metric_records["metrics"]["accuracy"] = accuracy
-            return replies
-
-    summary = run_at_sites(tmp_path, sites, Boasting, **{"stop-at": 0.999})
+    summary = run_at_sites(tmp_path, sites, saying("evaluate", "accuracy", accuracy), **{"stop-at": 0.999})
     assert (len(read_rounds(tmp_path)), list(summary["sites"])) == (2, ["0", "2"])
     assert summary["accuracy"] == pytest.approx(
         (summary["sites"]["0"]["accuracy"] + summary["sites"]["2"]["accuracy"]) / 2
