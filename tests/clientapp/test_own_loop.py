@@ -127,6 +127,8 @@ def batches_of(config: ConfigRecord, context: Context, make: Callable[[], nn.Mod
     yield from asked.plan(read_instruction(config))
 
 
+#: tells how many examples a node has
+COUNTED: dict[str, Any] = {"num_examples": lambda context: SIZES[int(context.node_config["partition-id"])]}
 METHODS: dict[str, Callable[[], BaseStrategy]] = {
     "fixbn, statistics and affine": lambda: FixBN(freeze_round=1, freeze="both"),
     "fedbn": FedBN,
@@ -155,8 +157,7 @@ def make_without_bn() -> nn.Module:
 def run_both(method: str, loop: Loop) -> float:
     """Return the distance between the models of `BNClient` and of a user's loop."""
     made = make_without_bn if method == "fedwon" else make
-    options: dict[str, Any] = {"num_examples": lambda context: SIZES[int(context.node_config["partition-id"])]}
-    grid = InProcessGrid(own_app(loop, made, **options), len(SIZES))
+    grid = InProcessGrid(own_app(loop, made, **COUNTED), len(SIZES))
     asked: dict[str, Any] = {"lr": 0.05, "momentum": momentum_of(method)}
     return distance(Federation(made()).run(METHODS[method](), ROUNDS, grid=grid, **asked), wanted_of(method))
 
@@ -220,8 +221,7 @@ class UsersClient(NumPyClient):
 
 @pytest.mark.parametrize("method", ["fedbn", "fedprox", "fedtan"])
 def test_a_numpy_client_may_lose_dtypes(method: str) -> None:
-    options: dict[str, Any] = {"num_examples": lambda context: SIZES[int(context.node_config["partition-id"])]}
-    app = numpy_client_app(lambda context: UsersClient(int(context.node_config["partition-id"])), make, **options)
+    app = numpy_client_app(lambda context: UsersClient(int(context.node_config["partition-id"])), make, **COUNTED)
     result = Federation(make()).run(METHODS[method](), ROUNDS, grid=InProcessGrid(app, len(SIZES)), lr=0.05)
     wanted = wanted_of(method)
     assert distance(result, wanted) < EXACT
@@ -253,9 +253,8 @@ def test_the_first_mini_batch_is_that_of_the_model_and_not_of_a_transform(caplog
 
 @pytest.mark.parametrize("strategy", [FedAvg, FedBN, FedTAN])
 def test_a_strategy_may_weigh_by_any_metric_and_then_needs_no_other(strategy: Callable[..., BaseStrategy]) -> None:
-    options: dict[str, Any] = {"num_examples": lambda context: SIZES[int(context.node_config["partition-id"])]}
     wanted = Federation(make()).run(strategy(), 2, lr=0.05)
-    grid = InProcessGrid(own_app(plain_loop, make, weight_name="samples", **options), len(SIZES))
+    grid = InProcessGrid(own_app(plain_loop, make, weight_name="samples", **COUNTED), len(SIZES))
     strategy_by_samples = strategy(weighted_by_key="samples")
     assert distance(Federation(make()).run(strategy_by_samples, 2, grid=grid, lr=0.05), wanted) < EXACT
     assert len(strategy_by_samples.evaluation.replies) == len(SIZES)
@@ -264,13 +263,12 @@ def test_a_strategy_may_weigh_by_any_metric_and_then_needs_no_other(strategy: Ca
 def test_scaffolds_share_of_the_clients_compares_numbers_of_one_kind() -> None:
     """Nodes describe themselves by their examples; if other numbers are their weights, the share is that of nodes."""
     ten_times: dict[str, Any] = {"weight_name": "pixels", "factor": 10}
-    describing: dict[str, Any] = {"num_examples": lambda context: SIZES[int(context.node_config["partition-id"])]}
     runs: list[tuple[dict[str, Any], dict[str, Any]]] = [({}, {}), (ten_times, {"weighted_by_key": "pixels"})]
     models = [
         Federation(make()).run(
             Scaffold(fraction_train=0.5, fraction_evaluate=0.0, **options),
             ROUNDS,
-            grid=InProcessGrid(own_app(plain_loop, make, **app, **(describing if app else {})), len(SIZES)),
+            grid=InProcessGrid(own_app(plain_loop, make, **app, **(COUNTED if app else {})), len(SIZES)),
             lr=0.05,
         )
         for app, options in runs

@@ -85,8 +85,7 @@ def test_of_an_error_less_is_better(tmp_path: Path) -> None:
     assert scored(falling[::-1], tmp_path / "rising", "mse", stop_after=2)["stopped-after"] == 3
 
 
-@pytest.mark.parametrize("method", ["fedbn", "fednorm"])
-@pytest.mark.parametrize("dies", ["before its end", "on the way"])
+@pytest.mark.parametrize(("method", "dies"), [("fedbn", "on the way"), ("fednorm", "before its end")])
 def test_a_run_that_died_ends_where_it_would_have(tmp_path: Path, method: str, dies: str) -> None:
     options = {"data": "digits-domains", "partition": "domain", "clients": 5, "method": method, "model": "mlp"}
     options |= {"stop_after": 2, "lr": 0.0, "checkpoint_every": 1, "rounds": 9, "local_steps": 1, "evaluate_every": 2}

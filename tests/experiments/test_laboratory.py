@@ -182,7 +182,7 @@ def test_the_nodes_models_have_the_accuracy_of_the_summary(method: str, engine: 
         "data": "digits-domains",
         "partition": "domain",
         "clients": 5,
-        "local_steps": 20,
+        "local_steps": 8,
         **engine,
     }
     found, data = run(method, folder=tmp_path, **options), load("digits-domains")
@@ -347,11 +347,11 @@ def test_what_is_handed_over_counts_as_itself() -> None:
         return lambda num_classes: nn.Linear(width, num_classes), Wide
 
     def objectives() -> Iterator[str]:
-        for number in range(40):
-            yield name_of(objective=nn.CrossEntropyLoss(label_smoothing=number / 40))
+        for number in range(10):
+            yield name_of(objective=nn.CrossEntropyLoss(label_smoothing=number / 10))
             gc.collect()
 
-    assert len({*objectives()}) == 40
+    assert len({*objectives()}) == 10
     one, other = net(4), net(4)
     names = [name_of(strategy, make) for make in (one[0], other[0], partial(one[0])) for strategy in (one[1], other[1])]
     assert len({*names}) == 6

@@ -27,6 +27,13 @@ from tests.helpers.runs import DATA, results, run, run_in
 MLP = 64 * 30 + 30 * 4
 
 
+@pytest.fixture
+def _four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes are worth their start."""
+    monkeypatch.setattr(engines, "count_cores", lambda: 4)
+    monkeypatch.setattr(engines, "WORTH_STARTING", 0)
+
+
 def config(**options: Any) -> Config:
     """Return a run of 10 clients, each with a step of one sample a round."""
     short = {"dataset": DATA, "model": "mlp", "partition": "iid", "clients": 10, "device": "cpu"}
@@ -38,6 +45,7 @@ def material(**options: Any) -> Material:
     return replace(Material.of(config()), config=config(**options))
 
 
+@pytest.mark.usefixtures("_four_cores")
 @pytest.mark.parametrize(
     ("options", "wanted"),
     [
@@ -57,14 +65,12 @@ def material(**options: Any) -> Material:
 def test_a_long_run_has_a_process_for_every_five_clients_of_a_round(
     options: dict[str, Any], wanted: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engines, "count_cores", lambda: 4)
     monkeypatch.setattr(engines, "WORTH_STARTING", 10 * 10 * MLP)
     assert [count_workers(material(**options), layerwise) for layerwise in (False, True)] == [wanted] * 2
 
 
+@pytest.mark.usefixtures("_four_cores")
 def test_a_run_has_one_process_beside_others_and_all_in_a_child_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "count_cores", lambda: 4)
-    monkeypatch.setattr(engines, "WORTH_STARTING", 0)
     monkeypatch.setattr("multiprocessing.process._parent_process", Mock())  # of a benchmark, or a user's own pool
     assert count_workers(material()) == 2
     monkeypatch.setattr("fedbn_flwr.experiments.engines.SIDE_BY_SIDE", beside := Event())
@@ -72,17 +78,15 @@ def test_a_run_has_one_process_beside_others_and_all_in_a_child_process(monkeypa
     assert count_workers(material()) == 1
 
 
+@pytest.mark.usefixtures("_four_cores")
 def test_of_a_model_that_is_not_stacked_every_client_can_have_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "count_cores", lambda: 4)
-    monkeypatch.setattr(engines, "WORTH_STARTING", 0)
     monkeypatch.setattr(engines, "largest_useful_stack", lambda *_: 1)
     for layerwise in (False, True):
         assert [count_workers(material(clients=clients), layerwise) for clients in (1, 3, 5)] == [1, 3, 4]
 
 
-def test_a_gpu_has_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "count_cores", lambda: 4)
-    monkeypatch.setattr(engines, "WORTH_STARTING", 0)
+@pytest.mark.usefixtures("_four_cores")
+def test_a_gpu_has_one_process() -> None:
     assert count_workers(replace(material(), device=torch.device("cuda"))) == 1
 
 

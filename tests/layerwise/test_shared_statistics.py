@@ -16,6 +16,7 @@ from torch.func import vmap
 from fedbn_flwr.layerwise import Answer, Mode, Requests, SharedBatchNorm, shared_statistics
 from fedbn_flwr.layerwise.exchange import OrderError
 from fedbn_flwr.layerwise.shared_batch_norm import Use
+from fedbn_flwr.models import build
 from fedbn_flwr.norm import bn_layers
 from tests.helpers.layerwise_references import (
     Batch,
@@ -38,7 +39,7 @@ def alone(request: Requests) -> Answer:
     return Answer(request.tensor, request.counts[0])
 
 
-def assert_centralized(model: nn.Module, batches: Sequence[Batch]) -> None:
+def assert_centralized(model: nn.Module, batches: Sequence[Batch], buffers: float = 1e-12) -> None:
     sizes = [len(targets) for _, targets in batches]
     weights = [size / sum(sizes) for size in sizes]
     centralized = copy.deepcopy(model)
@@ -47,7 +48,13 @@ def assert_centralized(model: nn.Module, batches: Sequence[Batch]) -> None:
         fresh = copy.deepcopy(model)
         found = gradients(fresh, batches, weights, F.cross_entropy, exchange)
         assert relative_error(mean_gradient(found, weights), wanted) < 1e-10
-        assert largest_difference(fresh, centralized) < 1e-12
+        assert largest_difference(fresh, centralized) < buffers
+
+
+@pytest.mark.parametrize("name", ["resnet20", pytest.param("resnet18", marks=pytest.mark.slow)])
+def test_whole_models_are_exact(name: str) -> None:
+    batches = heterogeneous_batches([3, 1, 4], (3, 32, 32))
+    assert_centralized(made(lambda: build(name, image_size=32)), batches, buffers=1e-10)
 
 
 def vectors() -> nn.Module:

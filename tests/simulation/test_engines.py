@@ -71,7 +71,7 @@ def opened(kind: str, nodes: Federation, norm: str, strategy: BaseStrategy) -> I
         with engine("workers", nodes, strategy.weighting) as grid:
             yield grid
     else:
-        own = {"start": OwnShare} if kind == "two workers" else {}
+        own: dict[str, Any] = {"start": OwnShare} if kind == "two workers" else {}
         with WorkersGrid(partial(nodes_of, norm), len(SIZES), 2, **own) as grid:
             yield grid
 

@@ -13,7 +13,7 @@ from fedbn_flwr.server.method_state import LostRounds
 from fedbn_flwr.server.replies import Refusal
 from fedbn_flwr.simulation.in_process import FIRST_NODE_ID, InProcessGrid
 from fedbn_flwr.strategies import CannotTrainError, DivergedError, FedAvg, FedTAN, FixBN
-from tests.helpers.faults import failed, infinite, spoiling
+from tests.helpers.faults import Spoil, failed, infinite, spoiling
 from tests.helpers.harness import ALONE, SIZES, Federation, make_model
 
 
@@ -36,19 +36,39 @@ def test_three_rounds_without_a_finite_model_end_the_run_and_say_what_came_befor
     )
 
 
-@pytest.mark.parametrize("options", [{"freeze_round": 50}, {"freeze_round": 3, "lr_schedule": "0.1@4"}])
-def test_the_rate_of_the_first_lost_round_is_to_blame(options: dict[str, Any]) -> None:
-    """Neither the freeze nor the schedule that came after it."""
-    grid = spoiling(infinite, lambda _, number: number >= 3)
-    with pytest.raises(DivergedError, match=r"at round 3: .*\); the learning rate is 0\.1: try a lower learning rate$"):
-        Federation(make_model(), grid=grid).run(FixBN(**options), 60)
+def mixed(message: Message, reply: Message) -> Message:
+    return (infinite if message.metadata.dst_node_id == FIRST_NODE_ID else failed)(message, reply)
 
 
-def test_a_run_of_one_node_and_a_layer_wise_one_diverge_as_well() -> None:
-    for strategy, sizes in ((FedAvg(**ALONE), (9,)), (FedTAN(), SIZES)):
-        grid = spoiling(infinite, lambda _, number: number >= 2)
-        with pytest.raises(DivergedError, match=r"diverged at round 2: .* is not finite"):
-            Federation(make_model(), sizes, grid=grid).run(strategy, 60)
+BLAMED = r"at round 3: .*\); the learning rate is 0\.1: try a lower learning rate$"
+NO_LOSS = "diverged at round 2: no node's training loss is finite; the learning rate"
+FIRST = r"at round 1: no node could train \(node 1000: .*the learning rate"
+UNKNOWN = "the first that asks for freeze, omit"
+FRUITLESS = "^10 rounds in a row brought no usable reply: node 1000: .*no power"
+#: a strategy, the nodes' sizes, what becomes of replies and from which round on, the error, and the last round
+ENDS: dict[str, tuple[FedAvg, tuple[int, ...], Spoil, int, type[Exception], str, int]] = {
+    # neither the freeze nor the schedule that came after the first lost round is to blame
+    "before a freeze": (FixBN(freeze_round=50), SIZES, infinite, 3, DivergedError, BLAMED, 5),
+    "with a later schedule": (FixBN(freeze_round=3, lr_schedule="0.1@4"), SIZES, infinite, 3, DivergedError, BLAMED, 5),
+    "of one node": (FedAvg(**ALONE), (9,), infinite, 2, DivergedError, "at round 2: .* is not finite", 4),
+    "layer-wise": (FedTAN(), SIZES, infinite, 2, DivergedError, "at round 2: .* is not finite", 4),
+    "without a finite loss": (FedAvg(), SIZES, lost, 2, DivergedError, NO_LOSS, 2),
+    "without one of the only node": (FedAvg(**ALONE), (9,), lost, 2, DivergedError, NO_LOSS, 2),
+    "without one of half": (FedAvg(fraction_train=0.5), SIZES, lost, 2, DivergedError, NO_LOSS, 2),
+    "from the start": (FedAvg(), SIZES, infinite, 1, DivergedError, FIRST, 1),
+    "of nodes that fail": (FedAvg(), SIZES, failed, 3, CannotTrainError, FRUITLESS, 12),
+    "of nodes that know no freeze": (FixBN(freeze_round=2), SIZES, mixed, 3, CannotTrainError, UNKNOWN, 3),
+}
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_an_end_of_a_run_that_trains_no_more(case: str) -> None:
+    strategy, sizes, spoil, begins, error, said, last = ENDS[case]
+    with pytest.raises(error, match=said) as ended:
+        Federation(make_model(), sizes, grid=spoiling(spoil, lambda _, number: number >= begins)).run(strategy, 60)
+    # nodes that fail are not taken for diverging ones
+    assert isinstance(ended.value, DivergedError) == (error is DivergedError)
+    assert strategy.round.number == last
 
 
 @pytest.mark.parametrize(
@@ -61,13 +81,6 @@ def test_as_long_as_something_is_learned_a_run_goes_on(spoils: Callable[[int, in
     Federation(make_model(), grid=spoiling(infinite, spoils)).run(strategy, 8)
     assert strategy.round.number == 8
     assert strategy.training.replies
-
-
-def test_ten_rounds_in_which_nodes_fail_end_a_run() -> None:
-    strategy = FedAvg()
-    with pytest.raises(CannotTrainError, match=r"^10 rounds in a row brought no usable reply: node 1000: .*no power"):
-        Federation(make_model(), grid=spoiling(failed, lambda _, number: number >= 3)).run(strategy, 60)
-    assert strategy.round.number == 12
 
 
 class Leaving(InProcessGrid):
@@ -102,37 +115,11 @@ def test_one_bad_node_among_others_does_not_end_a_run_in_which_it_is_drawn_again
         rounds.add(9, [Refusal(8, "the mean of BN layer 'a' is too large", Why.INFINITE)], 4, "")
 
 
-@pytest.mark.parametrize(
-    ("sizes", "fraction"), [(SIZES, 1.0), ((9,), 1.0), (SIZES, 0.5)], ids=["all nodes", "the only node", "two of four"]
-)
-def test_a_loss_that_is_not_finite_anywhere_ends_the_run_at_once(sizes: tuple[int, ...], fraction: float) -> None:
-    strategy, said = FedAvg(fraction_train=fraction, **ALONE), "no node's training loss is finite; the learning rate"
-    with pytest.raises(DivergedError, match=f"diverged at round 2: {said}"):
-        Federation(make_model(), sizes, grid=spoiling(lost, lambda _, number: number == 2)).run(strategy, 60)
-
-
 @pytest.mark.parametrize("fraction", [1.0, 0.25])
 def test_one_nodes_infinite_loss_does_not(fraction: float) -> None:
     strategy = FedAvg(fraction_train=fraction, min_train_nodes=1)
     Federation(make_model(), grid=spoiling(lost, lambda partition, _: partition == 1)).run(strategy, 9)
     assert strategy.round.number == 9
-
-
-def test_a_rate_that_is_too_long_from_the_start_is_a_divergence_too() -> None:
-    with pytest.raises(
-        DivergedError, match=r"diverged at round 1: no node could train \(node 1000: .*the learning rate"
-    ):
-        Federation(make_model(), grid=spoiling(infinite, lambda *_: True)).run(FedAvg(), 60)
-
-
-def test_nodes_that_do_not_know_a_freeze_are_not_taken_for_diverging_ones() -> None:
-    def mixed(message: Message, reply: Message) -> Message:
-        spoil = infinite if message.metadata.dst_node_id == FIRST_NODE_ID else failed
-        return spoil(message, reply)
-
-    with pytest.raises(CannotTrainError, match="the first that asks for freeze, omit") as error:
-        Federation(make_model(), grid=spoiling(mixed, lambda _, number: number >= 3)).run(FixBN(freeze_round=2), 60)
-    assert not isinstance(error.value, DivergedError)
 
 
 def test_the_error_survives_a_process() -> None:

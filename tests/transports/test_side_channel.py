@@ -154,15 +154,6 @@ def far_too_much(stream: Stream, reply: RecordDict | None) -> None:
     stream._outgoing.put(bytes(2**24))
 
 
-#: what a node does, and what the log says of it; what else an exchange refuses is the same by messages or in frames
-FAULTS: dict[str, tuple[Any, str]] = {
-    "dies": (dies, "side channel broke"),
-    "raises": (raises, "it failed: ArithmeticError: no more of this"),
-    "sends a number that is too large": (too_large, "is too large to be pooled"),
-    "sends a huge frame": (far_too_much, "side channel broke"),
-}
-
-
 def assert_left_out(caplog: pytest.LogCaptureFixture, reason: str) -> None:
     """Check that the node was named once, with the reason, and nothing went by messages."""
     named = [text for text in caplog.messages if "is left out of this round" in text]
@@ -176,36 +167,59 @@ def survivors() -> state.State:
     return in_process(FedTAN(fraction_evaluate=0.0), without=FAULTY)[0]
 
 
+def soon(message: Message) -> None:
+    """Give up early, where nobody can be reached in any case."""
+    side_channel_client.PATIENCE = 0.5
+
+
+def away() -> Site:
+    """Return a site whose firewall refuses connections to the channel."""
+    (closed,) = free_ports(1)
+    return Site({CERTIFICATES_VARIABLE: "none", SITE_ADDRESS_VARIABLE: f"127.0.0.1:{closed}"}, soon)
+
+
+def raises_at_once(message: Message) -> None:
+    if SIDE_CHANNEL in message.content:
+        raise FileNotFoundError("no data")
+
+
+def never_comes(message: Message) -> None:
+    time.sleep(1000)
+
+
+def fault(what: Any, index: int = 0) -> Callable[[], Site]:
+    return lambda: Site(fault=AtExchange(what, index))
+
+
+#: a node's site, what the log says of it, and seconds to connect and to answer in; what else an exchange refuses is the
+#: same by messages or in frames
+LEFT_OUT: dict[str, tuple[Callable[[], Site], str, float, float]] = {
+    "dies": (fault(dies), "side channel broke", ENOUGH, ENOUGH),
+    "dies at last": (fault(dies, EXCHANGES - 1), "side channel broke", ENOUGH, ENOUGH),
+    "raises": (fault(raises), "it failed: ArithmeticError: no more of this", ENOUGH, ENOUGH),
+    "sends a number that is too large": (fault(too_large), "is too large to be pooled", ENOUGH, ENOUGH),
+    "sends a huge frame": (fault(far_too_much), "side channel broke", ENOUGH, ENOUGH),
+    "waits": (fault(waits, EXCHANGES - 1), "it did not answer in time", ENOUGH, 20.0),
+    "freezes": (fault(freezes, EXCHANGES - 1), "its side channel was silent for 15 s", ENOUGH, ENOUGH),
+    "is refused": (away, "it cannot use the side channel: 127.0.0.1:.* within 0.5 s: .*refused", ENOUGH, ENOUGH),
+    "fails before it comes": (lambda: Site(fault=raises_at_once), "it failed: ", ENOUGH, ENOUGH),
+    "never comes": (lambda: Site(fault=never_comes), "did not connect to the side channel within 30 s", 30.0, ENOUGH),
+}
+SLOW = ("sends a huge frame", "waits", "freezes", "never comes")
+
+
 @pytest.mark.parametrize(
-    ("case", "index"),
-    [
-        *((case, 0) for case in FAULTS if case != "sends a huge frame"),
-        pytest.param("sends a huge frame", 0, marks=pytest.mark.slow),
-        ("dies", EXCHANGES - 1),
-    ],
+    "case", [pytest.param(case, marks=pytest.mark.slow if case in SLOW else ()) for case in LEFT_OUT]
 )
-def test_a_fault_leaves_the_round_to_the_others(
-    case: str, index: int, survivors: state.State, caplog: pytest.LogCaptureFixture
+def test_a_node_that_fails_or_does_not_come_leaves_the_round_to_the_others(
+    case: str, survivors: state.State, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fault, reason = FAULTS[case]
-    with concurrent({PARTITION: Site(fault=AtExchange(fault, index))}) as nodes:
-        after, _ = run(SideChannelGrid(nodes, options()), FedTAN(fraction_evaluate=0.0))
+    make_site, reason, to_connect, to_answer = LEFT_OUT[case]
+    strategy = FedTAN(fraction_evaluate=0.0, exchange_timeout=to_answer)
+    with concurrent({PARTITION: make_site()}) as nodes:
+        after, _ = run(SideChannelGrid(nodes, options(connect_timeout=to_connect)), strategy)
         # the others started again, without it
         assert len(nodes.processes()) == 2 * len(SIZES) - 1
-    assert same(after, survivors)
-    assert_left_out(caplog, reason)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ["waits", "freezes"])
-def test_a_node_that_is_late_or_silent(case: str, survivors: state.State, caplog: pytest.LogCaptureFixture) -> None:
-    fault, reason, timeout = {
-        "waits": (waits, "it did not answer in time", 20.0),
-        "freezes": (freezes, "its side channel was silent for 15 s", ENOUGH),
-    }[case]
-    with concurrent({PARTITION: Site(fault=AtExchange(fault, EXCHANGES - 1))}) as nodes:
-        strategy = FedTAN(fraction_evaluate=0.0, exchange_timeout=timeout)
-        after, _ = run(SideChannelGrid(nodes, options()), strategy)
     assert same(after, survivors)
     assert_left_out(caplog, reason)
 
@@ -239,45 +253,7 @@ def test_a_node_that_fails_after_the_exchanges_costs_it_its_vote(
     assert_left_out(caplog, reason)
 
 
-# ---- nodes that do not come ---------------------------------------------------------------------------------------
-
-
-def soon(message: Message) -> None:
-    """Give up early, where nobody can be reached in any case."""
-    side_channel_client.PATIENCE = 0.5
-
-
-def away() -> Site:
-    """Return a site whose firewall refuses connections to the channel."""
-    (closed,) = free_ports(1)
-    return Site({CERTIFICATES_VARIABLE: "none", SITE_ADDRESS_VARIABLE: f"127.0.0.1:{closed}"}, soon)
-
-
-def raises_at_once(message: Message) -> None:
-    if SIDE_CHANNEL in message.content:
-        raise FileNotFoundError("no data")
-
-
-def never_comes(message: Message) -> None:
-    time.sleep(1000)
-
-
-#: why a node does not come, and what the log says of it
-ABSENT: dict[str, tuple[Callable[[], Site], str]] = {
-    "refused": (away, "it cannot use the side channel: 127.0.0.1:.* cannot be reached within 0.5 s: .*refused"),
-    "fails": (lambda: Site(fault=raises_at_once), "it failed: "),
-    "never comes": (lambda: Site(fault=never_comes), "it did not connect to the side channel within 30 s"),
-}
-
-
-@pytest.mark.parametrize("case", ["refused", "fails", pytest.param("never comes", marks=pytest.mark.slow)])
-def test_a_node_that_does_not_come(case: str, survivors: state.State, caplog: pytest.LogCaptureFixture) -> None:
-    make_site, reason = ABSENT[case]
-    with concurrent({PARTITION: make_site()}) as nodes:
-        channel = options(connect_timeout=30.0) if case == "never comes" else options()
-        after, _ = run(SideChannelGrid(nodes, channel), FedTAN(fraction_evaluate=0.0))
-    assert same(after, survivors)
-    assert_left_out(caplog, reason)
+# ---- messages in place of the channel -----------------------------------------------------------------------------
 
 
 def has_no_room(message: Message) -> None:

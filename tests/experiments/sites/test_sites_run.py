@@ -128,19 +128,25 @@ def test_sites_score_the_model_on_their_own_test_data(sites: list[str], tmp_path
         assert summary["class-f1"][name] == pytest.approx(sum(row["f1"][name] for row in scores) / 3)
 
 
+def saying(kind: str, key: str, value: float) -> type[SitesInProcess]:
+    """Return a grid in which the second site's replies to messages of a kind have this metric."""
+
+    class Saying(SitesInProcess):
+        def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+            replies = list(super().pull_messages(message_ids))
+            for reply in replies:
+                if (reply.metadata.message_type, reply.metadata.src_node_id) == (kind, 1001):
+                    reply.content.metric_records["metrics"][key] = value
+            return replies
+
+    return Saying
+
+
 @pytest.mark.parametrize("accuracy", [1000.0, math.inf, math.nan])
 def test_an_impossible_accuracy_of_a_site_stops_no_run(
     accuracy: float, sites: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Boasting(SitesInProcess):
-        def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
-            replies = list(super().pull_messages(message_ids))
-            for reply in replies:
-                if (reply.metadata.message_type, reply.metadata.src_node_id) == ("evaluate", 1001):
-                    reply.content.metric_records["metrics"]["accuracy"] = accuracy
-            return replies
-
-    summary = run_at_sites(tmp_path, sites, Boasting, **{"stop-at": 0.999})
+    summary = run_at_sites(tmp_path, sites, saying("evaluate", "accuracy", accuracy), **{"stop-at": 0.999})
     assert (len(read_rounds(tmp_path)), list(summary["sites"])) == (2, ["0", "2"])
     assert summary["accuracy"] == pytest.approx(
         (summary["sites"]["0"]["accuracy"] + summary["sites"]["2"]["accuracy"]) / 2

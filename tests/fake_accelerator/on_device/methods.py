@@ -73,13 +73,12 @@ def test_kept_states_of_optimizers_have_the_bits_of_the_cpu(optimizer: str, wher
 @pytest.mark.parametrize("method", sorted(own.METHODS.keys() - {"fedbn", "fedbs", "global momentum"}))
 def test_own_loops_end_and_obey(method: str) -> None:
     made = own.make_without_bn if method == "fedwon" else own.make
-    options: dict[str, Any] = {"num_examples": lambda context: SIZES[int(context.node_config["partition-id"])]}
     asked: dict[str, Any] = {"lr": 0.05, "momentum": own.momentum_of(method)}
 
     def loop(model: torch.nn.Module, batches: Any, lr: float, momentum: float) -> float:
         moved = ((inputs.to("fake"), targets.to("fake")) for inputs, targets in batches)
         return own.plain_loop(model.to("fake"), moved, lr, momentum)
 
-    grid = InProcessGrid(own.own_app(loop, made, **options), len(SIZES))
+    grid = InProcessGrid(own.own_app(loop, made, **own.COUNTED), len(SIZES))
     ended = Federation(made()).run(own.METHODS[method](), own.ROUNDS, grid=grid, **asked)
     assert distance(ended, own.wanted_of(method)) < own.EXACT

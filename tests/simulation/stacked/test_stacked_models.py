@@ -11,7 +11,7 @@ from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 
 from fedbn_flwr.clientapp import client_app
-from fedbn_flwr.strategies import FedAvg, FedTAN, FixBN, Scaffold
+from fedbn_flwr.strategies import BaseStrategy, FedAvg, FedTAN, FixBN, Scaffold
 from tests.helpers.engine_comparison import (
     APART,
     EXACT,
@@ -166,24 +166,39 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
+COUNTS = "BN with momentum=None averages over steps that each client counts for itself"
+KEPT_ADAM = "the state of adam counts the steps of all clients of a stack alike"
+#: a strategy, a model and options that are not stacked, words of the reason, and whether a user is warned
+LEFT_ALONE: dict[str, tuple[Callable[[], BaseStrategy], Callable[[], nn.Module], dict[str, Any], str, bool]] = {
+    **{case: (lambda: quiet(FedAvg), maker(make), {}, words, True) for case, (make, words) in REFUSED.items()},
+    "a cumulative average": (lambda: quiet(FedAvg), maker(lambda: CumulativeAverage(torch.relu)), {}, COUNTS, False),
+    "kept Adam": (
+        lambda: quiet(FedAvg, momentum_state="local"),
+        make_model,
+        {"optimizer": "adam", "lr": 0.01},
+        KEPT_ADAM,
+        False,
+    ),
+    "a freeze that clients choose": (
+        lambda: quiet(FixBN, freeze_round="auto", latest=1.0),
+        make_model,
+        {},
+        "StatisticsChange does not work on stacked models",
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LEFT_ALONE)
 def test_what_cannot_be_stacked_is_left_alone(case: str) -> None:
-    make, words = REFUSED[case]
-    alone, together = both(lambda: quiet(FedAvg), maker(make), local_steps=0, local_epochs=1)
+    strategy, make, options, words, is_warned = LEFT_ALONE[case]
+    alone, together = both(strategy, make, local_steps=0, local_epochs=1, **options)
     assert difference(alone, together) == 0
     assert not together.watch.stacks
     [reason] = together.watch.reasons
-    assert f"{APART}{reason}" in together.watch.warnings
+    assert (f"{APART}{reason}" in together.watch.warnings) == is_warned
     assert words in reason
     assert "\n" not in reason
-
-
-def test_clients_with_a_cumulative_average_train_alone_without_a_warning() -> None:
-    alone, together = both(lambda: quiet(FedAvg), maker(lambda: CumulativeAverage(torch.relu)))
-    assert difference(alone, together) == 0
-    assert not together.watch.stacks
-    assert together.watch.reasons == ["BN with momentum=None averages over steps that each client counts for itself"]
-    assert not together.watch.warnings
 
 
 def test_a_cumulative_average_that_is_frozen_is_stacked() -> None:

@@ -16,7 +16,6 @@ from fedbn_flwr.strategies import (
     FedAvg,
     FedBN,
     FedTAN,
-    FixBN,
     Scaffold,
 )
 from tests.helpers.engine_comparison import (
@@ -64,20 +63,6 @@ def test_adam(strategy: type[FedAvg]) -> None:
     # the bias before a BN layer has no gradient but rounding, which Adam divides by its own size plus 1e-8
     options: dict[str, Any] = {"optimizer": "adamw", "lr": 0.01, "weight_decay": 0.1, "rounds": 1}
     assert_same(lambda: quiet(strategy), within=1e-7, local_steps=0, local_epochs=2, **options)
-
-
-def test_adam_that_keeps_its_state_is_left_alone() -> None:
-    alone, together = both(
-        lambda: quiet(FedAvg, momentum_state="local"), optimizer="adam", lr=0.01, local_steps=0, local_epochs=1
-    )
-    assert difference(alone, together) == 0
-    assert together.watch.reasons == ["the state of adam counts the steps of all clients of a stack alike"]
-
-
-def test_a_rule_that_cannot_be_stacked_is_left_alone() -> None:
-    alone, together = both(lambda: quiet(FixBN, freeze_round="auto", latest=1.0))
-    assert difference(alone, together) == 0
-    assert together.watch.reasons == ["StatisticsChange does not work on stacked models"]
 
 
 def single() -> nn.Module:
