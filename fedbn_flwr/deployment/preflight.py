@@ -187,12 +187,12 @@ def _gpu(_: Path, env: Mapping[str, str]) -> Iterator[Check]:
 
     from fedbn_flwr.device import accelerator_name
 
+    wanted = env.get("COMPOSE_PROFILES") == "site-gpu"
     if name := accelerator_name():
-        text = f"{name}, {torch.accelerator.device_count()} in all"
-        unused = "" if env.get("COMPOSE_PROFILES") == "site-gpu" else "; COMPOSE_PROFILES=site-gpu would use it"
-        yield Check("gpu", "warning" if unused else "ok", text + unused)
+        unused = "" if wanted else "; COMPOSE_PROFILES=site-gpu would use it"
+        text = f"{name}, {torch.accelerator.device_count()} in all{unused}"
+        yield Check("gpu", "ok" if wanted else "warning", text)
     else:
-        wanted = env.get("COMPOSE_PROFILES") == "site-gpu"
         yield Check("gpu", "failed" if wanted else "ok", "none: training uses the CPU")
 
 

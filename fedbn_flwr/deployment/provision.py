@@ -59,7 +59,7 @@ def provision(federation: Federation, out: Path) -> list[str]:
     certificate, in_use = out / "ca" / "ca.crt", out / "server" / "ca.crt"
     if in_use.exists():
         # the CA may be offline by now: a new one would sign nothing that the server shows
-        _missing(certificate, in_use.read_text())
+        _write_missing(certificate, in_use.read_text())
     if not certificate.exists():
         make_ca(federation.name, certificate, out / "ca" / "ca.key")
     _provision_operator(federation, out)
@@ -127,35 +127,27 @@ def _provision_server(federation: Federation, out: Path) -> None:
         raise DeploymentError(
             f"the server lacks {' '.join(other)}: delete {', '.join(made)} in {out}, and run this again"
         )
-    _missing(out / ".env", fill("all.env", values))
-    _missing(server / "superexec.secret", secrets.token_bytes(32), PRIVATE)
-    _missing(server / "ca.crt", (out / "ca" / "ca.crt").read_text())
+    _write_missing(out / ".env", fill("all.env", values))
+    _write_missing(server / "superexec.secret", secrets.token_bytes(32), PRIVATE)
+    _write_missing(server / "ca.crt", (out / "ca" / "ca.crt").read_text())
     for name, purpose, part in (
         ("nginx.conf", _SITES_DOOR, "nginx-sites.conf"),
         ("operator.conf", _OPERATORS_DOOR, "nginx-operator.conf"),
     ):
         door = {"PURPOSE": purpose, "SERVERS": fill(part, values), **values}
         # the operator's key stands in the second one
-        _missing(server / name, fill("nginx.conf", door), PRIVATE)
-    _missing(server / ".env", settings)
-    _missing(server / "docker-compose.yml", compose_file().read_text())
+        _write_missing(server / name, fill("nginx.conf", door), PRIVATE)
+    _write_missing(server / ".env", settings)
+    _write_missing(server / "docker-compose.yml", compose_file().read_text())
     hand_over(server)
 
 
 def _provision_operator(federation: Federation, out: Path) -> None:
     operator = (out / "operator").resolve()
-    _missing(operator / "ca.crt", (out / "ca" / "ca.crt").read_text())
-    _missing(operator / "operator.key", secrets.token_hex(32) + "\n", PRIVATE)
-    address = f"127.0.0.1:{federation.operator_port}"
-    lines = [
-        "[superlink]",
-        f'default = "{federation.name}"',
-        "",
-        f"[superlink.{federation.name}]",
-        f'address = "{address}"',
-        f'root-certificates = "{operator / "ca.crt"}"',
-    ]
-    _missing(operator / "config.toml", "\n".join(lines) + "\n")
+    _write_missing(operator / "ca.crt", (out / "ca" / "ca.crt").read_text())
+    _write_missing(operator / "operator.key", secrets.token_hex(32) + "\n", PRIVATE)
+    values = {"FEDERATION": federation.name, "OPERATOR_PORT": federation.operator_port, "HOME": operator}
+    _write_missing(operator / "config.toml", fill("config.toml", values))
     # for Flower's own command
     Operator(operator)
 
@@ -173,11 +165,11 @@ def _provision_site(federation: Federation, out: Path, site: str, numbers: Mappi
         "VERSIONS": f"fedbn-flwr={__version__},flwr={version('flwr')}",
     }
     other = _other_lines(kit / ".env", text := fill("site.env", values))
-    _missing(kit / ".env", text)
-    _missing(kit / "ca.crt", (out / "ca" / "ca.crt").read_text())
-    _missing(kit / "docker-compose.yml", compose_file().read_text())
+    _write_missing(kit / ".env", text)
+    _write_missing(kit / "ca.crt", (out / "ca" / "ca.crt").read_text())
+    _write_missing(kit / "docker-compose.yml", compose_file().read_text())
     for unit in ("fedbn-node.service", "fedbn-exec.service"):
-        _missing(kit / unit, fill(unit, values))
+        _write_missing(kit / unit, fill(unit, values))
     hand_over(kit)
     return [f"the kit of {site} is out of date; its .env, here and at the site, needs {' '.join(other)}"] * bool(other)
 
@@ -207,7 +199,7 @@ def init_site(kit: Path) -> Path:
     if not (kit / "node.key").exists():
         public.unlink(missing_ok=True)  # the key that it belonged to is lost
         make_node_key(kit / "node.key", public, site)
-    _missing(kit / "superexec.secret", secrets.token_bytes(32), PRIVATE)
+    _write_missing(kit / "superexec.secret", secrets.token_bytes(32), PRIVATE)
     for folder in (*WRITTEN, "code"):
         (kit / folder).mkdir(mode=0o700, exist_ok=True)
     for name in ("node.key", "superexec.secret", "code", *WRITTEN):
@@ -234,6 +226,6 @@ def compose_file() -> Path:
     return next((path for path in places if path.exists()), places[0])
 
 
-def _missing(path: Path, content: str | bytes, mode: int = PUBLIC) -> None:
+def _write_missing(path: Path, content: str | bytes, mode: int = PUBLIC) -> None:
     if not path.exists():
         write_new(path, content, mode)

@@ -35,15 +35,10 @@ HALF = (0.5, 0.5, 0.5)
 Columns = tuple[Tensor, Tensor]
 #: what a pickle of NumPy arrays, numbers and text refers to
 ALLOWED = {
-    ("_codecs", "encode"),
-    *(
-        (f"{package}.multiarray", name)
-        for package in ("numpy.core", "numpy._core")
-        for name in ("_reconstruct", "scalar")
-    ),
-    *((f"{package}.numeric", "_frombuffer") for package in ("numpy.core", "numpy._core")),
-    ("numpy", "ndarray"),
-    ("numpy", "dtype"),
+    *(("_codecs", "encode"), ("numpy", "ndarray"), ("numpy", "dtype")),
+    *((f"numpy.{core}.multiarray", "_reconstruct") for core in ("core", "_core")),
+    *((f"numpy.{core}.multiarray", "scalar") for core in ("core", "_core")),
+    *((f"numpy.{core}.numeric", "_frombuffer") for core in ("core", "_core")),
 }
 
 
