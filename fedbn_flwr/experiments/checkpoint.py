@@ -43,9 +43,6 @@ STATES = "states"
 #: not yet, and no longer, checkpoints
 PARTIAL, OLD = f"{PREFIX}partial", f"{PREFIX}old"
 
-
-#: the number of the form in which checkpoints hold a run
-FORMAT = 4
 #: what is to be raised after the present round, since a signal has asked this process to end
 STOPPING: list[type[KeyboardInterrupt]] = []
 
@@ -77,7 +74,7 @@ def write_checkpoint(run: Path, checkpoint: Checkpoint, save_states: Callable[[P
     (partial / NODES).mkdir(parents=True)
     if save_states:
         save_states(partial / NODES)
-    content = {**vars(checkpoint), "format": FORMAT, "nodes": _sizes(partial / NODES)}
+    content = {**vars(checkpoint), "nodes": _sizes(partial / NODES)}
     packed = io.BytesIO()  # torch's own errors would not say that a disk is full
     torch.save(_converted(content, _as_plain), packed)
     (partial / SERVER).write_bytes(packed.getbuffer())
@@ -93,8 +90,6 @@ def read_checkpoint(run: Path) -> Checkpoint:
     path = _latest(run)
     try:
         plain = torch.load(path / SERVER, weights_only=True)
-        if (found := plain.get("format", 1)) != FORMAT:
-            raise UsageError(f"its format is {found}, and this version goes on with {FORMAT} only: start the run anew")
         content = _converted(plain, lambda leaf: leaf.numpy() if isinstance(leaf, Tensor) else leaf)
         checkpoint = Checkpoint(**{item.name: content[item.name] for item in fields(Checkpoint)})
     except Exception as error:  # whatever torch finds in a file that is damaged or another one

@@ -188,9 +188,9 @@ def forget_rows(path: Path) -> None:
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:1]))
 
 
-def lose_format(path: Path) -> None:
+def lose_standing(path: Path) -> None:
     saved = torch.load(path, weights_only=True)
-    del saved["format"]
+    del saved["standing"]
     torch.save(saved, path)
 
 
@@ -217,11 +217,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
         "server.pt cannot be read: ",
     ),
     "no file": (f"{LAST}/server.pt", Path.unlink, "server.pt cannot be read: "),
-    "of an earlier version": (
-        f"{LAST}/server.pt",
-        lose_format,
-        "its format is 1, and this version goes on with 4 only",
-    ),
+    "without a part": (f"{LAST}/server.pt", lose_standing, "server.pt cannot be read: 'standing'"),
     "a node's state truncated": (f"{LAST}/nodes/1.records", truncate, "is damaged: nodes/1.records should have "),
     "a node's state lost": (f"{LAST}/nodes/0.records", Path.unlink, "is damaged: nodes/0.records should have "),
     "rows lost": ("rounds.jsonl", forget_rows, "does not have the rows of the first 2 rounds"),
