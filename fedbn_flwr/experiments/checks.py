@@ -10,9 +10,10 @@ from fedbn_flwr import data, models, norm
 from fedbn_flwr.client import pick_device
 from fedbn_flwr.client.learning_task import OBJECTIVES, task_of
 from fedbn_flwr.client.training import logits_of
+from fedbn_flwr.data.partition import about_absent
 from fedbn_flwr.data.splits import UNCLASSED
 from fedbn_flwr.experiments.config import Config
-from fedbn_flwr.experiments.data_and_model import about_absent, absent_classes, load_data, make_partition, shared_model
+from fedbn_flwr.experiments.data_and_model import absent_classes, load_data, make_partition, shared_model
 from fedbn_flwr.experiments.method import Experiment
 from fedbn_flwr.experiments.output.sinks import check_sinks
 from fedbn_flwr.layerwise.shared_statistics import check_layers

@@ -1,7 +1,6 @@
 """The data, the partition and the model of an experiment: made once a process, shared by all its clients."""
 
 import pickle
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from multiprocessing.reduction import ForkingPickler
@@ -181,12 +180,6 @@ def absent_classes(config: Config) -> list[str]:
     held = set(loaded.train.labels[np.concatenate(make_partition(config, config.clients))].unique().tolist())
     names = loaded.class_names or [str(number) for number in range(loaded.num_classes)]
     return [name for number, name in enumerate(names) if number not in held]
-
-
-def about_absent(classes: Sequence[str], partition: str, clients: int) -> str:
-    """Return a sentence about classes that nobody has, though they are tested."""
-    few = ", ".join(classes[:5]) + ", ..." * (len(classes) > 5)
-    return f"no client has samples of {len(classes)} classes ({few}): {partition} with {clients:.0f} clients"
 
 
 def set_threads(config: Config) -> None:
