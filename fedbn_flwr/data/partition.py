@@ -346,6 +346,12 @@ def _check_share(spec: str, indices: list[Rows], clients: int) -> None:
         raise ValueError(f"partition {spec!r} gives sample {twice[0]} to two clients")
 
 
+def about_absent(classes: Sequence[str], partition: str, clients: int) -> str:
+    """Return a sentence about classes that nobody has, though they are tested."""
+    few = ", ".join(classes[:5]) + ", ..." * (len(classes) > 5)
+    return f"no client has samples of {len(classes)} classes ({few}): {partition} with {clients:.0f} clients"
+
+
 def _parse(spec: str) -> tuple[Kind, list[str]]:
     name, *arguments = spec.split(":")
     kind = PARTITIONS.get(name)

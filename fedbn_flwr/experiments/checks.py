@@ -10,9 +10,10 @@ from fedbn_flwr import data, models, norm, state
 from fedbn_flwr.client import pick_device
 from fedbn_flwr.client.learning_task import OBJECTIVES, task_of
 from fedbn_flwr.client.training import logits_of
+from fedbn_flwr.data.partition import about_absent
 from fedbn_flwr.data.splits import UNCLASSED
 from fedbn_flwr.experiments.config import Config
-from fedbn_flwr.experiments.material import Material, about_absent, absent_classes, load_data
+from fedbn_flwr.experiments.material import Material, absent_classes, load_data
 from fedbn_flwr.experiments.method import Experiment
 from fedbn_flwr.experiments.output.scoring import LOWER_IS_BETTER
 from fedbn_flwr.experiments.output.sinks import check_sinks

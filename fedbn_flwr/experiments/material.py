@@ -186,12 +186,6 @@ def absent_classes(loaded: Data, partition: Sequence[NDArray[np.int64]]) -> list
     return [name for number, name in enumerate(names) if number not in held]
 
 
-def about_absent(classes: Sequence[str], partition: str, clients: int) -> str:
-    """Return a sentence about classes that nobody has, though they are tested."""
-    few = ", ".join(classes[:5]) + ", ..." * (len(classes) > 5)
-    return f"no client has samples of {len(classes)} classes ({few}): {partition} with {clients:.0f} clients"
-
-
 def set_threads(config: Config) -> None:
     """Torch threads of this process."""
     if config.threads:

@@ -10,8 +10,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from fedbn_flwr.data.partition import about_absent
 from fedbn_flwr.experiments.choice import ABOUT_EDGE, EDGE, chosen_of
-from fedbn_flwr.experiments.material import about_absent
 from fedbn_flwr.experiments.output.run_folder import read_rounds
 from fedbn_flwr.experiments.recipes.paper import ADAPTED, Paper
 from fedbn_flwr.experiments.results.rows import (

@@ -148,7 +148,13 @@ def test_domains_that_nobody_trained_with_by_hand(tmp_path: Path, monkeypatch: p
     text = shown(
         tmp_path,
         [
-            ended(f"{method}:unseen={domain}:mu=1", seed, unseen=domain, accuracy=score, **{"accuracy-adapted-20": 0.5})
+            ended(
+                f"{method}:unseen={domain}:mu=1",
+                seed,
+                unseen=domain,
+                accuracy=score,
+                **{"accuracy-adapted-20": 0.4 + seed / 10},
+            )
             if score
             else failed(f"{method}:unseen={domain}:mu=1", seed, diverged=3)
             for method, of_method in scores.items()
@@ -159,13 +165,13 @@ def test_domains_that_nobody_trained_with_by_hand(tmp_path: Path, monkeypatch: p
     lines = [" ".join(line.split()) for line in text.splitlines()]
     # of two numbers, Student's t is 12.7062, and half the interval is that times half their distance
     for line in (
-        "x a:mu=1 45.0 ± 63.5 90.0 ± 0.0 50.0 ± 0.0 51.0",
-        "y a:mu=1 75.0 ± 190.6 90.0 ± 0.0 50.0 ± 0.0 51.0",
-        "x b:mu=1 15.0 ± 63.5 90.0 ± 0.0 50.0 ± 0.0 51.0",
-        "z a:mu=1 90.0 ± 127.1 90.0 ± 0.0 50.0 ± 0.0 51.0",
+        "x a:mu=1 45.0 ± 63.5 90.0 ± 0.0 45.0 ± 63.5 51.0",
+        "y a:mu=1 75.0 ± 190.6 90.0 ± 0.0 45.0 ± 63.5 51.0",
+        "x b:mu=1 15.0 ± 63.5 90.0 ± 0.0 45.0 ± 63.5 51.0",
+        "z a:mu=1 90.0 ± 127.1 90.0 ± 0.0 45.0 ± 63.5 51.0",
         "z b:mu=1 diverged at round 3 51.0",
         # (40 + 60 + 80) / 3 and (50 + 90 + 100) / 3
-        "mean a:mu=1 70.0 ± 127.1 90.0 ± 0.0 50.0 ± 0.0 51.0",
+        "mean a:mu=1 70.0 ± 127.1 90.0 ± 0.0 45.0 ± 63.5 51.0",
         "mean b:mu=1 diverged at round 3 51.0",
     ):
         _, _, rest = line.partition(" ")
