@@ -4,12 +4,16 @@ import errno
 import fcntl
 import json
 import os
+import random
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +62,32 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("whole")
     assert main(compare_words(folder, "--seeds", "2")) == 0
     return all_results(folder)
+
+
+def say_ready_and_run(connection: Connection, words: Sequence[str]) -> None:
+    """Run a command; the imports are not a part of what is killed."""
+    connection.send("ready")
+    main(words)
+
+
+@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.slow)])
+def test_killed_at_random_moments_it_ends_with_the_same_bits(kills: int, tmp_path: Path, whole: dict[str, Any]) -> None:
+    moments, folder = random.Random(kills), tmp_path / "out"
+    words = compare_words(folder, "--seeds", "2")
+    start = get_context("forkserver")
+    for _ in range(kills):
+        here, there = start.Pipe(duplex=False)
+        process = start.Process(target=say_ready_and_run, args=(there, words))
+        process.start()
+        here.recv()
+        time.sleep(moments.uniform(0.05, 1.0))
+        process.kill()
+        process.join()
+        if any(folder.glob("*-seed*/config.json")):
+            check_report(folder)
+    assert main(words) == 0
+    assert all_results(folder) == whole
+    check_report(folder)
 
 
 def test_a_disk_that_is_full_at_times_costs_no_bit(
