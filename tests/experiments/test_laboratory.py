@@ -329,10 +329,10 @@ def test_a_model_that_has_changed_is_another_run() -> None:
     with torch.no_grad():
         model.get_parameter("5.weight")[5, 70] += 1  # which its text leaves out
     names.append(name_of(model=model))
-    model.table = torch.zeros(2000)
-    model.register_buffer("mask", torch.zeros(2000), persistent=False)
+    model.table = table = torch.zeros(2000)
+    model.register_buffer("mask", mask := torch.zeros(2000), persistent=False)
     names.append(name_of(model=model))
-    for tensor in (model.table, model.mask):
+    for tensor in (table, mask):
         tensor[1000] += 1
         names.append(name_of(model=model))
     names.append(name_of(model=make_net(10, 1)))
