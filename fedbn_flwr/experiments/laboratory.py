@@ -152,8 +152,9 @@ def model_of(given: Model) -> str:
         return given
     if isinstance(given, nn.Module):
         held = deepcopy(given)
-        # it may have learned, or got other attributes, since it was handed over before
-        digest = digest_of([code_fingerprint(given), *map(vars, given.modules()), *held.state_dict().values()])
+        # it may have learned, or got other attributes, since it was handed over before; tensors' texts are shortened
+        values = [value for module in given.modules() for value in (vars(module), *vars(module).values())]
+        digest = digest_of([code_fingerprint(given), *values, *given.parameters(), *given.buffers()])
         return Named(type(held).__name__, lambda: deepcopy(held), digest)
     if not callable(given):
         raise UsageError(

@@ -72,6 +72,7 @@ class Experiment:
     def code(self) -> dict[str, str]:
         """The fingerprints of users' code, data and files, which names do not tell, by the options that name them."""
         config, initial = self.config, Path(self.config.init_from)
+        plugins = {*map(str.strip, config.plugins.split(","))} - {""}
         named = {
             "model": _given_code(config.model, {name: entry.make for name, entry in MODELS.items()}),
             "dataset": _given_code(config.dataset, DATASETS) or _listing(config.dataset),
@@ -80,6 +81,8 @@ class Experiment:
             "norm": code_fingerprint(NORMS[config.norm]),
             "init-from": _content(initial, initial.stat().st_mtime_ns) if initial.is_file() else "",
             "method": code_fingerprint(self.strategy_class),
+            # all that they register: no option names a task
+            "plugins": " ".join(sorted(code_fingerprint(sys.modules[name], name) for name in plugins)),
         }
         if named["method"]:  # only its rounds tell which rules it asks for
             named["rules"] = " ".join(sorted({*map(code_fingerprint, RULES.values())} - {""}))

@@ -153,37 +153,36 @@ def code_fingerprint(thing: Any, module: str = "") -> str:
 
     A function or class that another process can import counts by the file that holds it, and by those that this file
     imports from the same folder or package; so does whatever a `module` holds under a name. All else counts as itself,
-    in this process only, and so does code in a file that has changed since the process began.
+    in this process only. Code in a file that has changed since the process began counts as both.
     """
-    is_definition = isinstance(thing, type | FunctionType)
-    if is_definition and not is_foreign(thing):
-        return ""
-    if not module and is_definition and is_importable(thing):
-        module = thing.__module__
+    if isinstance(thing, type | FunctionType):
+        if not is_foreign(thing):
+            return ""
+        module = module or (thing.__module__ if is_importable(thing) else "")
+    text, changed = "", True
     with suppress(ImportError, LookupError, OSError, SyntaxError):
-        return fingerprint(repr(sorted(_sources(module).items())))
-    return _KEPT.setdefault(id(thing), (thing, uuid4().hex[:8]))[1]
+        text, changed = _sources(module)
+    return fingerprint(text + _KEPT.setdefault(id(thing), (thing, uuid4().hex))[1] if changed else text)
 
 
-def _sources(module: str) -> dict[str, bytes]:
-    """Return the text of a module by its name, and of those beside it that it imports, unless it is installed."""
+def _sources(module: str) -> tuple[str, bool]:
+    """Return the text of a module and, unless it is installed, of those beside it, and whether a file has changed."""
     file = Path(getattr(sys.modules[module], "__file__", None) or "")
     folder = file.parents[module.count(".") + (file.name == "__init__.py")]
     if {"site-packages", "dist-packages"} & {*file.parts}:
-        return {module: file.read_bytes()}
-    sources, left = dict[str, bytes](), {module}
+        return repr(file.read_bytes()), False
+    sources, left, changed = dict[str, bytes](), {module}, False
     while left:
         name = left.pop()
         path = folder.joinpath(*name.split("."))
         found = next((file for file in (path / "__init__.py", path.with_suffix(".py")) if file.is_file()), None)
         if found and name not in sources and name.partition(".")[0] != "fedbn_flwr":
-            if found.stat().st_mtime > _STARTED:
-                raise FileNotFoundError(found)
+            changed |= found.stat().st_mtime > _STARTED
             sources[name] = found.read_bytes()
             left |= _imported(sources[name], name if found.name == "__init__.py" else name.rpartition(".")[0])
     if module not in sources:
         raise FileNotFoundError(file)
-    return sources
+    return repr(sorted(sources.items())), changed
 
 
 @cache

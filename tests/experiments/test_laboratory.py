@@ -320,8 +320,8 @@ def test_code_that_a_name_tells_counts_by_its_file_and_those_beside_it(
     def names() -> list[str]:
         chosen = {"partition": "own:1", "method": "own", "norm": "own", "dataset": "own", "model": "own"}
         told = {"model": f"{module}:make_net", "objective": f"{module}:loss"}
-        asked = [{key: value} for options in (chosen, told) for key, value in options.items()]
-        return [name_of(**{"plugins": module, **options}) for options in ({}, *asked)]
+        asked = [{key: value} for options in ({"plugins": module}, chosen, told) for key, value in options.items()]
+        return [name_of(**options) for options in ({}, *asked)]
 
     alone = f"from {beside.stem} import WIDTHS"
     inside = f"from . import {beside.stem} as beside\nWIDTHS = beside.WIDTHS"
@@ -332,11 +332,14 @@ def test_code_that_a_name_tells_counts_by_its_file_and_those_beside_it(
     assert names() == first
     write("WIDTHS = (64, 64)", beside)
     changed = names()
-    assert [one == other for one, other in zip(first, changed, strict=True)] == [True] + [False] * 7
-    # what is imported may be another one than the file's: it counts as itself
-    write("WIDTHS = (4, 4)", beside, when=2**32)
-    assert not {*names()[1:]} & {*first, *changed}
-    assert names() == names()
+    assert [one == other for one, other in zip(first, changed, strict=True)] == [True] + [False] * 8
+    # what is imported may be another one than the file's, or may have become it: it counts as itself and by its file
+    before = {*first, *changed}
+    for width in (4, 16):
+        write(f"WIDTHS = ({width}, {width})", beside, when=2**32)
+        assert not {*names()[1:]} & before
+        assert names() == names()
+        before |= {*names()}
 
 
 def test_what_is_handed_over_counts_as_itself() -> None:
@@ -365,8 +368,15 @@ def test_a_model_that_has_changed_is_another_run() -> None:
     names.append(name_of(model=model))
     with torch.no_grad():
         model.get_parameter("5.weight")[5, 70] += 1  # which its text leaves out
-    names += [name_of(model=model), name_of(model=make_net(10, 1))]
-    assert [names.index(name) for name in names] == [0, 0, 2, 3, 4]
+    names.append(name_of(model=model))
+    model.table = table = torch.zeros(2000)
+    model.register_buffer("mask", mask := torch.zeros(2000), persistent=False)
+    names.append(name_of(model=model))
+    for tensor in (table, mask):
+        tensor[1000] += 1
+        names.append(name_of(model=model))
+    names.append(name_of(model=make_net(10, 1)))
+    assert [names.index(name) for name in names] == [0, 0, *range(2, 8)]
 
 
 def test_a_rule_that_is_defined_again_is_another_run_of_own_methods() -> None:

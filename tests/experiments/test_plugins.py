@@ -1,6 +1,7 @@
 """A method of a user's own, both halves in one file outside of this package, runs like those of the project."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -69,6 +70,7 @@ def brought(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The working directory has a module with a method."""
     lines = "from tests.helpers.toy_method import Toy, register_strategy", "@register_strategy('brought')"
     (tmp_path / "brought.py").write_text("\n".join([*lines, "class Brought(Toy): ..."]))
+    os.utime(tmp_path / "brought.py", (1, 1))  # before this process began
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
 
