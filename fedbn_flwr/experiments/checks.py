@@ -1,12 +1,14 @@
 """What cannot work in a run, found before anything is started: one clear line for each mistake."""
 
+from copy import deepcopy
+from dataclasses import replace
 from functools import cache
 from logging import WARNING
 
 import torch
 from flwr.common.logger import log
 
-from fedbn_flwr import data, models, norm, state
+from fedbn_flwr import data, models, norm
 from fedbn_flwr.client import pick_device
 from fedbn_flwr.client.learning_task import OBJECTIVES, task_of
 from fedbn_flwr.client.training import logits_of
@@ -101,13 +103,13 @@ def check_shapes(material: Material) -> bool:
 
     Return whether its forward pass calls `F.batch_norm` by itself. The model stays as it was.
     """
-    loaded, before = material.data, state.snapshot(material.model)
+    # some models write their buffers in every pass
+    loaded, material = material.data, replace(material, model=deepcopy(material.model))
     if not len(loaded.test):
         raise UsageError(f"{loaded.name} has no test samples")
     functional = [
         _check_inputs(material, split, role) for role, split in {"": loaded.train, "test ": loaded.test}.items()
     ]
-    state.load(material.model, before)  # some write their buffers in every pass
     return any(functional)
 
 
