@@ -43,7 +43,7 @@ def warnings(log: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize("key", ["train-counts", "test-counts", "image-shape", "pixel-mean", "pixel-variance"])
-@pytest.mark.parametrize("value", [[-1], [float("nan")], ["x"], 5, [], [1e300], [0.5] * 4])
+@pytest.mark.parametrize("value", [[-1], [float("nan")], ["x"], 5, [], [1e300]])
 def test_a_description_that_is_none_is_an_error_in_one_line(key: str, value: Any) -> None:
     content = NORTH.pack()
     content.metric_records["metrics"].__dict__["_data"][key] = value
@@ -51,16 +51,20 @@ def test_a_description_that_is_none_is_an_error_in_one_line(key: str, value: Any
         SiteData.read(content)
 
 
+OF_ANOTHER_TYPE: list[dict[str, Any]] = [
+    *({"site": 0.0}, {"train": (3.0, 1.0)}, {"test": (1.0, 1.0)}, {"shape": (1.0, 8.0, 8.0)}),
+    {"class_names": (b"", b"well")},
+]
+
+
 def test_one_mean_a_channel_and_pixels_from_0_to_1() -> None:
     for wrong in (
         *(replace(NORTH, site=-1), replace(NORTH, train=(2**53 + 2, 1)), replace(NORTH, mean=(1.5,))),
         *(replace(NORTH, mean=(0.5, 0.5)), replace(NORTH, mean=(0.5, 0.5), variance=(0.1, 0.1))),
-        # whole numbers, and few of them in a shape
-        *(replace(NORTH, **{key: tuple(map(float, getattr(NORTH, key)))}) for key in ("train", "test", "shape")),
-        *(replace(NORTH, site=0.0), replace(NORTH, shape=(1,) * 5), replace(NORTH, shape=(), mean=(), variance=())),
+        *(replace(NORTH, shape=(1,) * 5), replace(NORTH, shape=(), mean=(), variance=())),
+        *(replace(NORTH, **each) for each in OF_ANOTHER_TYPE),
         # names of classes
         *(replace(NORTH, class_names=(name, "well")) for name in ("well", "ill\x1b[2J", "i\nll", "\x85", "i" * 501)),
-        replace(NORTH, class_names=(b"", b"well")),
     ):
         with pytest.raises(ValueError, match="its app does not say what its data are"):
             SiteData.read(wrong.pack())
