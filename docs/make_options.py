@@ -63,7 +63,9 @@ COMMAND = (
         "",
         "of `compare`: an option and values to choose from, such as `lr=0.03,0.1`; may be repeated. Each method with "
         "the option uses the combination with the best mean score on a fifth of the training data, held out. A value "
-        "that fails with one seed is out. A `*` marks a chosen value that is the least or the largest of its grid",
+        "that fails with one seed is out. A `*` marks a chosen value that is the least or the largest of its grid. A "
+        "grid with an invalid combination is refused as a whole, such as `statistics=running,exact` with "
+        "`gather-samples`, or `carry=false,true` with `memory`",
     ),
     ("`--grid-seeds`", "`2`", "of `compare` and `reproduce`: runs for each combination of a grid's values"),
     ("`--batches`", "`4`", "of `diagnose`: mini-batches per client to average over"),
@@ -80,7 +82,7 @@ def page() -> str:
         table(("option", "default", "meaning"), COMMAND),
         "## For all methods",
         options(options_of(Config)),
-        "Strategies also take these, except where one would do nothing:",
+        "Strategies also take these. Some strategies refuse options that would do nothing for them:",
         options(own_options(FedAvg)),
         "## For single strategies",
         DOCSTRINGS,

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
+from unicodedata import category
 
 from flwr.app import ConfigRecord, MetricRecord, RecordDict
 
@@ -16,10 +17,8 @@ PROBLEM = "problem"
 #: in the configuration of messages: the numbers that images are normalized with, as text, and an image's shape
 DATA_MEAN, DATA_STD, DATA_SHAPE = "data-mean", "data-std", "data-shape"
 
-_CLASS_NAMES, _TRAIN, _TEST, _SHAPE, _MEAN, _VARIANCE = (
-    *("class-names", "train-counts", "test-counts"),
-    *("image-shape", "pixel-mean", "pixel-variance"),
-)
+_CLASS_NAMES, _TRAIN, _TEST = "class-names", "train-counts", "test-counts"
+_SHAPE, _MEAN, _VARIANCE = "image-shape", "pixel-mean", "pixel-variance"
 
 
 @dataclass(frozen=True)
@@ -43,9 +42,8 @@ class SiteData:
         numbers = {_TRAIN: list(self.train), _TEST: list(self.test), _SHAPE: list(self.shape)}
         moments = {_MEAN: list(self.mean), _VARIANCE: list(self.variance)}
         metrics: dict[str, Any] = {PARTITION_ID: self.site, **numbers, **moments}
-        return RecordDict(
-            {METRICS: MetricRecord(metrics), REPORT: ConfigRecord({_CLASS_NAMES: list(self.class_names)})}
-        )
+        report = ConfigRecord({_CLASS_NAMES: list(self.class_names)})
+        return RecordDict({METRICS: MetricRecord(metrics), REPORT: report})
 
     @classmethod
     def read(cls, content: RecordDict) -> Self:
@@ -56,19 +54,22 @@ class SiteData:
         metrics: Mapping[str, Any] = content.metric_records.get(METRICS) or {}
         try:
             numbers = [tuple(metrics[key]) for key in (_TRAIN, _TEST, _SHAPE, _MEAN, _VARIANCE)]
-            site = cls(int(metrics[PARTITION_ID]), tuple(map(printable, report[_CLASS_NAMES])), *numbers)
-            [*zip(site.class_names, site.train, site.test, strict=True)]
+            site = cls(metrics[PARTITION_ID], tuple(report[_CLASS_NAMES]), *numbers)
+            [*zip(dict.fromkeys(site.class_names), site.train, site.test, strict=True)]
             whole, moments = (site.site, *site.train, *site.test, *site.shape), (*site.mean, *site.variance)
             # pixels are from 0 to 1, other samples as they are; of ids there are no means
             largest, channels = 1 if len(site.shape) == 3 else LARGEST, site.shape[0] if site.mean else 0
             if not (
-                all(0 <= number <= MOST for number in whole)
+                1 <= len(site.shape) <= 4
+                and all(len(name) <= 500 for name in site.class_names)
+                and all(category(sign) != "Cc" for sign in "".join(site.class_names))
+                and all(isinstance(number, int) and 0 <= number <= MOST for number in whole)
                 and all(0 <= number <= largest for number in moments)
                 and len(site.mean) == len(site.variance) == channels
             ):
-                raise ValueError("numbers that are none")
+                raise ValueError("numbers or names that are none")
             return site
-        except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise ValueError("its app does not say what its data are") from error
 
 

@@ -76,16 +76,15 @@ class Scorer:
     def score(self, strategy: BaseStrategy, arrays: ArrayRecord) -> Score:
         """Return the scores of the state after a round."""
         basic = self._task.basic_score
-        scores = score_nodes(strategy.evaluation.replies, self._data.domain_names, basic)
+        replies = strategy.evaluation.replies
+        scores = score_nodes(replies, self._data.domain_names, basic)
         if not strategy.personal:
             asked = {key: value for key, value in scores.items() if key.endswith("-personal")}
             values = state.from_record(arrays)
             return {**self.score_global(values), **self._train_loss(values), **asked}
         if self._unlabeled:  # no node has the domain that is tested
             scores.pop(f"domain-{basic}", None)
-        scores |= class_means(
-            [reply.metrics for reply in strategy.evaluation.replies], self._metrics, self._class_names
-        )
+        scores |= class_means([reply.metrics for reply in replies], self._metrics, self._class_names)
         if mean := strategy.state.personal:
             own = {name: torch.from_numpy(value) for name, value in mean.items()}
             averaged = self.score_global({**state.from_record(arrays), **own})
@@ -149,7 +148,10 @@ class SiteScorer:
 
     def _row(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
         by_class = class_means([metrics], self._metrics, self._class_names)
-        named = {name.removeprefix(wire.CLASS): values for name, values in by_class.items()}
+        named = {
+            name.removeprefix(wire.CLASS): {key: _possible(name, value) for key, value in values.items()}
+            for name, values in by_class.items()
+        }
         scores = _scores(metrics, False, wire.ACCURACY)
         return {"accuracy": scores["accuracy"], "loss": scores["loss"], **named}
 
@@ -159,8 +161,7 @@ def score_nodes(replies: Sequence[NodeReply], domain_names: Sequence[str] = (), 
     named = ((reply.node, reply.metrics) for reply in replies)
     read, refused = read_each(named, lambda _, metrics: _scores(metrics, bool(domain_names), basic))
     log_refused(refused, "left out of the scores")
-    rows = list(read.values())
-    if not rows:
+    if not (rows := list(read.values())):
         return {}
     shared = [key for key in rows[0] if key not in ("domain", "domains", "own") and all(key in row for row in rows)]
     scores: Score = {key: float(np.mean([row[key] for row in rows])) for key in shared}
@@ -185,7 +186,8 @@ def class_means(rows: Sequence[Mapping[str, Any]], metrics: Sequence[str], class
 def _scores(metrics: Mapping[str, Any], has_domains: bool, basic: str) -> Score:
     """Return what a node's evaluation says, by the names of scores; an error if anything is missing or impossible."""
     of_task = {key: key.removeprefix(wire.SCORE) for key in metrics if key.startswith(wire.SCORE)}
-    keys = {basic: basic, (own := f"{basic}-personal"): own, **of_task, wire.EVAL_LOSS: "loss"}
+    # the names of all tasks are last: a node's `score-accuracy` is not the accuracy
+    keys = {**of_task, basic: basic, (own := f"{basic}-personal"): own, wire.EVAL_LOSS: "loss"}
     if wire.LOCAL_LOSS in metrics:
         keys[wire.LOCAL_LOSS] = "train-loss-global"
     scores: Score = {name: _possible(key, metrics[key]) for key, name in keys.items()}
@@ -196,7 +198,7 @@ def _scores(metrics: Mapping[str, Any], has_domains: bool, basic: str) -> Score:
 
 
 def _possible(key: str, score: Any) -> float:
-    """Return a score; RefusedError if it is not finite, or an accuracy that is no share."""
-    if not isfinite(score) or (key.startswith(wire.ACCURACY) and not 0 <= score <= 1):
+    """Return a score; RefusedError if it is not finite, or is to be a share, up to rounding, and is none."""
+    if not isfinite(score) or (key.startswith((wire.ACCURACY, wire.CLASS)) and not 0 <= score <= 1 + 1e-6):
         raise RefusedError(f"its {key!r} is {score}")
     return float(score)

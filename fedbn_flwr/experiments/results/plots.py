@@ -297,7 +297,7 @@ def marks_of(folder: str | Path, rounds: Frame) -> list[Mark]:
     options = config_of(folder).get("options", {})
     last = int(options.get("rounds", 0))
     try:
-        strategy = resolve({**options, "resume": ""}, federation=True).make_strategy(1)
+        strategy = resolve({**options, "resume": ""}, federation=True, read_from=str(folder)).make_strategy(1)
     except UsageError:
         return []
     freeze_at: float | None = getattr(strategy, "freeze_at", None)

@@ -58,12 +58,11 @@ class Agreement:
         if same := [other for other, present in others.items() if present.site == site.site and other != node]:
             return f"node {same[0]} has its site number {site.site}: give each site its own number"
         if unknown := [name for name in site.class_names if name not in self.config.classes]:
-            return f"class {unknown[0]!r} is not one of the run's classes: {', '.join(self.config.classes)}"
+            known = ", ".join(self.config.classes)
+            return wire.printable(f"class {unknown[0]!r} is not one of the run's classes: {known}")
         if site.shape != self.shape:
-            return (
-                f"its images are {_times(site.shape)}, but {_times(self.shape)} at most sites "
-                "(set image-size to scale all images)"
-            )
+            shapes = f"{_times(site.shape)}, but {_times(self.shape)} at most sites"
+            return f"its images are {shapes} (set image-size to scale all images)"
         if len(site.mean) != self.means:
             return f"it says {len(site.mean)} means, but most sites {self.means}"
         return ""
@@ -92,10 +91,8 @@ def agree(config: Config, answers: Answers) -> Agreement:
     """
     described = [answer for answer in answers.values() if isinstance(answer, SiteData)]
     if described and not config.classes:
-        names = ",".join(sorted({name for site in described for name in site.class_names}))
-        raise UsageError(
-            f"the data set 'sites' needs classes, in the order of their numbers; there are: {wire.printable(names)}"
-        )
+        names = wire.printable(",".join(sorted({name for site in described for name in site.class_names})))
+        raise UsageError(f"the data set 'sites' needs classes, in the order of their numbers; there are: {names}")
     forms = Counter((site.shape, len(site.mean)) for site in described)
     (shape, means), _ = forms.most_common(1)[0] if forms else (((), 0), 0)
     sites, refused = dict[int, SiteData](), dict[int, str]()
@@ -118,7 +115,8 @@ def agree(config: Config, answers: Answers) -> Agreement:
 def spoken(site: SiteData) -> str:
     """Return a line about a site's data."""
     counts = ", ".join(f"{name} {count}" for name, count in zip(site.class_names, site.train, strict=True))
-    return f"{sum(site.train)} training and {sum(site.test)} test images of {_times(site.shape)}; {counts}"
+    sizes = f"{sum(site.train)} training and {sum(site.test)} test images"
+    return wire.printable(f"{sizes} of {_times(site.shape)}; {counts}")
 
 
 def _normalized(config: Config, sites: Sequence[SiteData]) -> Config:
@@ -133,9 +131,8 @@ def _normalized(config: Config, sites: Sequence[SiteData]) -> Config:
         raise UsageError("the sites say that they have no training images")
     means, deviations = [], []
     for channel in range(len(sites[0].mean)):
-        moments = [
-            (count, site.mean[channel], site.variance[channel]) for count, site in zip(counts, sites, strict=True)
-        ]
+        counted = zip(counts, sites, strict=True)
+        moments = [(count, site.mean[channel], site.variance[channel]) for count, site in counted]
         mean = sum(count * center for count, center, _ in moments) / total
         variance = sum(count * (width + (center - mean) ** 2) for count, center, width in moments) / total
         means.append(mean)
@@ -171,8 +168,7 @@ class SitesGrid(PassingGrid):
         connected = list(self._grid.get_node_ids())
         # a refused site is asked again when it comes back
         self.unfit &= set(connected)
-        new = [node for node in connected if node not in self._accepted and node not in self.unfit]
-        if new:
+        if new := [node for node in connected if node not in self._accepted and node not in self.unfit]:
             self._meet(new, connected)
         return [node for node in connected if node in self._accepted]
 

@@ -69,7 +69,7 @@ def export_model(message: Message, context: Context, call_next: ClientAppCallabl
 
 
 def load_own_model(path: str | Path) -> OwnModel:
-    """Return the model of a file that `export_model` has written, in evaluation mode."""
+    """Return the model of a file of `export_model`, in evaluation mode; import modules that the file names before."""
     with extra("models"):
         from safetensors import safe_open
 
@@ -79,7 +79,8 @@ def load_own_model(path: str | Path) -> OwnModel:
             options, about = (json.loads(file.metadata()[key]) for key in ("options", "about"))
     except Exception as error:
         raise ValueError(f"{path} is no file of export_model: {error}") from error
-    config, shape = replace(resolve(options, federation=True).config, init_from=""), about["shape"]
+    config = replace(resolve(options, federation=True, read_from=str(path)).config, init_from="")
+    shape = about["shape"]
     form = Form(len(config.classes), shape[0], shape[-1]) if shape else form_of(load_data(config))
     model = fresh_model(config, form).eval()
     state.load(model, tensors)

@@ -218,6 +218,12 @@ def test_an_impossible_score_is_left_out_by_name(key: str, value: Any, caplog: p
     assert caplog.messages == [f"Node 1 is left out of the scores: its {key.removeprefix('domain-')!r} is {number}"]
 
 
+def test_a_score_beside_the_accuracy_is_not_the_accuracy() -> None:
+    said = replies([(0.5, 1.0, 0.5), (0.25, 0.5, 0.5)])
+    more = {wire.SCORE + key: 1000.0 for key in ("accuracy", "accuracy-personal", "loss")}
+    assert score_nodes([said[0], replace(said[1], metrics={**said[1].metrics, **more})]) == score_nodes(said)
+
+
 @pytest.mark.parametrize("method", ["fedavg", "fedbn"])
 def test_in_segmentation_nodes_have_a_mean_iou_on_their_own_city(method: str, tmp_path: Path) -> None:
     data, shared = "streets:cities=2:images=4:test=2", {"clients": "2", "rounds": "1", "batch-size": "2"}

@@ -10,7 +10,7 @@ from flwr.app import Context, Message, RecordDict
 
 from fedbn_flwr.experiments import Config, UsageError
 from fedbn_flwr.experiments.client_side import use_agreed
-from fedbn_flwr.experiments.sites.agreement import SitesGrid, agree
+from fedbn_flwr.experiments.sites.agreement import SitesGrid, agree, spoken
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.wire import CONFIG
 from fedbn_flwr.wire.site_data import SITE_DATA, SiteData, problem
@@ -51,16 +51,28 @@ def test_a_description_that_is_none_is_an_error_in_one_line(key: str, value: Any
         SiteData.read(content)
 
 
+OF_ANOTHER_TYPE: list[dict[str, Any]] = [
+    *({"site": 0.0}, {"train": (3.0, 1.0)}, {"test": (1.0, 1.0)}, {"shape": (1.0, 8.0, 8.0)}),
+    {"class_names": (b"", b"well")},
+]
+
+
 def test_one_mean_a_channel_and_pixels_from_0_to_1() -> None:
     for wrong in (
         *(replace(NORTH, site=-1), replace(NORTH, train=(2**53 + 2, 1)), replace(NORTH, mean=(1.5,))),
         *(replace(NORTH, mean=(0.5, 0.5)), replace(NORTH, mean=(0.5, 0.5), variance=(0.1, 0.1))),
+        *(replace(NORTH, shape=(1,) * 5), replace(NORTH, shape=(), mean=(), variance=())),
+        *(replace(NORTH, **each) for each in OF_ANOTHER_TYPE),
+        # names of classes
+        *(replace(NORTH, class_names=(name, "well")) for name in ("well", "ill\x1b[2J", "i\nll", "\x85", "i" * 501)),
     ):
         with pytest.raises(ValueError, match="its app does not say what its data are"):
             SiteData.read(wrong.pack())
     for right in (
         *(replace(NORTH, train=(2**53, 1)), replace(NORTH, shape=(1,), mean=(37.0,), variance=(9.0,))),
         replace(NORTH, shape=(20,), mean=(), variance=()),
+        # a no-break space, and joiners in Persian and in an emoji
+        replace(NORTH, class_names=("not\xa0ill", "\u0645\u06cc\u200c\u0634\u0648\u062f \U0001f469\u200d\u2695")),
     ):
         assert SiteData.read(right.pack()) == right
 
@@ -69,7 +81,10 @@ def test_texts_of_a_site_are_shown_in_one_line() -> None:
     with pytest.raises(ValueError, match=r"^no\S* {2}\[2Jx{400,}$") as error:
         SiteData.read(problem(f"no\n\x1b[2J{'x' * 10**6}"))
     assert len(str(error.value)) == 500
-    assert SiteData.read(replace(NORTH, class_names=("ill\x1b[2J", "well")).pack()).class_names == ("ill [2J", "well")
+    many = replace(NORTH, class_names=("a\u2028", *map(str, range(999))), train=(1,) * 1000, test=(1,) * 1000)
+    unlike = agree(CONFIG_OF_RUN, {1: NORTH}).objection(2, replace(many, site=1, class_names=("\u2028" * 500,)), {})
+    for line in (spoken(many), unlike):
+        assert (len(line), line.isprintable()) == (500, True)
     with pytest.raises(UsageError) as unknown:
         agree(Config(dataset="sites"), {1: replace(NORTH, class_names=("a", "b" * 10**6))})
     assert len(str(unknown.value)) < 600

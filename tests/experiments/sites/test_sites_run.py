@@ -128,7 +128,7 @@ def test_sites_score_the_model_on_their_own_test_data(sites: list[str], tmp_path
         assert summary["class-f1"][name] == pytest.approx(sum(row["f1"][name] for row in scores) / 3)
 
 
-def saying(kind: str, key: str, value: float) -> type[SitesInProcess]:
+def saying(kind: str, key: str, value: Any) -> type[SitesInProcess]:
     """Return a grid in which the second site's replies to messages of a kind have this metric."""
 
     class Saying(SitesInProcess):
@@ -142,16 +142,21 @@ def saying(kind: str, key: str, value: float) -> type[SitesInProcess]:
     return Saying
 
 
-@pytest.mark.parametrize("accuracy", [1000.0, math.inf, math.nan])
-def test_an_impossible_accuracy_of_a_site_stops_no_run(
-    accuracy: float, sites: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+IMPOSSIBLE = [("accuracy", 1000.0), ("accuracy", math.inf), ("accuracy", math.nan), ("class-f1", 1e30)]
+
+
+@pytest.mark.parametrize(("key", "value"), IMPOSSIBLE)
+def test_an_impossible_score_of_a_site_stops_no_run(
+    key: str, value: float, sites: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    summary = run_at_sites(tmp_path, sites, saying("evaluate", "accuracy", accuracy), **{"stop-at": 0.999})
+    said = value if key == "accuracy" else [math.nan, 1.0, value]
+    more = {"stop-at": 0.999, "class-metrics": "f1"}
+    summary = run_at_sites(tmp_path, sites, saying("evaluate", key, said), **more)
     assert (len(read_rounds(tmp_path)), list(summary["sites"])) == (2, ["0", "2"])
     assert summary["accuracy"] == pytest.approx(
         (summary["sites"]["0"]["accuracy"] + summary["sites"]["2"]["accuracy"]) / 2
     )
-    assert f"Node 1001 is left out of the scores: its 'accuracy' is {accuracy}" in caplog.messages
+    assert f"Node 1001 is left out of the scores: its {key!r} is {value}" in caplog.messages
 
 
 def test_the_order_of_classes_decides_their_numbers(sites: list[str], tmp_path: Path) -> None:
