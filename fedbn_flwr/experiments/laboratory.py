@@ -134,8 +134,9 @@ def run(
 def given_options(
     model: Model, data: str | OwnData, folder: str | Path | None, options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return options by the keys of the command; objects become names that hold them."""
+    """Return options by the keys of the command; objects become names that hold them. Plug-ins are imported."""
     given = {option_key(key): as_given(value) for key, value in options.items()}
+    import_plugins(str(given.get("plugins", "")))
     if callable(objective := given.get("objective")):
         name = getattr(objective, "__name__", type(objective).__name__)
         given["objective"] = Named(name, objective, code_fingerprint(objective))
@@ -201,7 +202,6 @@ def comparison(
             raise UsageError(f"grid: {key} must have a list of at least one value, got {values!r}")
     for key in {"method", "resume"} & given.keys():
         raise UsageError(f"compare has no option {key!r}; `methods` names methods, and the same call goes on by itself")
-    import_plugins(str(given.get("plugins", "")))
     texts = [method_of(method) for method in methods]
     if twice := [text for text in texts if texts.count(text) > 1]:
         raise UsageError(f"methods names {twice[0]!r} twice")
@@ -226,7 +226,6 @@ def _refuse_ignored(methods: Sequence[str], given: Mapping[str, Any]) -> None:
 
     In a comparison, one that some of them have is for these.
     """
-    import_plugins(str(given.get("plugins", "")))
     strategies = [parse(method).strategy for method in methods]
     for key in given:
         if (names := owners(key)) and not set(names) & set(strategies):

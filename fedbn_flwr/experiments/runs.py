@@ -23,7 +23,7 @@ from flwr.common import log
 from fedbn_flwr import __version__
 from fedbn_flwr.experiments.checkpoint import STOPPING, checkpoint_round, clear, read_checkpoint
 from fedbn_flwr.experiments.choice import Choice
-from fedbn_flwr.experiments.method import Experiment, import_plugins, resolve
+from fedbn_flwr.experiments.method import Experiment, resolve
 from fedbn_flwr.experiments.output.recorder import Progress, Summary, diverged
 from fedbn_flwr.experiments.output.run_folder import (
     CONFIG,
@@ -233,7 +233,6 @@ def resume(given: Mapping[str, Any], engine: str | None) -> Run:
     # what was chosen is among the options only
     saved, asked = {**config["options"], **config["asked"]["options"], "results-dir": str(folder)}, config["asked"]
     engine = engine or str(asked["engine"])
-    import_plugins(str(given.get("plugins", "")))
     changed = {**saved, **given, "results-dir": str(folder)}
     before, now = (resolve(options, federation=True, read_from=str(folder)) for options in (saved, changed))
     if asked_of(now, engine) == asked_of(before, asked["engine"]):  # as it was asked, but by today's code
