@@ -137,9 +137,10 @@ def test_a_killed_driver_leaves_no_process_behind(tmp_path: Path) -> None:
     with subprocess.Popen(words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as started:
         assert started.stdout
         assert started.stdout.readline() == "stopped\n"
-        assert len(processes_with(MARK, str(tmp_path))) > 2
+        seen = wait_until(lambda: len(processes_with(MARK, str(tmp_path))) > 2)  # new programs have no environment yet
         started.kill()
     try:
+        assert seen
         assert wait_for_end(MARK, str(tmp_path))
     finally:
         kill_processes(MARK, str(tmp_path))

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
 
 import pytest
 
@@ -72,8 +71,8 @@ def opened(kind: str, nodes: Federation, norm: str, strategy: BaseStrategy) -> I
         with engine("workers", nodes, strategy.weighting) as grid:
             yield grid
     else:
-        own: dict[str, Any] = {"start": OwnShare} if kind == "two workers" else {}
-        with WorkersGrid(partial(nodes_of, norm), len(SIZES), 2, **own) as grid:
+        start = partial(WorkersGrid, partial(nodes_of, norm), len(SIZES), 2)
+        with start(start=OwnShare) if kind == "two workers" else start() as grid:
             yield grid
 
 
