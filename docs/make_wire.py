@@ -62,7 +62,7 @@ ELSEWHERE = {
     wire.MOMENTUM: "ArrayRecord: the optimizer's state, with `momentum-state=global`",
     wire.CONTROL_VARIATES: "ArrayRecord: SCAFFOLD's c in a message, and the change of c_i in a reply",
     wire.MOMENTS: "ArrayRecord: count, mean and variance of every BN layer, in replies to `train.gather`",
-    wire.PERSONAL: "ArrayRecord: entries that the node keeps, in an evaluation that requests them",
+    wire.STAYS: "ArrayRecord: entries that the node keeps, in an evaluation that requests them",
     wire.PARAMETERS: "in the `report` of `query.describe`: the names of the model's parameters",
     wire.BN_ENTRIES: "in the `report` of `query.describe`: the names of entries of BN layers",
     wire.TIED: "in the `report` of `query.describe`: further names of entries, each before the first name",

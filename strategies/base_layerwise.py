@@ -119,7 +119,7 @@ class Layerwise(FedAvg):
         if not self.round.by_messages:
             try:
                 if (transport := open_step(grid, messages)) is not None:
-                    self.round.sent = list(messages)
+                    self.round.messages = list(messages)
                     return self._answer(transport)
             except NodesFailedError:
                 raise
@@ -133,7 +133,7 @@ class Layerwise(FedAvg):
         contents = {message.metadata.dst_node_id: message.content for message in messages}
         by_messages = MessageTransport(grid, contents, attempt, self.exchange_timeout, expected)
         replies = self._answer(by_messages)
-        self.round.sent = by_messages.sent
+        self.round.messages = by_messages.sent
         if why_slow:
             log(WARNING, "Layer-wise steps go by messages, which are slower: %s", why_slow)
         return replies

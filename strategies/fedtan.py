@@ -146,7 +146,7 @@ class FedTAN(Layerwise):
     def update(self, pooled: Pooled) -> Arrays:
         """Keep the nodes' values, and update the model."""
         if self.carry:
-            sent = {message.metadata.dst_node_id: message.content.array_records for message in self.round.sent}
+            sent = {message.metadata.dst_node_id: message.content.array_records for message in self.round.messages}
             corrections = {
                 node: arrays_of(groups[wire.CARRIED]) for node, groups in sent.items() if wire.CARRIED in groups
             }

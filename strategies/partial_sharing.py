@@ -88,14 +88,14 @@ class PartialSharing(FedAvg):
             self.state.served.pop(node, None)
         packages = self.package(nodes, arrays_to_record(self.round.current))
         sent, again = list[Message](), list[Message]()
-        for message in self.round.sent:
+        for message in self.round.messages:
             if (node := message.metadata.dst_node_id) in packages:
                 # the rest stays as it was: it may depend on all nodes of the round
                 message.content[self.arrayrecord_key] = packages[node][self.arrayrecord_key]
                 again.append(Message(message.content, node, message.metadata.message_type))
             else:
                 sent.append(message)
-        self.round.sent = sent + again
+        self.round.messages = sent + again
         usable = [reply for reply in replies if not lacks_state(reply)]
         return [*usable, *ask_nodes(grid, again, self.exchange_timeout).values()]
 
@@ -115,9 +115,9 @@ class PartialSharing(FedAvg):
     def learn_from_evaluation(self, replies: Sequence[NodeReply]) -> None:
         """Average what the last round's participants hold, if they have sent it."""
         weights = self.state.participants
-        learned = [reply for reply in replies if reply.records.get(wire.PERSONAL) and reply.node in weights]
+        learned = [reply for reply in replies if reply.records.get(wire.STAYS) and reply.node in weights]
         if learned and not self.averager.refuse_few(len(learned), self.round.number, "kept entries"):
-            states = [reply.records[wire.PERSONAL] for reply in learned]
+            states = [reply.records[wire.STAYS] for reply in learned]
             self.state.personal |= self.averager.average(states, [weights[reply.node] for reply in learned])
 
 

@@ -139,7 +139,7 @@ class ControlVariates(Rule):
 
     def begin(self, session: Session) -> None:
         """Recall c_i, and start the sum of gradients."""
-        shared = {name: value for name, value in session.learned().items() if name not in session.local}
+        shared = {name: value for name, value in session.learned().items() if name not in session.stays}
         zeros = {name: torch.zeros_like(value) for name, value in shared.items()}
         server = {**zeros, **on_device(session.received.get(wire.CONTROL_VARIATES, {}), zeros)}
         self._own = {**zeros, **on_device(session.memory.recall(wire.CONTROL_VARIATES), zeros)}

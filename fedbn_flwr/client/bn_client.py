@@ -69,16 +69,16 @@ class BNClient:
         In a layer-wise step by messages, `exchange` reaches the other clients, and who takes the step seeds dropout.
         """
         self._load(received[wire.ARRAYS], instruction)
-        local = state.group_keys(self.model, instruction.keep_local)
+        stays = state.group_keys(self.model, instruction.stays)
         with training.frozen(self.model, instruction), training.products(instruction):
             optimizer = self.make_optimizer(self.model, instruction)
-            session = Session(self.model, optimizer, instruction, received, self.memory, local)
+            session = Session(self.model, optimizer, instruction, received, self.memory, stays)
             with nullcontext() if exchange else OwnRandomness(self.step_seed(instruction)).drawing():
                 loss = self._learn(session, exchange)
-        if local:
-            self.memory.store(wire.PERSONAL, state.snapshot(self.model, local))
-        stays = local | state.group_keys(self.model, instruction.omit)
-        shared = state.snapshot(self.model, self.model.state_dict().keys() - stays)
+        if stays:
+            self.memory.store(wire.STAYS, state.snapshot(self.model, stays))
+        unsent = stays | state.group_keys(self.model, instruction.omit)
+        shared = state.snapshot(self.model, self.model.state_dict().keys() - unsent)
         metrics: Metrics = {wire.TRAIN_LOSS: loss, **self.local_loss(self.model, instruction), **session.metrics}
         return self.reply(metrics, instruction, {wire.ARRAYS: shared, **session.records})
 
@@ -111,8 +111,8 @@ class BNClient:
         if instruction.statistics == "own":
             own = moments.own_statistics(self.model, self._gather(instruction))
             state.load(self.model, {**self.model.state_dict(), **own})
-            local = self.memory.personal(state.group_keys(self.model, instruction.keep_local))
-            self.memory.store(wire.PERSONAL, {**local, **own})
+            stays = self.memory.personal(state.group_keys(self.model, instruction.stays))
+            self.memory.store(wire.STAYS, {**stays, **own})
         splits, wanted = (self.train_split, self.test_split), list(filter(None, instruction.class_metrics.split(",")))
         domains = max(int(split.domains.max()) + 1 if split.domains is not None else 0 for split in splits)
         result = evaluate(self.model, self.test_split, self.num_classes, self.device, 500, domains, self.task, wanted)
@@ -130,8 +130,8 @@ class BNClient:
             **{f"{wire.SCORE}{name}-personal": value for name, value in personal.items()},
             **self.local_loss(self.model, instruction),
         }
-        sent = state.group_keys(self.model, instruction.keep_local if instruction.send_personal else "none")
-        return self.reply(metrics, instruction, {wire.PERSONAL: state.snapshot(self.model, sent)})
+        sent = state.group_keys(self.model, instruction.stays if instruction.send_personal else "none")
+        return self.reply(metrics, instruction, {wire.STAYS: state.snapshot(self.model, sent)})
 
     def describe(self) -> Reply:
         """Reply with the node's partition, its number of samples, and its domain if it has exactly one."""
@@ -149,8 +149,8 @@ class BNClient:
 
     def _load(self, received: State, instruction: Instruction) -> None:
         training.require_bn(self.model, instruction)
-        local = state.group_keys(self.model, instruction.keep_local)
-        personal = self.memory.personal(local)
+        stays = state.group_keys(self.model, instruction.stays)
+        personal = self.memory.personal(stays)
         state.load(self.model, {**received, **personal} if personal else received)
 
     def _learn(self, session: Session, exchange: Exchange | None) -> float:

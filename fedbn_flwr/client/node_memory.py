@@ -8,7 +8,7 @@ from typing import Any
 from flwr.app import Context, RecordDict
 
 from fedbn_flwr.state import State, from_record, to_record
-from fedbn_flwr.wire import PERSONAL, Record
+from fedbn_flwr.wire import STAYS, Record
 
 NAMESPACE = "fedbn-flwr"
 #: where a site names the folder for states: in its SuperNode's node configuration, or in the environment of its
@@ -39,7 +39,7 @@ class Memory:
 
     def personal(self, names: Collection[str]) -> State:
         """The personal entries of the model among these names; empty at a node's first message."""
-        return {name: value for name, value in self.recall(PERSONAL).items() if name in names} if names else {}
+        return {name: value for name, value in self.recall(STAYS).items() if name in names} if names else {}
 
     def keep(self, name: str, record: Record) -> None:
         """Store a record as it is."""

@@ -64,7 +64,7 @@ class OwnLoop:
         #: what rules add to the reply, after the block
         self.records: dict[str, State] = {}
         self.metrics: Metrics = {}
-        self._local = state.group_keys(structure, instruction.keep_local)
+        self._local = state.group_keys(structure, instruction.stays)
         self._rules = rules_for(instruction)
         self._ahead: list[Rule] = []
         self._undo, self._first_step = ExitStack(), ExitStack()
@@ -197,7 +197,7 @@ class OwnLoop:
         return held & {id(parameter) for parameter in self._session.model.parameters()}
 
     def _require_nothing_asked(self) -> None:
-        keys = set(self._instruction.binding_keys()) - {"keep-local", "omit", "send-personal", "later"}
+        keys = set(self._instruction.binding_keys()) - {"stays", "omit", "send-personal", "later"}
         if keys:
             trained = f"a {self._other}, whose entries are others" if self._other else "nothing in training mode"
             raise RuntimeError(

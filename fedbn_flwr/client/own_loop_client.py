@@ -67,11 +67,11 @@ class OwnLoopClient:
     def _reply_after(self, loop: OwnLoop, content: RecordDict, instruction: Instruction) -> Reply:
         """Make the reply of a round from a handler's: what the instruction shares, and what rules add."""
         trained = self._trained(content)
-        local = state.group_keys(self.model, instruction.keep_local)
-        if local:
-            self.memory.store(wire.PERSONAL, {name: trained[name] for name in trained if name in local})
-        stays = local | state.group_keys(self.model, instruction.omit)
-        shared = {name: value for name, value in trained.items() if name not in stays}
+        stays = state.group_keys(self.model, instruction.stays)
+        if stays:
+            self.memory.store(wire.STAYS, {name: trained[name] for name in trained if name in stays})
+        unsent = stays | state.group_keys(self.model, instruction.omit)
+        shared = {name: value for name, value in trained.items() if name not in unsent}
         reply = self._reply_of(content, instruction, {wire.ARRAYS: shared, **loop.records})
         reply.metrics |= loop.metrics
         if instruction.report_local_loss and wire.LOCAL_LOSS not in reply.metrics:
@@ -88,14 +88,14 @@ class OwnLoopClient:
         """Let the handler evaluate the node's own model: the received one with the entries that live here."""
         if instruction.statistics == "own":
             own = moments.own_statistics(self.model, self._gather(received, instruction))
-            local = self.memory.personal(state.group_keys(self.model, instruction.keep_local))
-            self.memory.store(wire.PERSONAL, {**local, **own})
+            stays = self.memory.personal(state.group_keys(self.model, instruction.stays))
+            self.memory.store(wire.STAYS, {**stays, **own})
             received = {**received, wire.ARRAYS: {**received[wire.ARRAYS], **own}}
         content = self._handler(self._seen(received, instruction), self._context).content
         kept = self.memory.personal(
-            state.group_keys(self.model, instruction.keep_local if instruction.send_personal else "none")
+            state.group_keys(self.model, instruction.stays if instruction.send_personal else "none")
         )
-        return self._reply_of(content, instruction, {wire.PERSONAL: kept})
+        return self._reply_of(content, instruction, {wire.STAYS: kept})
 
     def gather(self, received: Mapping[str, State], instruction: Instruction) -> Reply:
         """Reply with the moments of what the received model's BN layers see in a handler that does not train."""
@@ -130,11 +130,11 @@ class OwnLoopClient:
 
     def _seen(self, received: Mapping[str, State], instruction: Instruction) -> Message:
         """Return the message that Flower's FedAvg would have sent: the whole model, and the configuration."""
-        personal = self.memory.personal(state.group_keys(self.model, instruction.keep_local))
+        personal = self.memory.personal(state.group_keys(self.model, instruction.stays))
         whole = {**received[wire.ARRAYS], **personal}
         if whole.keys() != self.model.state_dict().keys():  # a model that `prepare` has not made may be why
             require_bn(self.model, instruction)
-        state.check(self.model, whole)
+        state.check_fit(self.model, whole)
         # the message of an exchange brings no model: the first one did
         by_exchanges = instruction.layerwise != "none"
         arrays, config = (wire.ARRAYS, wire.CONFIG) if by_exchanges else wire.record_names(self._message.content)
@@ -152,7 +152,7 @@ class OwnLoopClient:
             raise ValueError(f"the handler replied with {len(content.array_records)} ArrayRecords; it must be one")
         (record,) = content.array_records.values()
         trained = state.from_record(record)
-        state.check(self.model, trained)
+        state.check_fit(self.model, trained)
         return trained
 
     def _reply_of(self, content: RecordDict, instruction: Instruction, records: Mapping[str, State]) -> Reply:

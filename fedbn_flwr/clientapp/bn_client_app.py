@@ -112,7 +112,7 @@ def answer(
 ) -> Message:
     """Let a client act; one that has lost entries of the model that stay on it asks for the whole model instead."""
     received, instruction = read_message(message, flowers=flowers)
-    local = state.group_keys(client.model, instruction.keep_local)
+    local = state.group_keys(client.model, instruction.stays)
     has_all = local <= {*received[wire.ARRAYS], *client.memory.personal(local)}
     reply = act(received, instruction) if has_all else Reply(0, {}, report={wire.LACKS_STATE: True})
     return make_message(reply, message)

@@ -82,7 +82,7 @@ def export_personal(arrays: ArrayRecord, kept: RecordDict) -> ArrayRecord:
     ValueError if the node keeps no entry of the model: its own model is then the server's, or it never trained.
     """
     memory = Memory(kept)
-    personal = {**memory.recall(wire.PERSONAL), **memory.recall(KEPT)}
+    personal = {**memory.recall(wire.STAYS), **memory.recall(KEPT)}
     if not personal:
         raise ValueError("the node keeps no entries of the model: it never trained, or the strategy shares all of them")
     model = from_record(arrays)

@@ -136,7 +136,7 @@ class AppRefusedError(RuntimeError):
     """The run's app is none that this site allows."""
 
 
-def guard(module: ModuleType, log: SentLog, allowed: Collection[str]) -> None:
+def guard_internals(module: ModuleType, log: SentLog, allowed: Collection[str]) -> None:
     """Wrap the functions of Flower's module `flwr.supernode.start_client_internal`; `allowed` empty is any app."""
     if lacking := [name for name in (_PULL, _PUSH, _INSERT) if not hasattr(module, name)]:
         raise DeploymentError(f"this version of Flower's SuperNode has no {lacking[0]}: nothing could be recorded")

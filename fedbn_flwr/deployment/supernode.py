@@ -19,7 +19,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from fedbn_flwr.deployment import DeploymentError
-from fedbn_flwr.deployment.flower_internals import come_back_noticed, guard
+from fedbn_flwr.deployment.flower_internals import come_back_noticed, guard_internals
 from fedbn_flwr.deployment.relay import start_relay
 from fedbn_flwr.deployment.sent_log import SentLog
 
@@ -62,7 +62,7 @@ def _guard(log: SentLog) -> None:
     if wrong := [app for app in apps if not _HASH.fullmatch(app)]:
         raise DeploymentError(f"{APPS_VARIABLE} must be hashes of 64 hexadecimal digits, got {wrong[0]!r}")
     if apps or os.environ.get(LOG_VARIABLE):
-        guard(importlib.import_module("flwr.supernode.start_client_internal"), log, apps)
+        guard_internals(importlib.import_module("flwr.supernode.start_client_internal"), log, apps)
 
 
 def _end(failure: threading.ExceptHookArgs) -> None:

@@ -92,7 +92,7 @@ def diagnose(
 
     Weights need not sum to 1. A model that `check` refuses is a ValueError.
     """
-    check(model)
+    check_model(model)
     sizes = [sum(len(targets) for _, targets in client) / len(draws) for client in zip(*draws, strict=True)]
     shuffled = [_shuffled(draw, torch_generator(seed, "deal", index)) for index, draw in enumerate(draws)]
     shares = normalized(weights)
@@ -100,7 +100,7 @@ def diagnose(
     return Diagnosis(shares, sizes, measure(draws), measure(shuffled))
 
 
-def check(model: nn.Module) -> None:
+def check_model(model: nn.Module) -> None:
     """Refuse, with a ValueError, a model without BN layers or with variants of BN such as batch renormalization."""
     if not bn_layers(model):
         raise ValueError("the model has no BN layer, so there is nothing to diagnose")

@@ -228,11 +228,11 @@ class Saver:
         if not (strategy.personal and grid):
             return
         if strategy.stays != "none":
-            grid.save_states(folder, wire.PERSONAL)
+            grid.save_states(folder, wire.STAYS)
             return
         files = StateFolder(folder, range(0))
-        kept = {context.node_id: Memory(context.state).recall(wire.PERSONAL) for context in grid.contexts()}
+        kept = {context.node_id: Memory(context.state).recall(wire.STAYS) for context in grid.contexts()}
         strategy.round.grid = grid  # there was no round if the run died after its last one
         for node, groups in strategy.package(list(grid.get_node_ids()), arrays).items():
             own = make_record({**groups[strategy.arrayrecord_key], **to_record(kept.get(node, {}))})
-            files[node - FIRST_NODE_ID] = RecordDict({f"{NAMESPACE}/{wire.PERSONAL}": own})
+            files[node - FIRST_NODE_ID] = RecordDict({f"{NAMESPACE}/{wire.STAYS}": own})

@@ -13,7 +13,7 @@ from torch import nn
 from fedbn_flwr.client.batch_plan import BatchLoader, batch_sizes, draw
 from fedbn_flwr.client.training import Batch
 from fedbn_flwr.device import exact
-from fedbn_flwr.diagnosis import Diagnosis, Measurement, check, diagnose, overall
+from fedbn_flwr.diagnosis import Diagnosis, Measurement, check_model, diagnose, overall
 from fedbn_flwr.experiments.checks import check_simulation
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.material import Material, set_threads
@@ -149,7 +149,7 @@ def _model(material: Material) -> nn.Module:
     """Return the model in float64, where FedTAN's error is 0: in float32 rounding turns some ReLUs."""
     config, model = material.config, material.model.to(exact(material.device), torch.float64).train()
     try:
-        check(model)
+        check_model(model)
     except ValueError as error:
         raise UsageError(f"cannot diagnose {config.model} with norm {config.norm!r}: {error}") from error
     return model

@@ -118,7 +118,7 @@ def run(
                 (one,) = study.runs(place)
             prepare(ENGINES[one.engine], one.experiment)
             check_simulation(one.experiment)
-            one.check()
+            one.refuse_other_run()
             study_folder = one.folder.parent
             held = study_folder if (study_folder / STUDY).exists() or not resumed else one.folder
             with (

@@ -142,7 +142,7 @@ class Run:
         """Return the summary if the run came to its end."""
         return finished_summary(self.folder)
 
-    def check(self) -> None:
+    def refuse_other_run(self) -> None:
         """Refuse a folder whose results are another run's, or that this version cannot go on with; a UsageError."""
         if not has_results(self.folder):
             return
@@ -166,7 +166,7 @@ class Run:
 
     def train(self, engine: Engine, progress: Progress | None = None) -> Summary:
         """Return the summary: of the finished run in the folder, else after `engine` has made the missing rounds."""
-        self.check()
+        self.refuse_other_run()
         return self._train(engine, progress)
 
     def train_or_fail(self, engine: Engine, progress: Progress | None = None) -> Summary:
@@ -175,7 +175,7 @@ class Run:
         A folder that is another run's stays as it is.
         """
         try:
-            self.check()
+            self.refuse_other_run()
         except UsageError as error:
             return {**self.place, "lr": self.experiment.config.lr, "failed": str(error)}
         try:
@@ -239,7 +239,7 @@ def resume(given: Mapping[str, Any], engine: str | None) -> Run:
         choice = Choice(**asked["choice"]) if "choice" in asked else None
         now = replace(now, choice=choice, asked={**asked, "code": now.code})
     run = Run(now, engine, folder)
-    run.check()
+    run.refuse_other_run()
     return run
 
 

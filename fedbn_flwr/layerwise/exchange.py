@@ -145,7 +145,7 @@ def join(parts: Sequence[Requests], order: Sequence[int] | None = None) -> Reque
     )
 
 
-def check(requests: Requests) -> None:
+def check_requests(requests: Requests) -> None:
     """Raise ExchangeError for the first client whose values cannot be pooled."""
     for client, count in enumerate(requests.counts):
         if count < 1:
@@ -156,13 +156,13 @@ def check(requests: Requests) -> None:
         raise ExchangeError(client, f"the {_name(requests)} {fault.words}", fault.why)
 
 
-def pool(requests: Requests, weights: Sequence[float]) -> Requests:
+def pool_requests(requests: Requests, weights: Sequence[float]) -> Requests:
     """Return the clients' requests as one row, their pool; ExchangeError if some client's values cannot be pooled.
 
     The pool of pools is that of all clients, as the mean and the variance of each are kept, in float64, and no sums of
     squares, which lose digits.
     """
-    check(requests)
+    check_requests(requests)
     weight = sum(weights)
     # nobody counts: the row has no weight, but must be there
     weights = weights if weight > 0 else [1.0] * len(weights)
@@ -195,7 +195,7 @@ def respond(requests: Requests, weights: Sequence[float], combiner: Combiner = c
     Another `combiner` than `combine` needs single values, so that the answer must not hold the weights that let workers
     pool their clients' values.
     """
-    check(requests)
+    check_requests(requests)
     if requests.pools:
         tensor = combine(requests.kind, requests.tensor, [pool.weight for pool in requests.pools])
         return Answer(tensor.to(requests.dtype), sum(requests.counts))

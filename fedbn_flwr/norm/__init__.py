@@ -6,7 +6,7 @@ from pkgutil import iter_modules
 from fedbn_flwr.norm.detect import affine_keys, bn_keys, bn_layers, counter_keys, lacks, local_keys, statistics_keys
 from fedbn_flwr.norm.freeze import freeze
 from fedbn_flwr.norm.layers import BatchNorm, BatchRenorm, GroupNorm, HybridBatchNorm, StaticBatchNorm
-from fedbn_flwr.norm.moments import Moments, adapt, gather, gathering, pool
+from fedbn_flwr.norm.moments import Moments, adapt, gather, gathering, pool_moments
 from fedbn_flwr.norm.replace import normalize_features, replace
 from fedbn_flwr.norm.substitute import NORMS, Slot, register_norm, swap_normalizers
 
@@ -30,7 +30,7 @@ __all__ = [
     "lacks",
     "local_keys",
     "normalize_features",
-    "pool",
+    "pool_moments",
     "register_norm",
     "replace",
     "statistics_keys",

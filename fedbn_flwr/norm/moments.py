@@ -80,7 +80,7 @@ def gathering(model: nn.Module, training: bool = True) -> Iterator[dict[str, Mom
             buffer.copy_(value)
 
 
-def pool(records: Iterable[Mapping[str, Moments]]) -> dict[str, Moments]:
+def pool_moments(records: Iterable[Mapping[str, Moments]]) -> dict[str, Moments]:
     """The moments of all records' inputs together: exactly those of the concatenated inputs."""
     pooled: dict[str, Moments] = {}
     for record in records:

@@ -23,7 +23,17 @@ from fedbn_flwr.server.grids import wait_for_nodes
 from fedbn_flwr.server.lr_schedule import read_schedule
 from fedbn_flwr.server.method_state import LostRounds, MethodState, merged_type, pack_state, unpack_state
 from fedbn_flwr.server.optimizers import ServerOptimizer
-from fedbn_flwr.server.pooling import MOMENTUM, Averager, Pooled, PooledGroup, Sent, Stage, Start, name_dominant, pool
+from fedbn_flwr.server.pooling import (
+    MOMENTUM,
+    Averager,
+    Pooled,
+    PooledGroup,
+    Sent,
+    Stage,
+    Start,
+    name_dominant,
+    pool_replies,
+)
 from fedbn_flwr.server.privacy import Privacy
 from fedbn_flwr.server.replies import Expected, NodeReply
 from fedbn_flwr.server.robust import Robust
@@ -222,7 +232,7 @@ class BaseStrategy(FlowerFedAvg):
             instruction = instruction.with_rule(clip_factor=float(self.clip_factor))
         later = "" if self.statistics == "running" else "statistics"
         instruction = replace(instruction, later=later, gather_samples=self.gather_samples)
-        return replace(instruction, momentum_state=self.momentum_state, bn_needed=self.needs, keep_local=self.stays)
+        return replace(instruction, momentum_state=self.momentum_state, bn_needed=self.needs, stays=self.stays)
 
     def package(self, nodes: Sequence[int], arrays: ArrayRecord) -> dict[int, dict[str, ArrayRecord]]:
         """Return the groups of arrays that each of these nodes gets."""
@@ -250,7 +260,7 @@ class BaseStrategy(FlowerFedAvg):
         """Return the shared options, changed into what clients do when they evaluate."""
         own: dict[str, Any] = {"statistics": "own", "gather_samples": self.gather_samples}
         changes = own if self.statistics == "own" else {}
-        return replace(instruction, bn_needed=self.needs, keep_local=self.stays, **changes)
+        return replace(instruction, bn_needed=self.needs, stays=self.stays, **changes)
 
     def learn_from_evaluation(self, replies: Sequence[NodeReply]) -> None:
         """Take what the method needs from nodes' evaluations."""
@@ -449,15 +459,15 @@ class BaseStrategy(FlowerFedAvg):
         packed = ConfigRecord({**config, **self.round.instruction.to_config(always=config.keys())})
         self.round.nodes = nodes
         for node, groups in self.package(nodes, arrays).items():
-            self.round.sent.append(Message(RecordDict({**groups, self.configrecord_key: packed}), node, kind))
-        return self.round.sent
+            self.round.messages.append(Message(RecordDict({**groups, self.configrecord_key: packed}), node, kind))
+        return self.round.messages
 
     def _pool(self, replies: Sequence[NodeReply]) -> Pooled:
         """Return the replies as one, with what the stages make of the mean of the models."""
         parameters = partial(self.roster.parameters, self.round.grid, self.round.current)
         start = Start(self.round.number, self.round.current, parameters)
         weights, memory = self.weigh(replies), self.state.stages
-        pooled = pool(replies, weights, self.weighting, self.groups, self.averager, self.stages, start, memory)
+        pooled = pool_replies(replies, weights, self.weighting, self.groups, self.averager, self.stages, start, memory)
         self.state.shared = dict.fromkeys(pooled.model, True)
         self.state.momentum = pooled.groups.get(wire.MOMENTUM) or self.state.momentum
         return pooled

@@ -103,7 +103,7 @@ class Averager:
 
     def unite(self, seen: Sequence[Mapping[str, Moments]], server_round: int) -> dict[str, Moments]:
         """Return the moments of all nodes' samples together, by BN layer."""
-        return norm.pool(seen)
+        return norm.pool_moments(seen)
 
 
 class Stage(Protocol):
@@ -113,7 +113,7 @@ class Stage(Protocol):
         """Return the changed mean; `memory` holds what the stage remembers from round to round."""
 
 
-def pool(
+def pool_replies(
     replies: Sequence[NodeReply],
     weights: Sequence[float],
     weighting: str,

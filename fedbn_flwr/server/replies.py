@@ -205,7 +205,7 @@ def read_reply(node: int, message: Message, expected: Expected) -> NodeReply:
     if missing := [group for group in expected.groups if group not in records]:
         raise RefusedError(f"it lacks {missing[0]!r}")
     for group, arrays in records.items():
-        of_model = group in (wire.ARRAYS, wire.PERSONAL, *expected.groups)
+        of_model = group in (wire.ARRAYS, wire.STAYS, *expected.groups)
         if of_model and expected.arrays and arrays.layout is not expected.layout:
             _check_forms(arrays, expected.arrays, is_beside=group in expected.groups)
         # of carried values, nodes do without those that cannot be used
@@ -283,7 +283,7 @@ def _with_common_entries(replies: list[NodeReply], required: Sequence[str], refu
     """
     required = (wire.ARRAYS, wire.METRICS, *required)
     averaged = set.intersection(*(set(reply.metrics) for reply in replies)) if replies else set()
-    for group in (*required, wire.MOMENTUM, wire.MOMENTS, wire.PERSONAL):
+    for group in (*required, wire.MOMENTUM, wire.MOMENTS, wire.STAYS):
         forms = {reply: form for reply in replies if (form := _form(reply, group, averaged)) or group in required}
         votes = Counter[frozenset[Any]]()
         for reply, form in forms.items():

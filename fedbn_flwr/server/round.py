@@ -53,7 +53,7 @@ class Round:
     expected: Expected = field(default_factory=lambda: Expected((), {}))
     #: the nodes that get a message, and the messages
     nodes: Sequence[int] = ()
-    sent: list[Message] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
     #: whether the exchanges of a layer-wise step go by messages
     by_messages: bool = False
     #: by node, the number of samples that it named before it trained, in a layer-wise step
@@ -84,7 +84,7 @@ class Round:
 
         NotObeyedError if no client has ever done what the method asks for.
         """
-        self.replies, refused = parse_replies(messages, self.sent, self.expected)
+        self.replies, refused = parse_replies(messages, self.messages, self.expected)
         self.refused += refused
         last_words = refused[0].reason if refused and ends and not self.replies else None
         log_refused([refusal for refusal in refused if refusal.reason != last_words])

@@ -63,12 +63,12 @@ def view_arrays(packed: ArrayRecord) -> FlatArrays:
 @torch.no_grad()
 def load(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Overwrite the whole state. ValueError names an entry that is missing, unknown or of another shape."""
-    if target := check(model, state):
+    if target := check_fit(model, state):
         values = dict(to_device(state, target).items())
         torch._foreach_copy_(list(target.values()), [values[name] for name in target])
 
 
-def check(model: nn.Module, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def check_fit(model: nn.Module, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Compare names and shapes with the model's own state, and return the latter."""
     target, values = model.state_dict(), dict(state.items())
     if missing := sorted(target.keys() - values.keys()):

@@ -11,7 +11,7 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr import wire
 from fedbn_flwr.layerwise import Answer, Requests
-from fedbn_flwr.layerwise.exchange import ExchangeError, check, join
+from fedbn_flwr.layerwise.exchange import ExchangeError, check_requests, join
 from fedbn_flwr.server.grids import ask_nodes, passing
 from fedbn_flwr.server.replies import Expected, Refusal, leave_out, log_refused, parse_replies, read_each
 from fedbn_flwr.transports import NodesFailedError, Participant
@@ -138,7 +138,7 @@ def _join(requests: Mapping[int, Requests]) -> Requests:
     while sound:
         try:
             joined = join(list(sound.values()))
-            check(joined)
+            check_requests(joined)
         except ExchangeError as error:
             node = list(sound)[error.client]
             refused.append(Refusal(node, error.reason, error.why))

@@ -34,7 +34,7 @@ MOMENTUM = "momentum"
 CONTROL_VARIATES = "control-variates"
 MOMENTS = "moments"
 CARRIED = "carried"
-PERSONAL = "personal"
+STAYS = "stays"
 
 NUM_EXAMPLES = "num-examples"
 PARTITION_ID = "partition-id"
@@ -109,7 +109,7 @@ class Instruction:
     #: part of BN that is frozen during training: one of FREEZES
     freeze: str = _binding("none")
     #: state entries that stay on the client, neither sent nor overwritten: one of GROUPS
-    keep_local: str = _binding("none")
+    stays: str = _binding("none")
     #: state entries that the client does not send back, because the server has them: one of GROUPS
     omit: str = _binding("none")
     #: where the optimizer's state is kept between rounds: one of MOMENTUM_STATES

@@ -18,7 +18,7 @@ from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.data import Split
 from fedbn_flwr.randomness import torch_generator
 from fedbn_flwr.state import State
-from fedbn_flwr.wire import FREEZES, PERSONAL, Instruction
+from fedbn_flwr.wire import FREEZES, STAYS, Instruction
 from tests.helpers.toys import CLASSES, assert_same_state, random_state, toy_cnn, toy_split
 
 INSTRUCTION = Instruction(local_steps=3, batch_size=4, lr=0.05, seed=3)
@@ -122,7 +122,7 @@ def test_a_shared_model_carries_nothing_from_one_client_to_the_next() -> None:
     wanted = trained(toy_client(toy_cnn(dropout=0.5), partition_id=1), start(), momentum=0.9)
     model = toy_cnn(dropout=0.5)
     trained(toy_client(model), random_state(model, seed=8), freeze="both", lr=1.0, momentum=0.9)
-    trained(toy_client(model), random_state(model, seed=9), keep_local="bn", optimizer="adam", rule_keys=PROXIMAL)
+    trained(toy_client(model), random_state(model, seed=9), stays="bn", optimizer="adam", rule_keys=PROXIMAL)
     toy_client(model).test({wire.ARRAYS: random_state(model, seed=10)}, INSTRUCTION)
     found = trained(toy_client(model, partition_id=1), start(), momentum=0.9)
     assert_same_state(arrays(found), arrays(wanted))
@@ -151,7 +151,7 @@ def test_a_model_in_eval_mode_trains_as_any_other_and_a_freeze_ends_with_the_rou
     ("option", "message"),
     [
         ({"freeze": "everything"}, "unknown freeze 'everything'; known: none, statistics, affine, both"),
-        ({"keep_local": "head"}, "unknown group of entries 'head'; known: none, "),
+        ({"stays": "head"}, "unknown group of entries 'head'; known: none, "),
         ({"omit": "head"}, "unknown group of entries 'head'; known: none, "),
         ({"optimizer": "lamb"}, "unknown optimizer 'lamb'; known: sgd, adam, adamw"),
         ({"precision": "fp8"}, "unknown precision 'fp8'; known: float32, tf32, bf16"),
@@ -263,6 +263,6 @@ def test_what_is_recalled_is_a_copy_of_what_was_stored_last() -> None:
 def test_personal_entries_are_only_those_that_still_stay() -> None:
     memory = Memory(RecordDict())
     assert memory.personal({"weight"}) == {}
-    memory.store(PERSONAL, KEPT)
+    memory.store(STAYS, KEPT)
     assert list(memory.personal({"weight", "unheard-of"})) == ["weight"]
     assert memory.personal(set()) == {}

@@ -85,7 +85,7 @@ def foreign_app(
 
 def test_a_users_keys_arrive_as_they_are_whatever_they_are_called() -> None:
     seen: list[dict[str, Any]] = []
-    mine = {"freeze": "backbone", "keep-local": 7, "omit": [1, 2], "lr": 0.1, "momentum": 0.0, "proximal-mu": "mine"}
+    mine = {"freeze": "backbone", "stays": 7, "omit": [1, 2], "lr": 0.1, "momentum": 0.0, "proximal-mu": "mine"}
     start(FedAvg(fraction_evaluate=0.0), foreign_app(seen), rounds=1, **mine)
     assert {key: seen[0][key] for key in mine} == mine
 

@@ -19,7 +19,7 @@ from flwr.supercore.run import Run
 from flwr.supernode.nodestate import NodeStateFactory
 
 from fedbn_flwr.deployment import DeploymentError
-from fedbn_flwr.deployment.flower_internals import guard
+from fedbn_flwr.deployment.flower_internals import guard_internals
 from fedbn_flwr.deployment.sent_log import SentLog, read_log, rows_of
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.wire import LAYERWISE
@@ -42,7 +42,7 @@ class SuperNode:
         for name in ("_pull_and_store_message", "_push_messages", "_insert_message"):
             setattr(self.module, name, getattr(MODULE, name))
         self.log = SentLog(log)
-        guard(self.module, self.log, allowed)
+        guard_internals(self.module, self.log, allowed)
         self.sent: list[Message] = []
         self.on_send: Callable[[], None] = lambda: None
         #: whether the server wants objects, and after how many it is killed; which it has, each with its session
@@ -201,7 +201,7 @@ def test_an_app_that_the_site_allows_runs_without_a_log_too() -> None:
 
 def test_another_version_of_flower_is_refused() -> None:
     with pytest.raises(DeploymentError, match="has no _pull_and_store_message: nothing could be recorded"):
-        guard(ModuleType("other"), SentLog(None), ())
+        guard_internals(ModuleType("other"), SentLog(None), ())
 
 
 def test_the_side_channel_leaves_its_bytes_in_the_log_of_the_step_that_opened_it(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def test_a_run_that_ends_in_its_first_round_says_why_and_gives_its_folder_to_ano
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["failed"], summary["rounds-done"]) == (str(error.value), 0)
     assert not (tmp_path / "model.safetensors").exists()
-    Run(resolve({**SHARED, "lr": "0.1"}), "flower", tmp_path).check()
+    Run(resolve({**SHARED, "lr": "0.1"}), "flower", tmp_path).refuse_other_run()
 
 
 def test_more_nodes_than_clients_are_refused(tmp_path: Path) -> None:

@@ -163,7 +163,7 @@ class Federation:
         )
         return state.from_record(seen[-1])
 
-    def kept(self, partition: int, name: str = wire.PERSONAL) -> state.State:
+    def kept(self, partition: int, name: str = wire.STAYS) -> state.State:
         """Return the arrays that a node has kept under a name; without entries if there are none."""
         contexts = (self.grid.context(node) for node in self.grid.get_node_ids())
         (memory,) = (Memory(each.state) for each in contexts if each.node_config["partition-id"] == partition)

@@ -9,7 +9,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from fedbn_flwr.layerwise import Exchange, Kind, Requests, SuspendedStep, combine, respond, take_step
-from fedbn_flwr.layerwise.exchange import LARGEST, ExchangeError, OrderError, Why, join, pool, why_unusable
+from fedbn_flwr.layerwise.exchange import LARGEST, ExchangeError, OrderError, Why, join, pool_requests, why_unusable
 from fedbn_flwr.layerwise.steps import Lockstep
 
 
@@ -51,7 +51,7 @@ def test_the_pool_of_pools_is_that_of_all_clients(clients: list[tuple[float, flo
     whole = Requests("statistics", "bn", rows, (4,) * len(clients))
     shares = [rows[:cut], rows[cut:]] if cut < len(clients) else [rows]
     parts = [Requests("statistics", "bn", share, (4,) * len(share)) for share in shares]
-    pools = join([pool(parts[0], weights[:cut]), *(pool(part, weights[cut:]) for part in parts[1:])])
+    pools = join([pool_requests(parts[0], weights[:cut]), *(pool_requests(part, weights[cut:]) for part in parts[1:])])
     found, wanted = respond(pools, ()), respond(whole, weights)
     assert (pools.clients, found.count) == (whole.clients, wanted.count)
     torch.testing.assert_close(found.tensor, wanted.tensor, rtol=1e-12, atol=1e-12)
@@ -63,7 +63,7 @@ def test_only_weighted_sums_tell_weights_by_which_workers_can_pool() -> None:
     answer = respond(requests, [1, 1, 2], lambda kind, rows, weights: rows.median(0).values)
     assert (answer.tensor.tolist(), answer.weights) == ([3.0], ())
     # in the dtype of the clients, and not in that of the pools
-    pools = join([pool(requests, [1, 1, 2])] * 2)
+    pools = join([pool_requests(requests, [1, 1, 2])] * 2)
     assert (pools.tensor.dtype, respond(pools, ()).tensor.dtype) == (torch.float64, torch.float32)
 
 
@@ -214,9 +214,9 @@ def test_parts_of_several_clients_are_joined_in_any_order() -> None:
         join([request(1.0), request(1.0), request(1.0, layer="other")], order=[2, 0, 1])
     assert error.value.client == 0
     # most clients are right, and not most rows
-    two = pool(join([request(0.0)] * 2), [1, 1])
+    two = pool_requests(join([request(0.0)] * 2), [1, 1])
     with pytest.raises(OrderError, match="'other' where the others are at the mean of BN layer 'bn'") as error:
-        join([pool(request(0.0, layer="other"), [1]), two], order=[1, 0])
+        join([pool_requests(request(0.0, layer="other"), [1]), two], order=[1, 0])
     assert error.value.client == 1
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from fedbn_flwr.norm import Moments, adapt, bn_layers, freeze, gather, pool, replace
+from fedbn_flwr.norm import Moments, adapt, bn_layers, freeze, gather, pool_moments, replace
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -35,7 +35,7 @@ def test_pooled_moments_are_those_of_the_concatenated_inputs(clients: list[list[
     seed = iter(range(100))
     batches = [[normal(size + 1, 3, 2, seed=next(seed)) * 2 + offset for size in sizes] for sizes in clients]
     layer = nn.BatchNorm1d(3).double()
-    pooled = pool(gather(layer, client) for client in batches)
+    pooled = pool_moments(gather(layer, client) for client in batches)
     everything = torch.cat([batch.transpose(1, 2).reshape(-1, 3) for client in batches for batch in client])
     assert_moments_of(pooled[""], everything)
 

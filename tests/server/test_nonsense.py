@@ -97,5 +97,5 @@ def test_a_client_that_obeys_nothing_is_left_out_while_others_obey(caplog: pytes
     after = run(METHODS["fedbn"](), sends(lambda content: content.pop(wire.REPORT)))
     assert all(torch.equal(after[name], value) for name, value in without("fedbn").items())
     assert any(
-        f"Node {BAD} is left out of this round: it did not acknowledge keep-local" in text for text in caplog.messages
+        f"Node {BAD} is left out of this round: it did not acknowledge stays" in text for text in caplog.messages
     )

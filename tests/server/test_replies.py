@@ -91,7 +91,7 @@ def test_the_mean_of_several_nodes_has_as_many_votes() -> None:
     assert [str(refusal) for refusal in refused] == [f"node {n}: unlike most, entry 'b' in 'arrays'" for n in (2, 3)]
 
 
-@pytest.mark.parametrize("group", [wire.MOMENTUM, wire.MOMENTS, wire.PERSONAL])
+@pytest.mark.parametrize("group", [wire.MOMENTUM, wire.MOMENTS, wire.STAYS])
 @pytest.mark.parametrize("odd", [{}, {"w": np.zeros(2), "b": np.zeros(1)}, {"b": np.zeros(1)}], ids=str)
 def test_of_other_groups_a_reply_has_the_entries_of_most_or_nothing(group: str, odd: Arrays) -> None:
     sent = ask(1, 2, 3)
@@ -113,7 +113,7 @@ def test_of_other_groups_a_reply_has_the_entries_of_most_or_nothing(group: str, 
         ({"b": np.zeros(1)}, "its array 'b' is not part of the model"),
     ],
 )
-@pytest.mark.parametrize("group", [wire.ARRAYS, wire.PERSONAL])
+@pytest.mark.parametrize("group", [wire.ARRAYS, wire.STAYS])
 def test_entries_of_the_model_have_its_forms(group: str, odd: Arrays, reason: str) -> None:
     """Those that nodes keep, too, also where all nodes agree on other ones."""
     sent = ask(1, 2)

@@ -560,7 +560,7 @@ def test_a_node_that_has_lost_its_bn_gets_the_corrections_of_its_round_again() -
     nodes, strategy = Federation(make_model()), Both(carry=True, fraction_evaluate=0.0)
     nodes.run(strategy, 2)
     strategy.configure_train(3, nodes.initial, INSTRUCTION.to_config(), nodes.grid)
-    message = next(each for each in strategy.round.sent if wire.CARRIED in each.content)
+    message = next(each for each in strategy.round.messages if wire.CARRIED in each.content)
     before = {name: array.numpy() for name, array in message.content.array_records[wire.CARRIED].items()}
     identify(message)
     lost = RecordDict({wire.REPORT: ConfigRecord({wire.LACKS_STATE: True})})
@@ -569,8 +569,8 @@ def test_a_node_that_has_lost_its_bn_gets_the_corrections_of_its_round_again() -
         def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> list[Message]:
             return [Message(lost, reply_to=message)]
 
-    strategy.ask(Forgetful(nodes.grid), strategy.round.sent, 1.0)
-    again = strategy.round.sent[-1]
+    strategy.ask(Forgetful(nodes.grid), strategy.round.messages, 1.0)
+    again = strategy.round.messages[-1]
     assert again.metadata.dst_node_id == message.metadata.dst_node_id
     assert set(again.content["arrays"]) == set(nodes.initial)
     after = again.content.array_records[wire.CARRIED]

@@ -58,7 +58,7 @@ def test_wire_keys_are_those_of_all_fields() -> None:
 
 
 def test_what_changes_the_method_leaves_its_names_to_users() -> None:
-    mine = {"freeze": [1, 2], "keep-local": 3, "omit": b"", "layerwise": "no", "pull": "hard", "proximal-mu": "soft"}
+    mine = {"freeze": [1, 2], "stays": 3, "omit": b"", "layerwise": "no", "pull": "hard", "proximal-mu": "soft"}
     assert Instruction.from_config(mine, {"pull": 0.0, "proximal-mu": 0.0}) == Instruction()
     theirs = Instruction(freeze="both").with_rule(pull=0.5).to_config()
     assert theirs == {"fedbn.freeze": "both", "fedbn.pull": 0.5}
@@ -74,7 +74,7 @@ def test_binding_are_the_keys_in_force_that_change_the_method() -> None:
 def test_what_changes_the_method_is_binding_and_how_to_train_is_not() -> None:
     everything = Instruction(**{name: other(item) for name, item in FIELDS.items()})
     assert SHARED.isdisjoint(everything.binding_keys())
-    assert {"freeze", "keep-local", "omit", "send-personal"} <= set(everything.binding_keys())
+    assert {"freeze", "stays", "omit", "send-personal"} <= set(everything.binding_keys())
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_what_changes_the_method_is_binding_and_how_to_train_is_not() -> None:
         ("replacement", "true"),
         ("optimizer", 1),
         ("fedbn.freeze", True),
-        ("fedbn.keep-local", ["bn"]),
+        ("fedbn.stays", ["bn"]),
     ],
 )
 def test_a_value_of_another_type_is_refused_by_name(key: str, value: Any) -> None:

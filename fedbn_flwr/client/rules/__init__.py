@@ -39,7 +39,7 @@ class Session:
     received: Mapping[str, State]
     memory: Memory
     #: state entries that stay on the client
-    local: Collection[str] = ()
+    stays: Collection[str] = ()
     #: how many steps the round has; stacked, if clients have different numbers, each one's
     steps: int | Tensor = 0
     #: the layers behind the parameters: the model itself, unless it is stacked

@@ -49,7 +49,7 @@ class MaintainedMomentum(Rule):
         if self.momentum_state == "local":
             session.memory.store(wire.MOMENTUM, state)
             return
-        stays = {entry: value for entry, value in state.items() if entry.rpartition("/")[0] in session.local}
+        stays = {entry: value for entry, value in state.items() if entry.rpartition("/")[0] in session.stays}
         if stays:
             session.memory.store(wire.MOMENTUM, stays)
         session.records[wire.MOMENTUM] = {entry: value for entry, value in state.items() if entry not in stays}

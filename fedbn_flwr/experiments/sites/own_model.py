@@ -53,8 +53,8 @@ def export_model(message: Message, context: Context, call_next: ClientAppCallabl
     config: Any = message.content[wire.record_names(message.content)[1]]
     reply = call_next(message, context)
     if reply.has_content() and not lacks_state(reply):
-        has_own = instruction.keep_local != "none" or instruction.statistics == "own"
-        own = Memory(context.state).recall(wire.PERSONAL) if has_own else {}
+        has_own = instruction.stays != "none" or instruction.statistics == "own"
+        own = Memory(context.state).recall(wire.STAYS) if has_own else {}
         run, site = History.read(config, context).first, str(context.node_config.get(NAME_KEY) or site_number(context))
         about = {"run": run, "round": instruction.server_round, "site": site, "shape": config.get(DATA_SHAPE, [])}
         options = resolve(context.run_config, federation=True).to_mapping()

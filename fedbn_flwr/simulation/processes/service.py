@@ -9,7 +9,7 @@ from flwr.app import Context, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
 from fedbn_flwr.layerwise import Answer, Requests
-from fedbn_flwr.layerwise.exchange import ExchangeError, pool
+from fedbn_flwr.layerwise.exchange import ExchangeError, pool_requests
 from fedbn_flwr.simulation.in_process import in_portions
 from fedbn_flwr.simulation.processes.averaged_replies import average_replies
 from fedbn_flwr.transports import NodesTransport, Participant, open_step
@@ -79,7 +79,7 @@ class Service:
             if requests is None:
                 return None
             if self._weights:
-                requests = pool(requests, self._weights)
+                requests = pool_requests(requests, self._weights)
         except ExchangeError as error:
             raise RuntimeError(f"node {step.participants[error.client].node}: {error.reason}") from None
         # where those of other workers are

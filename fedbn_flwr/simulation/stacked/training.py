@@ -33,21 +33,21 @@ def train_together(jobs: Sequence[Job], structure: nn.Module, exchange: Exchange
     of steps, the largest first: those that are at their end wait, unchanged, for the others.
     """
     clients, received, instruction = [job.client for job in jobs], [job.received for job in jobs], jobs[0].instruction
-    local = state.group_keys(structure, instruction.keep_local)
+    stays = state.group_keys(structure, instruction.stays)
     with training.frozen(structure, instruction), training.products(instruction):
         structure.train()
-        stack = Stack(structure, _states(clients, received, local, structure))
+        stack = Stack(structure, _states(clients, received, stays, structure))
         memory = StackedMemory([client.memory for client in clients])
         optimizer = training.make_optimizer(stack, instruction)
         groups = {name: [records[name] for records in received] for name in received[0] if name != wire.ARRAYS}
         others = {name: stacked(states) for name, states in groups.items()}
-        session = Session(stack, optimizer, instruction, others, memory, local, structure=structure)
+        session = Session(stack, optimizer, instruction, others, memory, stays, structure=structure)
         losses = _learn(clients, stack, session, exchange)
-    if local:
-        memory.store(wire.PERSONAL, {name: value for name, value in stack.state_dict().items() if name in local})
+    if stays:
+        memory.store(wire.STAYS, {name: value for name, value in stack.state_dict().items() if name in stays})
     memory.write()
-    stays = local | state.group_keys(structure, instruction.omit)
-    shared = {name: value for name, value in stack.state_dict().items() if name not in stays}
+    unsent = stays | state.group_keys(structure, instruction.omit)
+    shared = {name: value for name, value in stack.state_dict().items() if name not in unsent}
     records = {
         name: FlatState.copies_of(values, stack.clients)
         for name, values in {wire.ARRAYS: shared, **session.records}.items()
@@ -72,15 +72,15 @@ def _metrics(
 
 
 def _states(
-    clients: Sequence[BNClient], received: Sequence[Mapping[str, State]], local: set[str], structure: nn.Module
+    clients: Sequence[BNClient], received: Sequence[Mapping[str, State]], stays: set[str], structure: nn.Module
 ) -> list[State]:
     """Return what each client's model starts from."""
     states: list[State] = []
     for client, groups in zip(clients, received, strict=True):
-        personal = client.memory.personal(local)
+        personal = client.memory.personal(stays)
         states.append({**groups[wire.ARRAYS], **personal} if personal else groups[wire.ARRAYS])
     for start in {id(start): start for start in states}.values():
-        state.check(structure, start)
+        state.check_fit(structure, start)
     return states
 
 

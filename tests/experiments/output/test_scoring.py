@@ -91,8 +91,7 @@ def own_models(grid: InProcessGrid, arrays: ArrayRecord) -> list[dict[str, Tenso
     """The global state with what each node holds in its context."""
     contexts = [grid.context(node).state.array_records for node in grid.get_node_ids()]
     return [
-        {**state.from_record(arrays), **state.from_record(records[f"fedbn-flwr/{wire.PERSONAL}"])}
-        for records in contexts
+        {**state.from_record(arrays), **state.from_record(records[f"fedbn-flwr/{wire.STAYS}"])} for records in contexts
     ]
 
 

@@ -115,7 +115,7 @@ def test_a_client_with_a_way_of_its_own_keeps_it(reason: str) -> None:
 def test_nobody_keeps_the_whole_stack() -> None:
     """What a node remembers is in memory of its own size, not a view of everybody's."""
     nodes = Federation(make_model(), grid=Stacked)
-    instruction = replace(INSTRUCTION, keep_local="bn", momentum=0.9, momentum_state="local")
+    instruction = replace(INSTRUCTION, stays="bn", momentum=0.9, momentum_state="local")
     nodes.grid.push_messages(asked(nodes, instruction.with_rule(control_variates=True)))
     kept = [flat_of(record) for context in nodes.grid.contexts() for record in context.state.array_records.values()]
     runs = [run for flat in kept if flat for run in flat.buffers.values()]
