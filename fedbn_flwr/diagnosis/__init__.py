@@ -20,7 +20,7 @@ from fedbn_flwr.layerwise.shared_statistics import UnlikeBatchNormError, check_l
 from fedbn_flwr.norm import bn_layers
 from fedbn_flwr.randomness import derive, torch_generator
 
-__all__ = ["Diagnosis", "Measurement", "check", "diagnose", "overall"]
+__all__ = ["Diagnosis", "Measurement", "check_model", "diagnose", "overall"]
 
 Batch = tuple[Tensor, Tensor]
 LossFunction = Callable[[Tensor, Tensor], Tensor]

@@ -197,7 +197,7 @@ def test_the_nodes_models_have_the_accuracy_of_the_summary(method: str, engine: 
     assert found.preprocess()(data.test.inputs[:2]).dtype == torch.float32
     # and no more than that is kept: no momentum
     kept = [list(read_records(path)) for path in (run_in(tmp_path) / "personal").iterdir()]
-    assert kept == [["fedbn-flwr/personal"]] * 5
+    assert kept == [["fedbn-flwr/stays"]] * 5
 
 
 def test_a_node_that_never_trained_has_the_servers_model(tmp_path: Path) -> None:

@@ -139,6 +139,7 @@ def perceptron() -> nn.Module:
 def compare(name: str, data: st.DataObject) -> None:
     options, norm, _ = TABLE[name]
     options = options | data.draw(SHARED) | data.draw(OPTIONS.get(name, st.just({})))
+    options = {key: value for key, value in options.items() if key not in REGISTRY[name].replaced}
     training: dict[str, Any] = data.draw(INSTRUCTIONS) | data.draw(LENGTHS) | {"nodes": {"sizes": data.draw(SIZES)}}
     flat = norm == "bn" and data.draw(st.booleans())
     try:
