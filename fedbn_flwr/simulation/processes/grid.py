@@ -304,9 +304,10 @@ def in_workers(grid: Grid, context: Context, client_app: str, workers: int = 0) 
     """
     if not is_simulated(grid):
         return grid
+    # first: as soon as there are nodes, Flower loads the app, and would take what this thread has half imported for it
+    nodes = len(wait_for_all(grid))
     if not isinstance(import_function("ClientApp", client_app, ()), ClientApp):
         raise ValueError(f"ClientApp {client_app!r} is not a ClientApp")
-    nodes = len(wait_for_all(grid))
     preload([__name__])
     make_grid = partial(_open_app, client_app, nodes, dict(context.run_config))
     inner = WorkersGrid(make_grid, nodes, workers or count_cores())
