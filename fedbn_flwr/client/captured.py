@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from logging import INFO
+from math import nan
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -139,6 +140,8 @@ class Replaying(Generic[B]):
             try:
                 step = self._capture(tensors, loss, stream)
                 _put(buffers, before)
+                for value in (step.loss, *_present(step.gradients)):
+                    value.fill_(nan)  # what is not written must not pass
                 result = step.replay(tensors, self.learned)
                 if not _agree(wanted, [result[0], *_present(step.gradients), *buffers]):
                     step, reason = None, "replayed it has other values"
@@ -155,7 +158,9 @@ class Replaying(Generic[B]):
         """Record both passes: nothing is computed."""
         module = torch.get_device_module(loss.device)
         kept = [None if parameter.grad is None else torch.empty_like(parameter) for parameter in self.learned]
-        step = CapturedStep(module.CUDAGraph(), (tensors[0].clone(), tensors[1].clone()), kept, loss.clone(), 0)
+        step = CapturedStep(
+            module.CUDAGraph(), (tensors[0].clone(), tensors[1].clone()), kept, torch.empty_like(loss), 0
+        )
         pool = next((other.graph.pool() for other in _ALIVE), None)
         with (
             module.graph(step.graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
