@@ -118,6 +118,7 @@ class Config:
         "most clients in a stack; 0: as many as speed up a step (20, 5 or 1 on a CPU) and fit into half of the memory",
         Range(0),
     ] = 0
+    captured: Annotated[bool, "on a GPU, record a step once and replay it in equal steps: the same bits, sooner"] = True
     timeout: Annotated[float, "seconds that clients have to reply in a round", Range(0)] = 3600.0
     exchange_timeout: Annotated[
         float, "seconds that clients have for one exchange of a layer-wise step; 0: timeout", Range(0)

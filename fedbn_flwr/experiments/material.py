@@ -79,6 +79,7 @@ class Material:
             memory=memory,
             device=str(self.device),
             task=self.task,
+            captured=self.config.captured,
         )
 
 
