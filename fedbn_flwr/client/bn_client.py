@@ -87,7 +87,9 @@ class BNClient:
         """Return a model's mean loss on all local samples, with its running statistics, if the instruction asks."""
         if not instruction.report_local_loss:
             return {}
-        return {wire.LOCAL_LOSS: mean_loss(model, self.train_split, self.indices, self.device, self.loss_function)}
+        with training.products(instruction):
+            loss = mean_loss(model, self.train_split, self.indices, self.device, self.loss_function)
+        return {wire.LOCAL_LOSS: loss}
 
     def gather(self, received: Mapping[str, State], instruction: Instruction) -> Reply:
         """Reply with the moments of what the received model's BN layers see of this node's data, without training."""
@@ -102,7 +104,8 @@ class BNClient:
         most = instruction.gather_samples or instruction.batch_size
         sizes = batches.pass_sizes(len(chosen), most, merge_single=True)
         drawn = self.train_split.batches(chosen, sizes, self.device)
-        return norm.gather(self.model, (inputs for inputs, _ in drawn))
+        with training.products(instruction):
+            return norm.gather(self.model, (inputs for inputs, _ in drawn))
 
     def test(self, received: Mapping[str, State], instruction: Instruction) -> Reply:
         """Evaluate the node's own model (the received one with the entries that live here) on the test split."""
@@ -116,7 +119,9 @@ class BNClient:
             self.memory.store(wire.STAYS, {**stays, **own})
         splits, wanted = (self.train_split, self.test_split), list(filter(None, instruction.class_metrics.split(",")))
         domains = max(int(split.domains.max()) + 1 if split.domains is not None else 0 for split in splits)
-        result = evaluate(self.model, self.test_split, self.num_classes, self.device, 500, domains, self.task, wanted)
+        with training.products(instruction):
+            options = self.device, 500, domains, self.task, wanted
+            result = evaluate(self.model, self.test_split, self.num_classes, *options)
         own_domains, own_classes = shares(self.train_split, self.indices, self.num_classes, domains)
         personal = {name: result.score_for(measure, own_domains) for name, measure in self.task.measures.items()}
         basic = self.task.basic_score

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedbn_flwr import norm, wire
+from fedbn_flwr.device import started
 from fedbn_flwr.layerwise import Exchange, Mode
 from fedbn_flwr.layerwise.carried import Corrected, pack_values, read_corrections
 from fedbn_flwr.state import State
@@ -86,33 +87,44 @@ def autocast(instruction: Instruction, device: torch.device) -> AbstractContextM
     return torch.autocast(device.type, torch.bfloat16) if instruction.precision == "bf16" else nullcontext()
 
 
-#: what the setting was when each of those came who use TF32 now
-_BEFORE: list[object] = []
+#: torch's settings of how GPUs multiply float32; those before torch 2.9 have another name
+_PRODUCTS: list[Any] = [torch.backends.cuda.matmul, torch.backends.cudnn]
+_SETTING, _IEEE, _TF32 = "allow_tf32", False, True
+if hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+    _PRODUCTS = [torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn]
+    _SETTING, _IEEE, _TF32 = "fp32_precision", "ieee", "tf32"
+#: what the settings were when each of the steps began that are not done
+_BEFORE: list[list[Any]] = []
 _LOCK = threading.Lock()
 
 
 @contextmanager
 def products(instruction: Instruction) -> Iterator[None]:
-    """Around forward and backward passes: let GPUs use TF32 for products too, where that is asked for.
+    """Let GPUs multiply float32 as IEEE says, in convolutions too, or in TF32 where that is asked for, in the block.
 
-    The setting is the process's, in force until everybody who asked for it is done: steps may be suspended in turn.
+    torch's own default is TF32 for convolutions only. The settings are the process's, in force until every step that
+    is in such a block is done: steps may be suspended in turn, and those of a run have the same precision. They stay as
+    they are where no accelerator is in use.
     """
-    if instruction.precision != "tf32":
+    if started() is None:
         yield
         return
-    matmul = torch.backends.cuda.matmul
-    # torch's older setting is refused where anybody has used its newer one
-    name, allowed = ("fp32_precision", "tf32") if hasattr(matmul, "fp32_precision") else ("allow_tf32", True)
+    asked = _TF32 if instruction.precision == "tf32" else _IEEE
     with _LOCK:
-        _BEFORE.append(getattr(matmul, name))
-        setattr(matmul, name, allowed)
+        _BEFORE.append([getattr(setting, _SETTING) for setting in _PRODUCTS])
+        _set_products([asked] * len(_PRODUCTS))
     try:
         yield
     finally:
         with _LOCK:
             before = _BEFORE.pop()
             if not _BEFORE:
-                setattr(matmul, name, before)
+                _set_products(before)
+
+
+def _set_products(values: Sequence[Any]) -> None:
+    for setting, value in zip(_PRODUCTS, values, strict=True):
+        setattr(setting, _SETTING, value)
 
 
 def require_bn(model: nn.Module, instruction: Instruction) -> None:

@@ -5,9 +5,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
+import torch
+from torch import nn
 
+from fedbn_flwr import run
 from fedbn_flwr.experiments import main
 from tests.fake_accelerator.tally import environment
 from tests.helpers.deaths import Death, dying
@@ -53,6 +57,38 @@ def test_a_run_starts_and_notes_the_device_only_if_it_uses_it(tmp_path: Path, mo
     run_program(RUNS, *command("run", model="mlp"))
     noted = [json.loads((run_in(tmp_path / name) / "config.json").read_text()) for name in ("cpu", "auto")]
     assert [each["hardware"] == "simulated accelerator" for each in noted] == [False, True]
+
+
+class Noting(nn.Sequential):
+    """Notes of its passes on the device whether they learn, whether BN uses the batch, and how a GPU multiplies."""
+
+    seen: ClassVar[set[tuple[bool, bool, str, str]]] = set()
+
+    def __init__(self, num_classes: int, in_channels: int, image_size: int) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(in_channels * image_size**2, num_classes), nn.BatchNorm1d(num_classes))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if inputs.device.type == "fake":
+            cuda, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn.conv
+            self.seen.add((torch.is_grad_enabled(), self[2].training, cuda.fp32_precision, cudnn.fp32_precision))
+        output: torch.Tensor = super().forward(inputs)
+        return output
+
+
+@pytest.mark.parametrize("engine", ["stacked", "inprocess"])
+@pytest.mark.parametrize(("precision", "wanted"), [("float32", "ieee"), ("tf32", "tf32")])
+def test_all_passes_of_a_run_multiply_in_its_precision(precision: str, wanted: str, engine: str) -> None:
+    """Nodes train, gather and evaluate, and so does the server of FedAvg, whose model is one for all."""
+    shared: dict[str, Any] = {"device": "fake", "rounds": 2, "local_steps": 2, "clients": 2, "progress": False}
+    shared |= {"data": "synthetic:n=80:test=40", "train_loss_global": True, "precision": precision, "engine": engine}
+    Noting.seen.clear()
+    for method, statistics in (("fedavg", "exact"), ("fedbn", "own")):
+        run(method, model=Noting, statistics=statistics, **shared)
+    training, gathering, evaluating = (True, True), (False, True), (False, False)
+    # a stack's memory is found out by a step whose values nobody sees
+    seen = Noting.seen - {(*training, "none", "tf32")}
+    assert seen == {(*modes, wanted, wanted) for modes in (training, gathering, evaluating)}
+    assert torch.backends.cudnn.conv.fp32_precision == "tf32"
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedtan"])
