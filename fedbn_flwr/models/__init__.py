@@ -103,8 +103,8 @@ def build(
         before = {name: value.clone() for name, value in model.state_dict().items()} if loaded else {}
         model = norms.replace(model, norm, groups=groups, **norm_options)
         model = norms.normalize_features(model) if normalize_features else model
-    if weights is not None and not loaded:
-        load_weights(model, weights, str(init_from), num_classes)
+        if weights is not None and not loaded:
+            load_weights(model, weights, str(init_from), num_classes)
     _warn_of_loss(before, model, f"{init_from}: the normalizer {norm!r}")
     _choose(model, trainable)
     return model

@@ -39,8 +39,11 @@ def _timm(name: str) -> Published:
     def make(num_classes: int, in_channels: int, image_size: int, pretrained: bool) -> nn.Module:
         # transformers are made for one size
         size: dict[str, Any] = {"img_size": image_size} if about.fixed_input_size else {}
-        model: nn.Module = timm.create_model(name, pretrained, num_classes=num_classes, in_chans=in_channels, **size)
-        return model
+        classes = {} if pretrained else {"num_classes": num_classes}
+        model: Any = timm.create_model(name, pretrained, in_chans=in_channels, **classes, **size)
+        if pretrained and num_classes != model.num_classes:
+            model.reset_classifier(num_classes)
+        return model  # type: ignore[no-any-return]
 
     channels, side, _ = about.input_size
     source = f"model.safetensors of huggingface.co/{about.hf_hub_id}" if about.hf_hub_id else about.url

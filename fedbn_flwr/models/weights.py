@@ -32,6 +32,9 @@ def load_weights(model: nn.Module, state: Mapping[str, Tensor], source: str, num
         model.load_state_dict({**state, **{name: own[name] for name in head}})
     except RuntimeError as error:
         raise ValueError(f"{source} does not fit the model: {shorten(str(error), 300)}") from error
+    for layer in map(model.get_submodule, {name.rpartition(".")[0] for name in head}):
+        # what libraries start a head with is meant for all layers that start at random: timm's gives a loss of 16
+        layer.reset_parameters()  # type: ignore[operator]
     if head:
         warn_once(f"{source} has another number of classes: {', '.join(head)} start at random")
 
