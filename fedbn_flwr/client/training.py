@@ -136,8 +136,6 @@ def require_bn(model: nn.Module, instruction: Instruction) -> None:
 def frozen(model: nn.Module, instruction: Instruction) -> AbstractContextManager[Any]:
     """Freeze the parts of BN that the instruction names, until the end of the block; refuse a model without them."""
     require_bn(model, instruction)
-    if instruction.freeze == "none":
-        return nullcontext()
     return norm.freeze(model, **frozen_parts(instruction.freeze))
 
 

@@ -154,6 +154,7 @@ def fresh_model(config: Config, form: Form) -> nn.Module:
         init_from=config.init_from or None,
         groups=config.groups,
         normalize_features=config.normalize_features,
+        trainable=config.trainable,
         **dict(config.norm_options),
     )
 
