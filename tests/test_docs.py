@@ -194,7 +194,9 @@ def test_the_site_is_built_without_a_warning_and_its_links_lead_somewhere(tmp_pa
     assert raw == ["first-steps"]
 
 
-@pytest.mark.parametrize(("name", "function"), [("pyproject.toml", "with_run_config"), ("README.md", "with_methods")])
+@pytest.mark.parametrize(
+    ("name", "function"), [("pyproject.toml", "with_run_config"), ("docs/methods.md", "with_methods")]
+)
 def test_a_part_that_is_written_from_the_code_is_up_to_date(name: str, function: str) -> None:
     text = (ROOT / name).read_text()
     written = runpy.run_path(str(ROOT / "docs" / "make_options.py"))[function](text)
@@ -233,8 +235,8 @@ def test_accuracies_in_sentences_of_results_are_in_a_table() -> None:
 
 
 def test_every_method_data_set_and_partition_is_explained() -> None:
-    readme, data = (ROOT / "README.md").read_text(), (ROOT / "docs" / "data.md").read_text()
-    assert [name for name in REGISTRY if f"\n| `{name}` |" not in readme] == []
+    methods, data = ((ROOT / "docs" / name).read_text() for name in ("methods.md", "data.md"))
+    assert [name for name in REGISTRY if f"\n| `{name}` |" not in methods] == []
     assert [name for name in DATASETS if f"`{name}" not in data] == []
     assert [kind.form for kind in PARTITIONS.values() if f"| `{kind.form}` |" not in data] == []
 
