@@ -24,14 +24,14 @@ This page is written from the code by `make docs`. The same names are used every
   overrides the command line;
 - in Flower's run configuration: `flwr run . --run-config "method='fedprox' mu=0.1 lr=0.05"`.
 
-An unknown option, an option that the method does not have, and an invalid value are errors with exit code 2. In a
-comparison, an option of single strategies is for those methods that have it, and an error if none has it.
-`fedbn-flwr run --help` shows the common options, `--help-all` all of them.
+An unknown option, one that the method does not have, and an invalid value are errors with exit code 2. In a
+comparison, an option of single strategies is for those methods that have it. `fedbn-flwr run --help` shows the common
+options, `--help-all` all of them.
 
 **In Flower's run configuration**, some things differ:
 
-- A relative `results-dir` is relative to the folder in which the SuperLink was started. That may not be the folder of
-  `flwr run`. Use an absolute path, or look for the path in the last line of the log.
+- A relative `results-dir` starts where the SuperLink was started. Use an absolute path, or look at the last line of the
+  log.
 - An option of a strategy that is `""` counts as not given.
 - Options of plugins have no keys. Give them inside `method`.
 - `engine` is `auto` by default ([With `flwr run`](simulation.md#with-flwr-run)).

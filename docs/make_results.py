@@ -378,7 +378,6 @@ STATISTICS = {
     "none": "as it is",
     "none, mean BN": "mean of the nodes'",
     "20": "of 20",
-    "100": "of 100",
     "all": "of all",
 }
 
@@ -419,7 +418,7 @@ def mixtures() -> str:
     """Return, for few and skewed samples, means over the domains with the model's statistics as N samples."""
     lines = []
     for data in read("unseen")["data"].unique():
-        for inputs in ("10", "20", "100", "two classes"):
+        for inputs in ("10", "20", "two classes"):
             ways = [unseen_scores(data, "none"), *(unseen_scores(data, inputs, n) for n in (0, 16, 64, 256))]
             means = [f"{fmean(scores['fedavg']['mean']):.1f}" for scores in ways]
             lines.append([data, "100 of two classes" if inputs == "two classes" else inputs, *means])
@@ -437,16 +436,15 @@ def both_statistics(setting: str) -> Iterator[tuple[str, str, Place, str, set[in
 
 def evaluations(setting: str) -> str:
     """Return the accuracies over the rounds and at the end, with running and with exact statistics."""
-    lines, shown = list[list[str]](), ["10", "20", "30", "40", "50"]
+    lines, shown = list[list[str]](), ["10", "30", "50"]
     curves = read("curves").astype({"accuracy, %": float, "seed": int})
     for name, word, place, label, seeds in both_statistics(setting):
         own = curves[(curves["setting"] == ", ".join(place)) & (curves["method"] == label) & curves["seed"].isin(seeds)]
         curve, ended = own.groupby("round")["accuracy, %"].agg(fmean), runs()[(*place, label)][sorted(seeds)]
         ends = mean_text(ended), mean_text(own.groupby("seed")["accuracy, %"].agg(fmean))
         means = [f"{curve[at]:.1f}" for at in shown]
-        sent = of_first_runs(place, "exchanges")[label]
-        lines.append([name, word, f"{rates_used()[(*place, label)]:g}", *means, *ends, sent])
-    heads = ["after 10", *shown[1:4], "50 rounds", "after 100", "mean of ten", "exchanges"]
+        lines.append([name, word, f"{rates_used()[(*place, label)]:g}", *means, *ends])
+    heads = ["after 10", "30", "50 rounds", "after 100", "mean of ten"]
     return table(["method", "statistics", "rate", *heads], lines)
 
 
