@@ -6,11 +6,11 @@ from dataclasses import replace
 import torch
 
 from fedbn_flwr import data, models, norm
-from fedbn_flwr.client import pick_device
 from fedbn_flwr.client.learning_task import OBJECTIVES, task_of
 from fedbn_flwr.client.training import logits_of
 from fedbn_flwr.data.partition import about_absent
 from fedbn_flwr.data.splits import UNCLASSED
+from fedbn_flwr.device import pick_device
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.material import Material, absent_classes, load_data
 from fedbn_flwr.experiments.method import Experiment

@@ -13,11 +13,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedbn_flwr import data, models, norm
-from fedbn_flwr.client import BNClient, pick_device
+from fedbn_flwr.client import BNClient
 from fedbn_flwr.client.evaluation import batch_sizes
 from fedbn_flwr.client.learning_task import LearningTask, task_of
 from fedbn_flwr.data import Data, Split
 from fedbn_flwr.data.pixels import Channels
+from fedbn_flwr.device import pick_device
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.method import import_plugins, read_data
 from fedbn_flwr.plugins.options import UsageError

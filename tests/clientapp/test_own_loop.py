@@ -16,7 +16,8 @@ from flwr.clientapp import ClientApp as FlowerClientApp
 from torch import Tensor, nn
 
 from fedbn_flwr import state
-from fedbn_flwr.client import BNClient, read_instruction
+from fedbn_flwr.client import BNClient
+from fedbn_flwr.client.rules import read_instruction
 from fedbn_flwr.client.training import make_optimizer
 from fedbn_flwr.clientapp import ClientApp, numpy_client_app
 from fedbn_flwr.server.replies import CannotTrainError

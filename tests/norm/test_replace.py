@@ -17,7 +17,6 @@ from fedbn_flwr.models import build
 from fedbn_flwr.norm import (
     NORMS,
     BatchNorm,
-    GroupNorm,
     bn_keys,
     bn_layers,
     local_keys,
@@ -25,6 +24,7 @@ from fedbn_flwr.norm import (
     replace,
     statistics_keys,
 )
+from fedbn_flwr.norm.layers import GroupNorm
 
 MODELS: dict[str, tuple[Callable[..., nn.Module], int]] = {
     "resnet18": (resnet18, 20),
