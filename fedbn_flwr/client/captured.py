@@ -125,16 +125,17 @@ class Replaying(Generic[B]):
         """Take a step by autograd, capture it, and compare; return what the step returns, and what was captured."""
         buffers = [value for _, value in self.model.named_buffers()]
         before = [value.clone() for value in buffers]
-        module, stream = torch.get_device_module(tensors[0].device), _stream(tensors[0].device)
-        drawn = torch.get_rng_state(), module.get_rng_state()
-        stream.wait_stream(module.current_stream())
+        device = tensors[0].device
+        module, stream = torch.get_device_module(device), _stream(device)
+        drawn = torch.get_rng_state(), module.get_rng_state(device)
+        stream.wait_stream(module.current_stream(device))
         with module.stream(stream), torch.autograd.set_multithreading_enabled(False):
             loss, count = self._eager(batch)
-        module.current_stream().wait_stream(stream)
+        module.current_stream(device).wait_stream(stream)
         gradients = [parameter.grad for parameter in self.learned]
         after = [value.clone() for value in buffers]
         wanted = [loss, *_present(gradients), *after]
-        draws = not all(map(torch.equal, drawn, (torch.get_rng_state(), module.get_rng_state())))
+        draws = not all(map(torch.equal, drawn, (torch.get_rng_state(), module.get_rng_state(device))))
         step, reason = None, "it draws at random" if draws else ""
         if not reason:
             try:
@@ -220,7 +221,7 @@ def _why_not(layers: nn.Module, loss_function: LossFunction, device: torch.devic
 @cache
 def _stream(device: torch.device) -> Any:
     """Return the stream on which steps are captured, and on which libraries are made ready for that."""
-    return torch.get_device_module(device).Stream()
+    return torch.get_device_module(device).Stream(device)
 
 
 def _is_known(thing: Any) -> bool:

@@ -67,6 +67,9 @@ def _retag(tensor: Tensor, device_type: int) -> Tensor:
 class _Stream:
     """A stream, behind which everything has always ended."""
 
+    def __init__(self, device: Any = None) -> None:
+        pass
+
     def wait_stream(self, other: "_Stream") -> None:
         pass
 
