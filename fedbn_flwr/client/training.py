@@ -112,19 +112,16 @@ def products(instruction: Instruction) -> Iterator[None]:
     asked = _TF32 if instruction.precision == "tf32" else _IEEE
     with _LOCK:
         _BEFORE.append([getattr(setting, _SETTING) for setting in _PRODUCTS])
-        _set_products([asked] * len(_PRODUCTS))
+        for setting in _PRODUCTS:
+            setattr(setting, _SETTING, asked)
     try:
         yield
     finally:
         with _LOCK:
             before = _BEFORE.pop()
             if not _BEFORE:
-                _set_products(before)
-
-
-def _set_products(values: Sequence[Any]) -> None:
-    for setting, value in zip(_PRODUCTS, values, strict=True):
-        setattr(setting, _SETTING, value)
+                for setting, value in zip(_PRODUCTS, before, strict=True):
+                    setattr(setting, _SETTING, value)
 
 
 def require_bn(model: nn.Module, instruction: Instruction) -> None:

@@ -31,7 +31,7 @@ from fedbn_flwr.experiments.material import (
     make_partition,
     normalization,
     rounds_within_budget,
-    set_threads,
+    set_up_process,
     unlabeled_inputs,
 )
 from fedbn_flwr.experiments.method import Experiment
@@ -86,7 +86,7 @@ def play(
     """
     asked = asked_of(experiment, engine)
     config = setup.config
-    set_threads(config)
+    set_up_process(config)
     experiment = replace(experiment, config=config)
     if saved:
         refuse_other_model(folder, saved, arrays_of(setup.initial))

@@ -3,13 +3,15 @@
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from fedbn_flwr import device
 from fedbn_flwr.data import Data, Split
-from fedbn_flwr.experiments import Config, resolve
+from fedbn_flwr.experiments import Config, material, resolve
 from fedbn_flwr.experiments.checks import checked_material
 from fedbn_flwr.experiments.material import Material, load_data, rounds_within_budget
 from fedbn_flwr.plugins import warn_once
@@ -21,6 +23,23 @@ TINY = "synthetic:n=200:test=20:classes=4:size=8:channels=1"
 
 def config(**options: object) -> Config:
     return Config(**{"dataset": TINY, "model": "small-cnn", "partition": "iid", **options})  # type: ignore[arg-type]
+
+
+# ---- the process -----------------------------------------------------------------------------------------------------
+
+
+def test_the_device_of_a_run_is_the_current_one_until_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    current = [0]
+    cuda = SimpleNamespace(current_device=lambda: current[-1], set_device=current.append)
+    monkeypatch.setattr(material, "pick_device", torch.device)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: cuda)
+    monkeypatch.setattr(device, "started", lambda: cuda)
+    for name in ("cpu", "cuda", "cuda:1"):
+        with device.settings_restored():
+            material.set_up_process(config(device=name))
+            assert torch.get_deterministic_debug_mode() == (name != "cpu")
+    assert current == [0, 1, 0]
+    assert torch.get_deterministic_debug_mode() == 0
 
 
 # ---- a budget of epochs ----------------------------------------------------------------------------------------------
