@@ -226,7 +226,7 @@ def _with_images(config: Config) -> Config:
         return config
     size = images.image_size
     if not config.image_size and size > SMALL_SIZE:
-        less = f"image-size={SMALL_SIZE} takes {(size // SMALL_SIZE) ** 2} times less"
+        less = f"image-size={SMALL_SIZE} takes {(size / SMALL_SIZE) ** 2:.0f} times less"
         warn_once(f"{config.model}: images have {size}x{size} pixels, as it was trained with; {less}")
     given = {} if config.mean else {"mean": images.mean, "std": images.std}
     return replace(config, **given, image_size=config.image_size or size, channels=config.channels or images.channels)
