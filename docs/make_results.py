@@ -369,7 +369,7 @@ def claims() -> str:
 
 
 def older() -> str:
-    """Return the differences of the methods that were run with older seeds only, in a table if with several labels."""
+    """Return the differences of the methods that were run with older seeds only."""
 
     def shown(place: Place, name: str) -> str:
         return gain(place, name) + star((*place, name))
@@ -377,7 +377,7 @@ def older() -> str:
     names = [name for name in by_mean(TWO) if name not in (*METHODS, *CENTRALIZED)]
     wide = [name for name in names if sum((*place, name) in runs() for place in KINDS.values()) > 2]
     rest = ", ".join(f"`{NAMES[name]}` {shown(TWO, name)}" for name in names if name not in wide)
-    return f"{by_method(wide, over(KINDS, shown))}\n\nWith two classes: {rest}."
+    return f"{by_method(wide, over(KINDS, shown))}\n\n{table(['others, with two classes'], [[rest]])}"
 
 
 #: what is said of the statistics that a model is tested with, by the column `inputs` of unseen.csv
