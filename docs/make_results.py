@@ -368,9 +368,16 @@ def claims() -> str:
     return f"{table(['claim', 'source', 'difference in points'], failed)}\n\n{text}"
 
 
-def older() -> list[str]:
-    """Return the methods that were run with older seeds only, the best with two classes first."""
-    return [name for name in by_mean(TWO) if name not in (*METHODS, *CENTRALIZED)]
+def older() -> str:
+    """Return the differences of the methods that were run with older seeds only."""
+
+    def shown(place: Place, name: str) -> str:
+        return gain(place, name) + star((*place, name))
+
+    names = [name for name in by_mean(TWO) if name not in (*METHODS, *CENTRALIZED)]
+    wide = [name for name in names if sum((*place, name) in runs() for place in KINDS.values()) > 2]
+    rest = ", ".join(f"`{NAMES[name]}` {shown(TWO, name)}" for name in names if name not in wide)
+    return f"{by_method(wide, over(KINDS, shown))}\n\n{table(['others, with two classes'], [[rest]])}"
 
 
 #: what is said of the statistics that a model is tested with, by the column `inputs` of unseen.csv
@@ -465,9 +472,7 @@ def printed(name: str, corner: str) -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "differences": lambda: by_method(
-        older(), over(KINDS, lambda place, name: gain(place, name) + star((*place, name)))
-    ),
+    "differences": older,
     "other rates": other_rates,
     "more rounds": longer,
     "freezes": freezes,
