@@ -90,7 +90,9 @@ class Config:
     ] = "0.1@0.5,0.1@0.75"
     momentum: Annotated[float, "momentum of sgd", Range(0)] = 0.0
     weight_decay: Annotated[float, "weight decay", Range(0)] = 0.0
-    precision: Annotated[str, "float32, tf32 (TF32 in products and convolutions, on a GPU) or bf16 (autocast)"] = "float32"
+    precision: Annotated[str, "float32, tf32 (TF32 in products and convolutions, on a GPU) or bf16 (autocast)"] = (
+        "float32"
+    )
     evaluate_every: Annotated[int, "evaluate on the test data every N rounds, and after the last", Range(1)] = 10
     stop_at: Annotated[
         float, "end the run when the score reaches this, or falls to it where less is better; 0: off", Range(0)
