@@ -26,6 +26,7 @@ UNBOUNDED = (
     "FixBN: the train config has no `lr`, so frozen statistics do not bound the learning rate; lower your own at the "
     "freeze, or training may diverge"
 )
+LATE = "%s: BN would freeze after round %d, and the run has %d: nothing is ever frozen"
 #: more rounds than any run has
 NEVER = 10**9
 
@@ -114,6 +115,8 @@ class FixBN(FedAvg):
         largest = self.frozen_lr * instruction.lr
         if self.freeze_at is not None:
             self.state.frozen_after = round_of(self.freeze_at, self.num_rounds)
+            if instruction.server_round == 1 and (self.num_rounds or NEVER) <= self.state.frozen_after < NEVER:
+                log(WARNING, LATE, type(self).__name__, self.state.frozen_after, self.num_rounds)
         instruction, frozen_after = super().instruct(instruction), self.state.frozen_after
         if frozen_after is None:
             instruction = instruction.with_rule(change_window=self.window)

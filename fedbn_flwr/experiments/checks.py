@@ -85,7 +85,7 @@ def check_model(material: Material, strategy: BaseStrategy) -> None:
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageError(f"model {config.model!r} has no parameter that learns (with requires_grad=True)")
     lacking = norm.lacks(model, strategy.needs)
-    if functional and strategy.needs != "none":
+    if functional and (strategy.needs != "none" or config.norm != "bn"):
         lacking = "the model's forward calls F.batch_norm, which it finds in layers only"
     if lacking:
         raise UsageError(f"method {config.method!r} would be another one: {lacking}")
@@ -94,7 +94,7 @@ def check_model(material: Material, strategy: BaseStrategy) -> None:
         warn_once(f"{kept} of {len(layers)} BN layers keep their statistics, as none of their parameters learns")
     if isinstance(strategy, Layerwise):
         try:
-            check_layers(model)
+            check_layers(model.train())
         except TypeError as error:
             raise UsageError(f"method {config.method!r}: {error}") from error
 

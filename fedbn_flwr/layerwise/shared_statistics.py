@@ -97,8 +97,13 @@ class UnlikeBatchNormError(TypeError):
 
 
 def check_layers(model: nn.Module) -> dict[str, _BatchNorm]:
-    """Return a model's BN layers; an UnlikeBatchNormError names one whose statistics cannot be shared."""
+    """Return a model's BN layers; an UnlikeBatchNormError names one whose statistics cannot be shared.
+
+    So does a model that is to train, and keeps all of these layers in eval mode.
+    """
     layers = bn_layers(model)
+    if layers and not any(map(_uses_batch_statistics, layers.values())):
+        raise UnlikeBatchNormError("all BN layers are in eval mode in training, so no statistics are left to share")
     for name, layer in layers.items():
         if _uses_batch_statistics(layer) and not after_norm(layer):
             kind = type(layer).__name__

@@ -235,6 +235,14 @@ def test_what_cannot_be_is_refused(layer: nn.Module, kind: str, options: dict[st
     assert isinstance(layer, nn.Conv2d) or list(model) == before
 
 
+def test_says_that_there_was_nothing_to_replace(flower_log: pytest.LogCaptureFixture) -> None:
+    class Bare(nn.Sequential):
+        """Has no normalizer."""
+
+    replace(Bare(nn.Linear(2, 2)), "gn")
+    assert "the normalizer 'gn' takes no layer's place in the Bare" in flower_log.text
+
+
 def test_normalized_features_have_no_length() -> None:
     model, plain = build("mlp", normalize_features=True), build("mlp")
     assert list(model.state_dict()) == list(plain.state_dict())

@@ -135,6 +135,14 @@ def test_freezes_at_the_latest_after_a_share_of_the_run(latest: float, after: in
     assert distance(found, Federation(make_model()).run(FixBN(freeze_round=after), 6)) == 0
 
 
+@pytest.mark.parametrize("make", [lambda after: FixBN(freeze_round=after), lambda after: FedTANII(m=after)])
+def test_says_that_a_freeze_is_too_late(make: Any, caplog: pytest.LogCaptureFixture) -> None:
+    for after in (1, 2):
+        caplog.clear()
+        Federation(make_model()).run(make(after), 2)
+        assert ("nothing is ever frozen" in caplog.text) == (after == 2)
+
+
 def test_says_when_it_never_fires(caplog: pytest.LogCaptureFixture) -> None:
     Federation(make_model()).run(FixBN(freeze_round="auto", window=2, threshold=0.0, latest=1.0), 4)
     assert any("never fired in 4 rounds" in record.getMessage() for record in caplog.records)
