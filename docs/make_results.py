@@ -246,19 +246,6 @@ def freezes() -> str:
     return table(["freeze after round", "10", "30", "50", "70", "never"], lines)
 
 
-def frozen_rates() -> str:
-    """Return what FixBN has at two rates after its freeze."""
-    kinds = {
-        "the default rates": ("labels", "FixBN"),
-        "1.0, then at most 0.03": ("frozen-rate", "FixBN, at most 0.03"),
-        "for comparison: `fedavg`": ("labels", "FedAvg"),
-    }
-    lines = [
-        [text, *(cell((recipe, label), name) for label in LABELS.values())] for text, (recipe, name) in kinds.items()
-    ]
-    return table(["`fixbn`", *LABELS], lines)
-
-
 def domains() -> str:
     """Return the accuracy on each of four domains, the best method first."""
     means = read("domains").set_index("method").astype(float).groupby(level=0).agg(fmean)
@@ -369,15 +356,15 @@ def claims() -> str:
 
 
 def older() -> str:
-    """Return the differences of the methods that were run with older seeds only."""
+    """Return FedAvg's accuracies, and the differences of the methods that were run with older seeds only."""
 
     def shown(place: Place, name: str) -> str:
-        return gain(place, name) + star((*place, name))
+        return cell(place, name) if name == "FedAvg" else gain(place, name) + star((*place, name))
 
     names = [name for name in by_mean(TWO) if name not in (*METHODS, *CENTRALIZED)]
     wide = [name for name in names if sum((*place, name) in runs() for place in KINDS.values()) > 2]
     rest = ", ".join(f"`{NAMES[name]}` {shown(TWO, name)}" for name in names if name not in wide)
-    return f"{by_method(wide, over(KINDS, shown))}\n\n{table(['others, with two classes'], [[rest]])}"
+    return f"{by_method(['FedAvg', *wide], over(KINDS, shown))}\n\n{table(['others, with two classes'], [[rest]])}"
 
 
 #: what is said of the statistics that a model is tested with, by the column `inputs` of unseen.csv
@@ -476,7 +463,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "other rates": other_rates,
     "more rounds": longer,
     "freezes": freezes,
-    "frozen rate": frozen_rates,
     "domains": domains,
     "speakers": lambda: by_method(by_mean(SPEAKERS), {"rate": rate, "accuracy, %": partial(cell, SPEAKERS)}),
     "momentum": momentum,
