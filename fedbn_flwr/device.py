@@ -7,6 +7,8 @@ What only CUDA has is where it is used: `CUDA_VISIBLE_DEVICES` in `fedbn_flwr/ex
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -30,6 +32,43 @@ def started() -> Any:
     module = torch.get_device_module(found) if found else None
     # MPS does not tell, and starts at once
     return module if module and getattr(module, "is_initialized", lambda: True)() else None
+
+
+def set_up_accelerator(device: torch.device, deterministic: bool) -> None:
+    """Make a device the current one of its kind, and let its libraries repeat their bits if they are to.
+
+    torch warns of operations that cannot. cuBLAS reads the environment at its first use in the process.
+    """
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.backends.cudnn.benchmark = False
+    # with it, cuDNN's algorithms are deterministic too
+    torch.set_deterministic_debug_mode("warn" if deterministic else "default")
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    if device.index:
+        torch.get_device_module(device).set_device(device.index)
+
+
+@contextmanager
+def settings_restored() -> Iterator[None]:
+    """Put torch's settings of this process back at the end of the block, as far as runs change them."""
+    cudnn, memory = torch.backends.cudnn, torch.utils.deterministic
+    threads, mode, index = torch.get_num_threads(), torch.get_deterministic_debug_mode(), _current_index()
+    tries, fills = cudnn.benchmark, memory.fill_uninitialized_memory
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_deterministic_debug_mode(mode)
+        cudnn.benchmark, memory.fill_uninitialized_memory = tries, fills
+        if _current_index() != index:
+            started().set_device(index)
+
+
+def _current_index() -> int:
+    """Return the number of the current device; 0 before the first use."""
+    module = started()
+    return int(module.current_device()) if hasattr(module, "current_device") else 0
 
 
 def pick_device(name: str) -> torch.device:

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -66,7 +67,15 @@ def _write(states: States) -> None:
     torch.set_rng_state(states[0])
     for index, state in enumerate(states[1]):
         started().set_rng_state(state, index)
-    if not states[1] and (found := accelerator()):
-        # one that has not been used yet starts with this seed
-        module = torch.get_device_module(found)
-        (getattr(module, "manual_seed_all", None) or module.manual_seed)(torch.initial_seed())
+    if not states[1] and (module := started()):
+        _seed(module)
+
+
+def seed_unused() -> None:
+    """Let an accelerator that nobody has used yet start with the seed of torch's generator."""
+    if found := accelerator():
+        _seed(torch.get_device_module(found))
+
+
+def _seed(module: Any) -> None:
+    (getattr(module, "manual_seed_all", None) or module.manual_seed)(torch.initial_seed())

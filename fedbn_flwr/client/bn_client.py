@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fedbn_flwr import norm, state, wire
 from fedbn_flwr.client import batch_plan as batches
-from fedbn_flwr.client import training
+from fedbn_flwr.client import captured, training
 from fedbn_flwr.client.batch_plan import BatchLoader
 from fedbn_flwr.client.evaluation import evaluate, mean_loss, shares
 from fedbn_flwr.client.image_order import channels_last
@@ -34,7 +34,7 @@ class BNClient:
     `memory` is the node's `Context.state`, and all that lasts from one message to the next. The clients of a process
     may share one model, because every message overwrites its whole state. `loss_function`, in place of the task's,
     takes what the model returns, and the labels. `make_optimizer` takes the model and the instruction, whose `lr` is
-    the round's.
+    the round's. On an accelerator, steps are captured and replayed where they can be, unless `captured` is False.
     """
 
     def __init__(
@@ -51,6 +51,7 @@ class BNClient:
         task: LearningTask = CLASSIFICATION,
         loss_function: training.LossFunction | None = None,
         make_optimizer: training.MakeOptimizer = training.make_optimizer,
+        captured: bool = True,
     ) -> None:
         self.device = pick_device(device)
         self.model = model.to(self.device)
@@ -59,7 +60,7 @@ class BNClient:
         self.partition_id = partition_id
         self.memory = Memory(RecordDict() if memory is None else memory)
         self.task = replace(task, loss=loss_function) if loss_function else task
-        self.loss_function, self.make_optimizer = self.task.loss, make_optimizer
+        self.loss_function, self.make_optimizer, self.captured = self.task.loss, make_optimizer, captured
 
     # ---- the messages ----------------------------------------------------------------------------------------------
 
@@ -86,7 +87,9 @@ class BNClient:
         """Return a model's mean loss on all local samples, with its running statistics, if the instruction asks."""
         if not instruction.report_local_loss:
             return {}
-        return {wire.LOCAL_LOSS: mean_loss(model, self.train_split, self.indices, self.device, self.loss_function)}
+        with training.products(instruction):
+            loss = mean_loss(model, self.train_split, self.indices, self.device, self.loss_function)
+        return {wire.LOCAL_LOSS: loss}
 
     def gather(self, received: Mapping[str, State], instruction: Instruction) -> Reply:
         """Reply with the moments of what the received model's BN layers see of this node's data, without training."""
@@ -101,7 +104,8 @@ class BNClient:
         most = instruction.gather_samples or instruction.batch_size
         sizes = batches.pass_sizes(len(chosen), most, merge_single=True)
         drawn = self.train_split.batches(chosen, sizes, self.device)
-        return norm.gather(self.model, (inputs for inputs, _ in drawn))
+        with training.products(instruction):
+            return norm.gather(self.model, (inputs for inputs, _ in drawn))
 
     def test(self, received: Mapping[str, State], instruction: Instruction) -> Reply:
         """Evaluate the node's own model (the received one with the entries that live here) on the test split."""
@@ -115,7 +119,9 @@ class BNClient:
             self.memory.store(wire.STAYS, {**stays, **own})
         splits, wanted = (self.train_split, self.test_split), list(filter(None, instruction.class_metrics.split(",")))
         domains = max(int(split.domains.max()) + 1 if split.domains is not None else 0 for split in splits)
-        result = evaluate(self.model, self.test_split, self.num_classes, self.device, 500, domains, self.task, wanted)
+        with training.products(instruction):
+            options = self.device, 500, domains, self.task, wanted
+            result = evaluate(self.model, self.test_split, self.num_classes, *options)
         own_domains, own_classes = shares(self.train_split, self.indices, self.num_classes, domains)
         personal = {name: result.score_for(measure, own_domains) for name, measure in self.task.measures.items()}
         basic = self.task.basic_score
@@ -168,9 +174,12 @@ class BNClient:
             inputs = channels_last(inputs, self.model) if type(self) is BNClient else inputs
             return training.batch_loss(self.model, (inputs, targets), session.instruction, self.loss_function)
 
+        gradients = captured.gradients(
+            session, loss_of, self.loss_function, self.captured, lambda batch: batch, lambda *tensors: tensors
+        )
         # closed, because clients may share the model: whoever keeps the error of a step keeps the step
         with closing(self._first_shared(planned, session, exchange)) as drawn:
-            loss = training.train(drawn, loss_of, session.optimizer, [rule.adjust for rule in rules])
+            loss = training.train(drawn, gradients, session.optimizer, [rule.adjust for rule in rules])
         for rule in rules:
             rule.finish(session)
         session.records |= training.carried_records(exchange)

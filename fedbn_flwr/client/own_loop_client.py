@@ -16,7 +16,7 @@ from fedbn_flwr.client.reply import Metrics, Reply
 from fedbn_flwr.client.rules import obeyed_keys
 from fedbn_flwr.client.training import require_bn
 from fedbn_flwr.layerwise import Exchange
-from fedbn_flwr.randomness import OwnRandomness, derive
+from fedbn_flwr.randomness import OwnRandomness, derive, seed_unused
 from fedbn_flwr.state import State
 from fedbn_flwr.wire import Instruction, moments
 from fedbn_flwr.wire.packed import with_content
@@ -59,6 +59,7 @@ class OwnLoopClient:
         drawing = nullcontext() if exchange else OwnRandomness(self.step_seed(instruction)).drawing()
         loop = OwnLoop(self.model, instruction, received, self.memory, exchange)
         with drawing, loop as self._loop:
+            seed_unused()
             content = self._handler(self._seen(received, instruction), self._context).content
         # in a layer-wise step the handler has the context of the first message, and the last one's is kept
         self.memory.adopt(self._context.state)
@@ -107,6 +108,7 @@ class OwnLoopClient:
             raise ValueError(CANNOT_GATHER)
         drawing = OwnRandomness(self.step_seed(instruction)).drawing()
         with torch.no_grad(), drawing, GatheringLoop(self.model) as loop:
+            seed_unused()
             self._gathering(self._seen(received, instruction), self._context)
         if not loop.seen:
             raise RuntimeError("cannot gather statistics: the handler ran no model with the entries of `model`")

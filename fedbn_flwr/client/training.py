@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedbn_flwr import norm, wire
+from fedbn_flwr.device import started
 from fedbn_flwr.layerwise import Exchange, Mode
 from fedbn_flwr.layerwise.carried import Corrected, pack_values, read_corrections
 from fedbn_flwr.state import State
@@ -26,31 +27,26 @@ MakeOptimizer = Callable[[nn.Module, Instruction], torch.optim.Optimizer]
 #: changes the gradients between the backward pass and the optimizer's step
 Adjustment = Callable[[], None]
 B = TypeVar("B")
+#: sets the gradients on a batch, and gives its mean loss and number of samples: of one client, or (stacked) of several
+#: at once in a row for each
+Gradients = Callable[[B], tuple[Tensor, int | Tensor]]
 
 
 def train(
     batches: Iterable[B],
-    loss_of: Callable[[B], tuple[Tensor, int | Tensor]],
+    gradients: Gradients[B],
     optimizer: torch.optim.Optimizer,
     adjustments: Sequence[Adjustment] = (),
 ) -> Tensor:
-    """Take one optimizer step a batch; returns the mean loss a sample over all of them.
-
-    `loss_of` gives the mean loss of a batch and its number of samples: of one client, or (stacked) of several at once
-    in a row for each.
-    """
+    """Take one optimizer step a batch; returns the mean loss a sample over all of them."""
     losses, counts = [], []
-    learned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for batch in batches:
-        for parameter in learned:
-            parameter.grad = None
-        loss, count = loss_of(batch)
-        (loss.sum() if loss.dim() else loss).backward()
+        loss, count = gradients(batch)
         for adjust in adjustments:
             adjust()
         optimizer.step()
         # kept on the device: reading the value here would wait for the GPU in every step
-        losses.append(loss.detach())
+        losses.append(loss)
         counts.append(count)
     if not losses:
         return torch.zeros(())
@@ -60,6 +56,19 @@ def train(
         return torch.tensor(total / sum(counts), dtype=torch.float64)
     samples = torch.stack([torch.as_tensor(count).cpu().expand(losses[0].shape) for count in counts]).double()
     return (torch.stack(losses).cpu().double() * samples).sum(0) / samples.sum(0).clamp(min=1)
+
+
+def backward(loss_of: Gradients[B], learned: Sequence[nn.Parameter]) -> Gradients[B]:
+    """Return what makes gradients by autograd, of the losses of batches."""
+
+    def gradients(batch: B) -> tuple[Tensor, int | Tensor]:
+        for parameter in learned:
+            parameter.grad = None
+        loss, count = loss_of(batch)
+        (loss.sum() if loss.dim() else loss).backward()
+        return loss.detach(), count
+
+    return gradients
 
 
 def batch_loss(
@@ -78,33 +87,41 @@ def autocast(instruction: Instruction, device: torch.device) -> AbstractContextM
     return torch.autocast(device.type, torch.bfloat16) if instruction.precision == "bf16" else nullcontext()
 
 
-#: what the setting was when each of those came who use TF32 now
-_BEFORE: list[object] = []
+#: torch's settings of how GPUs multiply float32; those before torch 2.9 have another name
+_PRODUCTS: list[Any] = [torch.backends.cuda.matmul, torch.backends.cudnn]
+_SETTING, _IEEE, _TF32 = "allow_tf32", False, True
+if hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+    _PRODUCTS = [torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn]
+    _SETTING, _IEEE, _TF32 = "fp32_precision", "ieee", "tf32"
+#: what the settings were when each of the steps began that are not done
+_BEFORE: list[list[Any]] = []
 _LOCK = threading.Lock()
 
 
 @contextmanager
 def products(instruction: Instruction) -> Iterator[None]:
-    """Around forward and backward passes: let GPUs use TF32 for products too, where that is asked for.
+    """Let GPUs multiply float32 as IEEE says, in convolutions too, or in TF32 where that is asked for, in the block.
 
-    The setting is the process's, in force until everybody who asked for it is done: steps may be suspended in turn.
+    torch's own default is TF32 for convolutions only. The settings are the process's, in force until every step that
+    is in such a block is done: steps may be suspended in turn, and those of a run have the same precision. They stay as
+    they are where no accelerator is in use.
     """
-    if instruction.precision != "tf32":
+    if started() is None:
         yield
         return
-    matmul = torch.backends.cuda.matmul
-    # torch's older setting is refused where anybody has used its newer one
-    name, allowed = ("fp32_precision", "tf32") if hasattr(matmul, "fp32_precision") else ("allow_tf32", True)
+    asked = _TF32 if instruction.precision == "tf32" else _IEEE
     with _LOCK:
-        _BEFORE.append(getattr(matmul, name))
-        setattr(matmul, name, allowed)
+        _BEFORE.append([getattr(setting, _SETTING) for setting in _PRODUCTS])
+        for setting in _PRODUCTS:
+            setattr(setting, _SETTING, asked)
     try:
         yield
     finally:
         with _LOCK:
             before = _BEFORE.pop()
             if not _BEFORE:
-                setattr(matmul, name, before)
+                for setting, value in zip(_PRODUCTS, before, strict=True):
+                    setattr(setting, _SETTING, value)
 
 
 def require_bn(model: nn.Module, instruction: Instruction) -> None:
@@ -116,8 +133,6 @@ def require_bn(model: nn.Module, instruction: Instruction) -> None:
 def frozen(model: nn.Module, instruction: Instruction) -> AbstractContextManager[Any]:
     """Freeze the parts of BN that the instruction names, until the end of the block; refuse a model without them."""
     require_bn(model, instruction)
-    if instruction.freeze == "none":
-        return nullcontext()
     return norm.freeze(model, **frozen_parts(instruction.freeze))
 
 

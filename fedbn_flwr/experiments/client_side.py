@@ -17,7 +17,7 @@ from fedbn_flwr.client import BNClient
 from fedbn_flwr.data import SITES, without_domains
 from fedbn_flwr.data.loading import ROOT_VARIABLE
 from fedbn_flwr.experiments.config import Config
-from fedbn_flwr.experiments.material import Material, load_data, set_threads
+from fedbn_flwr.experiments.material import Material, load_data, set_up_process
 from fedbn_flwr.experiments.method import import_plugins, resolve
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.wire.site_data import DATA_MEAN, DATA_STD, SITE_DATA, SiteData, problem
@@ -144,7 +144,7 @@ def _material(config: Config, nodes: int, root: str | None, own_data: str) -> Ma
     import_plugins(config.plugins)
     own = at_site(config, own_data)
     own = replace(own, clients=own.clients or len(own.sites) or nodes)
-    set_threads(own)
+    set_up_process(own)
     return Material.of(own, without_domains(load_data(own)) if own_data else None)
 
 

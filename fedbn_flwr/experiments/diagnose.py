@@ -16,7 +16,7 @@ from fedbn_flwr.device import exact
 from fedbn_flwr.diagnosis import Diagnosis, Measurement, check_model, diagnose, overall
 from fedbn_flwr.experiments.checks import check_simulation
 from fedbn_flwr.experiments.config import Config
-from fedbn_flwr.experiments.material import Material, set_threads
+from fedbn_flwr.experiments.material import Material, set_up_process
 from fedbn_flwr.experiments.method import resolve
 from fedbn_flwr.experiments.output.console import console, new_table
 from fedbn_flwr.experiments.output.run_folder import make_folder, write_json
@@ -125,7 +125,7 @@ def run_diagnosis(options: dict[str, Any]) -> None:
     experiment = resolve(options)
     material = check_simulation(experiment)
     config = material.config
-    set_threads(config)
+    set_up_process(config)
     print(material.data)
     model = _model(material)
     folder = make_folder(Path(config.results_dir))

@@ -23,7 +23,7 @@ from fedbn_flwr.experiments.checkpoint import STATES, read_checkpoint
 from fedbn_flwr.experiments.checks import AT_SITES, checked_material, refuse_own_nodes
 from fedbn_flwr.experiments.client_side import bound_client_fn, place_of
 from fedbn_flwr.experiments.config import Config
-from fedbn_flwr.experiments.material import Material, expected_steps, set_threads
+from fedbn_flwr.experiments.material import Material, expected_steps, set_up_process
 from fedbn_flwr.experiments.method import Experiment, import_plugins
 from fedbn_flwr.experiments.output.recorder import Progress, Summary
 from fedbn_flwr.experiments.output.run_folder import make_folder
@@ -93,8 +93,9 @@ def visible_gpus(config: Config) -> list[str]:
     """Return the names of the GPUs of a run, as `CUDA_VISIBLE_DEVICES` has them; none if it is not for all GPUs."""
     if config.device not in ("auto", "cuda") or not torch.cuda.is_available():
         return []
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return named.split(",") if named else [str(number) for number in range(torch.cuda.device_count())]
+    named, count = os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.device_count()
+    # a name of none hides those after it
+    return named.split(",")[:count] if named else [str(number) for number in range(count)]
 
 
 def one_step(material: Material) -> StepMemory:
@@ -190,7 +191,7 @@ def node_grid(
 ) -> InProcessGrid:
     """Make the grid that trains the clients of these partitions, in stacks or one after another."""
     config, max_steps = material.config, 0
-    set_threads(config)
+    set_up_process(config)
     if layerwise and len(partitions) > message_client.MAX_STEPS:
         # further clients replay the step; the other clients may be in other processes of this machine
         fitting = clients_that_fit(one_step(material), material.device)

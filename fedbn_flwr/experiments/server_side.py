@@ -12,6 +12,7 @@ from flwr.common import log
 from flwr.serverapp import Grid
 
 from fedbn_flwr import state
+from fedbn_flwr.client.training import products
 from fedbn_flwr.data import SITES
 from fedbn_flwr.experiments.checkpoint import (
     STOPPING,
@@ -30,7 +31,7 @@ from fedbn_flwr.experiments.material import (
     make_partition,
     normalization,
     rounds_within_budget,
-    set_threads,
+    set_up_process,
     unlabeled_inputs,
 )
 from fedbn_flwr.experiments.method import Experiment
@@ -85,7 +86,7 @@ def play(
     """
     asked = asked_of(experiment, engine)
     config = setup.config
-    set_threads(config)
+    set_up_process(config)
     experiment = replace(experiment, config=config)
     if saved:
         refuse_other_model(folder, saved, arrays_of(setup.initial))
@@ -150,7 +151,8 @@ class AfterRound:
         """Take a round that has ended; return whether the run ends with it."""
         config, scorer = self.setup.config, self.setup.scorer
         self.arrays, self.standing.round = now.after, now.number
-        score = scorer.score(self.strategy, now.after) if self.strategy.evaluates(now.number) else {}
+        with products(instruction_of(config)):
+            score = scorer.score(self.strategy, now.after) if self.strategy.evaluates(now.number) else {}
         self.journal.record(now, score)
         self.standing.take(now.number, score, scorer.metric, config)
         if self.progress:
@@ -223,6 +225,7 @@ def evaluation_of(experiment: Experiment) -> Instruction:
     return Instruction(
         seed=config.seed,
         batch_size=config.batch_size,
+        precision=config.precision,
         report_local_loss=config.train_loss_global and by_nodes,
         class_metrics=",".join(config.class_metrics),
     )

@@ -19,9 +19,8 @@ from statistics import fmean
 from types import MappingProxyType
 from typing import Any
 
-import torch
-
 from fedbn_flwr.data.prefetch import serve_parent
+from fedbn_flwr.device import settings_restored
 from fedbn_flwr.experiments.checkpoint import AUTOMATIC, STOPPING
 from fedbn_flwr.experiments.checks import check_simulation
 from fedbn_flwr.experiments.choice import SEEDS, Choice, Grid, metric_of
@@ -153,9 +152,9 @@ class Study:
 def quiet(verbose: bool = False) -> Iterator[None]:
     """Hide Flower's lines about every round, and its warnings of what is the normal case here, inside the block.
 
-    Runs set torch's threads; after the block there are as many as before.
+    After the block, torch's settings of the process are as before.
     """
-    logger, threads = logging.getLogger("flwr"), torch.get_num_threads()
+    logger = logging.getLogger("flwr")
     level = logger.level
 
     def is_news(record: logging.LogRecord) -> bool:
@@ -164,11 +163,11 @@ def quiet(verbose: bool = False) -> Iterator[None]:
     logger.setLevel(logging.INFO if verbose else logging.WARNING)
     logger.addFilter(is_news)
     try:
-        yield
+        with settings_restored():
+            yield
     finally:
         logger.removeFilter(is_news)
         logger.setLevel(level)
-        torch.set_num_threads(threads)
 
 
 def write_study(folder: Path, about: Mapping[str, Any], runs: Sequence[Run]) -> None:

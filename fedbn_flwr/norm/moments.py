@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fedbn_flwr.device import where_exact
-from fedbn_flwr.norm.detect import bn_layers, lacks
+from fedbn_flwr.norm.detect import bn_layers, keeps_statistics, lacks
 from fedbn_flwr.norm.layers import HybridBatchNorm
 
 #: inputs below which `adapt` warns
@@ -48,7 +48,9 @@ def gather(model: nn.Module, batches: Iterable[Tensor], training: bool = True) -
 def gathering(model: nn.Module, training: bool = True) -> Iterator[dict[str, Moments]]:
     """While open, fill what is yielded with the moments that `gather` returns, whoever runs the model."""
     seen: dict[str, Moments] = {}
-    names: dict[nn.Module, str] = {layer: name for name, layer in bn_layers(model).items()}
+    # the others normalize with the statistics that they keep
+    moving = {name: layer for name, layer in bn_layers(model).items() if not (training and keeps_statistics(layer))}
+    names: dict[nn.Module, str] = {layer: name for name, layer in moving.items()}
     modes = {layer: layer.training for layer in model.modules()}
     kept = [(buffer, buffer.clone()) for layer in names for buffer in layer.buffers()]
 

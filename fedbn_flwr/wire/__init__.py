@@ -101,7 +101,7 @@ class Instruction:
     lr: float = 0.1
     momentum: float = 0.0
     weight_decay: float = 0.0
-    #: `float32`, `tf32` (float32 with TF32 products on GPUs) or `bf16` (bfloat16 autocast)
+    #: `float32`, `tf32` (TF32 products and convolutions on GPUs) or `bf16` (bfloat16 autocast)
     precision: str = field(default="float32", metadata={"any type": True})
 
     #: what a model must have, or the method is another one: `bn`, `affine`, `statistics`, `all-statistics` or `no-bn`

@@ -83,16 +83,6 @@ def test_it_trains_as_a_plain_loop_over_batches_from_the_clients_own_samples(nam
     assert reply.metrics[wire.TRAIN_LOSS] == pytest.approx(total / 12, rel=1e-6)
 
 
-@pytest.mark.parametrize(("precision", "wanted"), [("float32", "none"), ("tf32", "tf32")])
-def test_it_trains_with_tf32_where_that_is_asked_for(precision: str, wanted: str) -> None:
-    client, seen = toy_client(), set()
-    client.model.register_forward_hook(lambda *_: seen.add(torch.backends.cuda.matmul.fp32_precision))
-    client.model[0].weight.register_hook(lambda _: seen.add(torch.backends.cuda.matmul.fp32_precision))  # type: ignore[index]
-    trained(client, start(), precision=precision)
-    assert seen == {wanted}
-    assert torch.backends.cuda.matmul.fp32_precision == "none"
-
-
 def test_global_generators_are_left_as_they_were() -> None:
     before = torch.get_rng_state(), str(np.random.get_state()), random.getstate()
     client = toy_client(toy_cnn(dropout=0.5))

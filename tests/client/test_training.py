@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedbn_flwr.client import training
 from fedbn_flwr.client.training import Batch, batch_loss, make_optimizer, products, train
 from fedbn_flwr.wire import Instruction
 from tests.helpers.toys import CLASSES, toy_cnn, toy_split
@@ -37,20 +38,31 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_the_weights_in_float32() -> Non
     assert losses[0] != losses[1]
 
 
-# torch refuses its older setting, `allow_tf32`, where somebody has set the newer one to tf32
-@pytest.mark.parametrize("before", ["none", "tf32"])
-def test_tf32_is_allowed_for_as_long_as_somebody_asks_for_it(before: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings, asked = torch.backends.cuda.matmul, Instruction(precision="tf32")
-    monkeypatch.setattr(settings, "fp32_precision", before)
-    with products(Instruction()):
-        assert settings.fp32_precision == before
+PRODUCTS = (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn)
+
+
+def precisions() -> list[str]:
+    return [settings.fp32_precision for settings in PRODUCTS]
+
+
+@pytest.mark.parametrize("before", [["none", "tf32", "tf32"], ["tf32"] * 3])
+@pytest.mark.parametrize(("precision", "wanted"), [("float32", "ieee"), ("bf16", "ieee"), ("tf32", "tf32")])
+def test_a_gpu_multiplies_as_asked_for_until_every_step_is_done(
+    before: list[str], precision: str, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for settings, value in zip(PRODUCTS, before, strict=True):
+        monkeypatch.setattr(settings, "fp32_precision", value)
+    asked = Instruction(precision=precision)
+    with products(asked):  # no accelerator is in use
+        assert precisions() == before
+    monkeypatch.setattr(training, "started", lambda: torch.cuda)
     first, second = products(asked), products(asked)
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
-    assert settings.fp32_precision == "tf32"
+    assert precisions() == [wanted] * 3
     second.__exit__(None, None, None)
-    assert settings.fp32_precision == before
+    assert precisions() == before
 
 
 # ---- one sample ------------------------------------------------------------------------------------------------------

@@ -3,15 +3,18 @@
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from fedbn_flwr import device
 from fedbn_flwr.data import Data, Split
-from fedbn_flwr.experiments import Config, resolve
-from fedbn_flwr.experiments.checks import _warn_once, checked_material
+from fedbn_flwr.experiments import Config, material, resolve
+from fedbn_flwr.experiments.checks import checked_material
 from fedbn_flwr.experiments.material import Material, load_data, rounds_within_budget
+from fedbn_flwr.plugins import warn_once
 from tests.helpers.runs import DATA, results, run, run_in
 from tests.helpers.toys import assert_same_state
 
@@ -20,6 +23,23 @@ TINY = "synthetic:n=200:test=20:classes=4:size=8:channels=1"
 
 def config(**options: object) -> Config:
     return Config(**{"dataset": TINY, "model": "small-cnn", "partition": "iid", **options})  # type: ignore[arg-type]
+
+
+# ---- the process -----------------------------------------------------------------------------------------------------
+
+
+def test_the_device_of_a_run_is_the_current_one_until_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    current = [0]
+    cuda = SimpleNamespace(current_device=lambda: current[-1], set_device=current.append)
+    monkeypatch.setattr(material, "pick_device", torch.device)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: cuda)
+    monkeypatch.setattr(device, "started", lambda: cuda)
+    for name in ("cpu", "cuda", "cuda:1"):
+        with device.settings_restored():
+            material.set_up_process(config(device=name))
+            assert torch.get_deterministic_debug_mode() == (name != "cpu")
+    assert current == [0, 1, 0]
+    assert torch.get_deterministic_debug_mode() == 0
 
 
 # ---- a budget of epochs ----------------------------------------------------------------------------------------------
@@ -160,7 +180,7 @@ def test_outputs_of_no_class_are_said_once_and_count_as_wrong(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
-    _warn_once.cache_clear()
+    warn_once.cache_clear()
     chosen = {"model": f"{HERE}:wide", "methods": "fedavg,fedprox", "class_metrics": "f1,auc", "lr": "0"}
     assert run("compare", results_dir=str(tmp_path), **chosen) == 0
     line = f"model '{HERE}:wide' has 7 outputs for 4 classes: a prediction of none of them counts as wrong"
@@ -182,7 +202,7 @@ def test_classes_that_nobody_has_and_a_single_seed_are_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
-    _warn_once.cache_clear()
+    warn_once.cache_clear()
     chosen = {"dataset": "digits", "partition": "classes:2", "clients": "3", "rounds": "1"}
     assert run("compare", "--methods", "fedavg,fedbn", results_dir=str(tmp_path), **chosen) == 0
     config = Config(partition="classes:2", clients=3)

@@ -96,6 +96,8 @@ def test_a_gpu_has_one_process() -> None:
         ("auto", None, ["0", "1", "2"]),
         ("cuda", "", ["0", "1", "2"]),
         ("cuda", "2,GPU-7", ["2", "GPU-7"]),
+        # torch counts those that there are, before the first name of none
+        ("cuda", "2,GPU-7,5,9", ["2", "GPU-7", "5"]),
         ("cuda:1", None, []),
         ("cpu", None, []),
     ],

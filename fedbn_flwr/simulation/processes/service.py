@@ -12,7 +12,7 @@ from fedbn_flwr.layerwise import Answer, Requests
 from fedbn_flwr.layerwise.exchange import ExchangeError, pool_requests
 from fedbn_flwr.simulation.in_process import in_portions
 from fedbn_flwr.simulation.processes.averaged_replies import average_replies
-from fedbn_flwr.transports import NodesTransport, Participant, open_step
+from fedbn_flwr.transports import NodesTransport, Participant, is_unable, open_step
 
 #: makes the grid of some partitions' nodes; it is pickled, and called in the worker
 GridFactory = Callable[[Sequence[int]], Grid]
@@ -117,9 +117,9 @@ class Service:
 
 
 def respond(service: Service, name: str, payload: Any) -> tuple[str, Any]:
-    """Return what went wrong, if anything, and the answer."""
+    """Return what went wrong, if anything, and the answer; of a failure, whether the worker cannot do this at all."""
     try:
         return "", getattr(service, name)(payload)
     except Exception as error:
         logging.getLogger("flwr").debug("A worker failed", exc_info=error)
-        return f"{type(error).__name__}: {error}", None
+        return f"{type(error).__name__}: {error}", is_unable(error)

@@ -19,6 +19,7 @@ from fedbn_flwr.server.grids import identify
 from fedbn_flwr.simulation.in_process import InProcessGrid, Job, RunConfig, Trained, job_reply, one_by_one
 from fedbn_flwr.simulation.stacked.layers import CannotStackError
 from fedbn_flwr.simulation.stacked.memory_budget import StepMemory, clients_that_fit, largest_useful_stack
+from fedbn_flwr.simulation.stacked.model import Stacks
 from fedbn_flwr.simulation.stacked.training import train_together
 from fedbn_flwr.transports import Participant
 
@@ -56,7 +57,7 @@ class StackedGrid(InProcessGrid):
         self._memory: dict[int, StepMemory] = {}
         self._logged: set[str] = set()
         #: copies of models, for steps that wait in the middle of a pass
-        self._structures = Replicas()
+        self._structures, self._make_stack = Replicas(), Stacks().make
 
     def _hands_to_clients(self) -> bool:
         hands = super()._hands_to_clients()
@@ -75,7 +76,7 @@ class StackedGrid(InProcessGrid):
             if len(stack) == 1:
                 continue
             try:
-                replies = train_together(stack, stack[0].client.model)
+                replies = train_together(stack, stack[0].client.model, self._make_stack)
             except CannotStackError as reason:
                 self._log_once(str(reason))
             except Exception as error:
@@ -162,7 +163,7 @@ class StackedGrid(InProcessGrid):
         model = stack[0].client.model
         structure = self._structures.take(model)
         try:
-            replies = train_together(stack, structure, exchange)
+            replies = train_together(stack, structure, self._make_stack, exchange)
         finally:
             self._structures.give_back(model, structure)
         return [job_reply(job, reply) for job, reply in zip(stack, replies, strict=True)]
