@@ -246,27 +246,6 @@ def freezes() -> str:
     return table(["freeze after round", "10", "30", "50", "70", "never"], lines)
 
 
-def frozen_rates() -> str:
-    """Return what FixBN has at two rates after its freeze."""
-    kinds = {
-        "the default rates": ("labels", "FixBN"),
-        "1.0, then at most 0.03": ("frozen-rate", "FixBN, at most 0.03"),
-        "for comparison: `fedavg`": ("labels", "FedAvg"),
-    }
-    lines = [
-        [text, *(cell((recipe, label), name) for label in LABELS.values())] for text, (recipe, name) in kinds.items()
-    ]
-    return table(["`fixbn`", *LABELS], lines)
-
-
-def domains() -> str:
-    """Return the accuracy on each of four domains, the best method first."""
-    means = read("domains").set_index("method").astype(float).groupby(level=0).agg(fmean)
-    each = {name: (lambda method, name=name: f"{means.at[method, name]:.1f}") for name in means if name != "seed"}
-    ends = {"mean": partial(cell, DOMAINS), "difference to `fedavg`": partial(gain, DOMAINS)}
-    return by_method(by_mean(DOMAINS), {**each, **ends})
-
-
 def rate(name: str) -> str:
     """Return the rate of a method where a site is a speaker."""
     key = (*SPEAKERS, name)
@@ -297,23 +276,28 @@ def first_screen() -> str:
         return f"{shares[0]:g}, {shares[1]:.2f}, {seconds()[name] / seconds()['FedAvg']:.1f}"
 
     columns: dict[str, Callable[[str], str]] = {
-        "accuracy": partial(bold, UNSEEN, deviation=False),
+        "accuracy": partial(bold, UNSEEN),
         "gain on `fedavg`": partial(gain, UNSEEN),
-        "accuracy with momentum": partial(bold, MOMENTUM, deviation=False),
+        "accuracy with momentum": partial(bold, MOMENTUM),
         "needs": needs,
         "exchanges, bytes, time: `fedavg` is 1": lambda name: "" if name in CENTRALIZED else costs(name),
     }
     return by_method(METHODS + CENTRALIZED, columns)
 
 
-def bold(place: Place, name: str, deviation: bool = True) -> str:
+def bold(place: Place, name: str) -> str:
     """Return a cell, bold if the method is the best one, or surely close to it: a wide interval is no merit."""
     best = by_mean(place, METHODS)[0]
     gap = difference(place, name, best)
     is_close = gap and gap.pairs > 1 and gap.mean - gap.half >= -CLOSE
     is_bold = name == best or (is_close and name not in CENTRALIZED)
-    text = cell(place, name, deviation)
-    return f"**{text}**" if is_bold else text
+    return f"**{plain(place, name)}**" if is_bold else plain(place, name)
+
+
+def bold_and_gain(place: Place, name: str) -> str:
+    """Return the mean of a cell, bold if it is close to the best one, and the gain on FedAvg."""
+    gained = gain(place, name)
+    return f"{bold(place, name)} ({gained})" if gained else bold(place, name)
 
 
 def ingredient(place: Place, method: str) -> str:
@@ -369,15 +353,15 @@ def claims() -> str:
 
 
 def older() -> str:
-    """Return the differences of the methods that were run with older seeds only."""
+    """Return FedAvg's accuracies, and the differences of the methods that were run with older seeds only."""
 
     def shown(place: Place, name: str) -> str:
-        return gain(place, name) + star((*place, name))
+        return cell(place, name) if name == "FedAvg" else gain(place, name) + star((*place, name))
 
     names = [name for name in by_mean(TWO) if name not in (*METHODS, *CENTRALIZED)]
     wide = [name for name in names if sum((*place, name) in runs() for place in KINDS.values()) > 2]
     rest = ", ".join(f"`{NAMES[name]}` {shown(TWO, name)}" for name in names if name not in wide)
-    return f"{by_method(wide, over(KINDS, shown))}\n\n{table(['others, with two classes'], [[rest]])}"
+    return f"{by_method(['FedAvg', *wide], over(KINDS, shown))}\n\n{table(['others, with two classes'], [[rest]])}"
 
 
 #: what is said of the statistics that a model is tested with, by the column `inputs` of unseen.csv
@@ -476,13 +460,13 @@ TABLES: dict[str, Callable[[], str]] = {
     "other rates": other_rates,
     "more rounds": longer,
     "freezes": freezes,
-    "frozen rate": frozen_rates,
-    "domains": domains,
+    "domains": lambda: by_method(
+        by_mean(DOMAINS), {"accuracy": partial(cell, DOMAINS), "difference to `fedavg`": partial(gain, DOMAINS)}
+    ),
     "speakers": lambda: by_method(by_mean(SPEAKERS), {"rate": rate, "accuracy, %": partial(cell, SPEAKERS)}),
     "momentum": momentum,
     "first screen": first_screen,
-    "factorial": lambda: by_method([*by_mean(UNSEEN, METHODS), *CENTRALIZED], over(FACTORIAL, bold)),
-    "gains": lambda: by_method(by_mean(UNSEEN, METHODS[1:]), over(FACTORIAL, gain)),
+    "factorial": lambda: by_method([*by_mean(UNSEEN, METHODS), *CENTRALIZED], over(FACTORIAL, bold_and_gain)),
     "ingredients": lambda: by_method(AS_THEY_ARE, over(FACTORIAL, ingredient)),
     "situations": situations,
     "diagnosis of digits": lambda: diagnosis("digits", KINDS, "FedAvg+GN"),
