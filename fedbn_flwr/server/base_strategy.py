@@ -104,9 +104,9 @@ class BaseStrategy(FlowerFedAvg):
     state_type: ClassVar[type[MethodState]] = MethodState
     #: what a model must have of BN, or the method would be another one; see `norm.lacks`
     needs: str = "none"
-    #: whether the method looks at single nodes' training replies, so that workers must not average them
+    #: whether the method looks at single nodes' training replies, so that stacks must not average them
     reads_replies: bool = False
-    #: how much a client counts, `examples` or `uniform`, where a worker averages its nodes' replies
+    #: how much a client counts, `examples` or `uniform`, where stacks average their nodes' replies
     weighting: str = "examples"
     #: whether an experiment gives this method one node with the union of the clients' samples
     one_node: ClassVar[bool] = False
@@ -220,7 +220,7 @@ class BaseStrategy(FlowerFedAvg):
 
     @property
     def needs_single_replies(self) -> bool:
-        """Return whether the mean of a worker's nodes would not do in the place of their replies."""
+        """Return whether the mean of several nodes would not do in the place of their replies."""
         return self.reads_replies or self.averager.reads_replies or self.weighted_by_key != wire.NUM_EXAMPLES
 
     # ---- the hooks -----------------------------------------------------------------------------------------------

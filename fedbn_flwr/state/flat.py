@@ -14,6 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedbn_flwr.device import where_exact
+
 #: name, dtype and shape of one array
 Entry = tuple[str, np.dtype[Any], tuple[int, ...]]
 #: one 1-D array for each dtype
@@ -119,17 +121,24 @@ class FlatState(Flat[Tensor]):
         layout, by_dtype = _layout_of_tensors(state), dict[torch.dtype, list[Tensor]]()
         for value in state.values():
             by_dtype.setdefault(value.dtype, []).append(value.detach().reshape(-1))
-        return cls(layout, dict(zip(layout.by_dtype, map(_join, by_dtype.values()), strict=True)))
+        joined = [_to_host(_join(values)) for values in by_dtype.values()]
+        return cls(layout, dict(zip(layout.by_dtype, joined, strict=True)))
 
     @classmethod
     def copies_of(cls, stacked: Mapping[str, Tensor], clients: int) -> list[Self]:
         """Split stacked tensors, of shape (clients, ...), into one state per client. The states share buffers."""
-        layout = _layout_of_tensors({name: value[0] for name, value in stacked.items()})
-        buffers = {
-            dtype: _join([stacked[name].reshape(clients, prod(shape)) for name, _, shape in entries])
-            for dtype, entries in layout.by_dtype.items()
-        }
+        layout, rows = _join_rows(stacked, clients)
+        buffers = {dtype: _to_host(values) for dtype, values in rows.items()}
         return [cls(layout, {dtype: buffer[client] for dtype, buffer in buffers.items()}) for client in range(clients)]
+
+    @staticmethod
+    def sum_of(stacked: Mapping[str, Tensor], weights: tuple[float, ...]) -> FlatArrays:
+        """Add up the rows of stacked tensors under weights, in float64 on their device; of other dtypes the largest.
+
+        The sums stand under the dtypes of the tensors.
+        """
+        layout, rows = _join_rows(stacked, len(weights))
+        return FlatArrays(layout, {dtype: _to_host(_sum_rows(values, weights)) for dtype, values in rows.items()})
 
     @staticmethod
     def stacked(states: Sequence["FlatState"]) -> "FlatState":
@@ -158,14 +167,42 @@ def portions(buffer: NDArray[Any]) -> list[slice]:
     return [slice(start, start + _PORTION) for start in range(0, len(buffer), _PORTION)]
 
 
-def _join(parts: Sequence[Tensor]) -> NDArray[Any]:
-    """Concatenate tensors of one dtype along their last dimension."""
+def _join(parts: Sequence[Tensor]) -> Tensor:
+    """Concatenate tensors of one dtype along their last dimension; on the CPU, unless all are on another device."""
     away = [part for part in parts if part.device.type != "cpu"]
     if 0 < len(away) < len(parts):
         here = iter(torch.cat(away, -1).cpu().split([part.shape[-1] for part in away], -1))
         parts = [part if part.device.type == "cpu" else next(here) for part in parts]
-    joined: NDArray[Any] = torch.cat(list(parts), -1).numpy(force=True)
-    return joined
+    return torch.cat(list(parts), -1)
+
+
+def _join_rows(stacked: Mapping[str, Tensor], clients: int) -> tuple[Layout, dict[np.dtype[Any], Tensor]]:
+    """Return the layout of one client's state, and stacked tensors of each dtype as one with a row for each client."""
+    layout = _layout_of_tensors({name: value[0] for name, value in stacked.items()})
+    return layout, {
+        dtype: _join([stacked[name].reshape(clients, prod(shape)) for name, _, shape in entries])
+        for dtype, entries in layout.by_dtype.items()
+    }
+
+
+def _sum_rows(rows: Tensor, weights: tuple[float, ...]) -> Tensor:
+    if not rows.is_floating_point():
+        return rows.amax(0)
+    rows = where_exact(rows)
+    return _column(weights, rows.device) @ rows.double()
+
+
+@lru_cache(maxsize=64)
+def _column(weights: tuple[float, ...], device: torch.device) -> Tensor:
+    """Return weights on a device, where they stay: the same clients come again in every round."""
+    return torch.tensor(weights, dtype=torch.float64, device=device)
+
+
+def _to_host(values: Tensor) -> NDArray[Any]:
+    """Return numbers in the CPU's memory; those of a GPU come into pinned memory, which is faster."""
+    if values.device.type == "cpu":
+        return values.numpy(force=True)
+    return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values).numpy(force=True)
 
 
 def _layout_of_tensors(state: Mapping[str, Tensor]) -> Layout:

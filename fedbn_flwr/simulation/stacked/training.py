@@ -10,18 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from fedbn_flwr import state, wire
-from fedbn_flwr.client import BNClient, Reply, captured, training
+from fedbn_flwr.client import BNClient, captured, training
 from fedbn_flwr.client.batch_plan import BatchLoader, augment_together, load_groups
 from fedbn_flwr.client.reply import Metrics
 from fedbn_flwr.client.rules import Session, rules_for
 from fedbn_flwr.layerwise import Exchange, shared_statistics
 from fedbn_flwr.layerwise.carried import CorrectedClients
 from fedbn_flwr.randomness import OwnRandomness
-from fedbn_flwr.simulation.in_process import Job
+from fedbn_flwr.simulation.jobs import Job, Trained
 from fedbn_flwr.simulation.stacked.layers import apply_shared
 from fedbn_flwr.simulation.stacked.model import Rows, Stack, StackedMemory, stacked
 from fedbn_flwr.state import State
-from fedbn_flwr.state.flat import FlatState
 from fedbn_flwr.wire import Instruction
 
 #: makes a stack like a model, of clients that start from these states
@@ -30,7 +29,7 @@ MakeStack = Callable[[nn.Module, Sequence[State]], Stack]
 
 def train_together(
     jobs: Sequence[Job], structure: nn.Module, make_stack: MakeStack = Stack, exchange: Exchange | None = None
-) -> list[Reply]:
+) -> Trained:
     """Train the clients of jobs of one instruction at once; return what each would reply alone, up to rounding.
 
     Nobody's memory changes unless all come to their end.
@@ -53,15 +52,9 @@ def train_together(
     memory.write()
     unsent = stays | state.group_keys(structure, instruction.omit)
     shared = {name: value for name, value in stack.state_dict().items() if name not in unsent}
-    records = {
-        name: FlatState.copies_of(values, stack.clients)
-        for name, values in {wire.ARRAYS: shared, **session.records}.items()
-    }
     metrics = _metrics(clients, stack, instruction, losses.tolist())
-    return [
-        client.reply(metrics[row], instruction, {name: states[row] for name, states in records.items()})
-        for row, client in enumerate(clients)
-    ]
+    replies = [client.reply(metrics[row], instruction, {}) for row, client in enumerate(clients)]
+    return Trained(jobs, replies, {wire.ARRAYS: shared, **session.records})
 
 
 def _metrics(
