@@ -40,7 +40,7 @@ def shared_statistics(
     if mode not in get_args(Mode):
         raise ValueError(f"unknown mode {mode!r}; known: {', '.join(get_args(Mode))}")
     stand_ins = [
-        _SharedForward(layer, layer.forward, Use(name, exchange, mode, final), apply)
+        _SharedForward(layer, layer.forward, Use(name, exchange, mode, final, eps=layer.eps), apply)
         for name, layer in check_layers(model).items()
     ]
     with replaced_forwards({stand_in.layer: stand_in for stand_in in stand_ins}):
