@@ -265,24 +265,30 @@ def momentum() -> str:
 
 
 def first_screen() -> str:
-    """Return the README's table: accuracies with two classes, what methods need, and what their rounds cost."""
+    """Return the README's first table: six methods after 100 and 500 rounds, and their exchanges."""
+    exchanges = of_first_runs(UNSEEN, "exchanges")
+    columns: dict[str, Callable[[str], str]] = {
+        "layers": lambda name: "new" if name in CHANGED else "stay",
+        "100 rounds": partial(plain, UNSEEN),
+        "gain": partial(gain, UNSEEN),
+        "500 rounds": partial(plain, ("rounds", "two classes, 500 rounds")),
+        "round trips a round": lambda name: f"{float(exchanges[name]) / float(exchanges['FedAvg']):g}",
+    }
+    return by_method(("FedAvg", "FixBN", "FedTAN", "FedWon", "FixBN+BN-WS", "FedTAN+BN-WS"), columns)
+
+
+def costs() -> str:
+    """Return what methods need, and what their rounds cost."""
     counted = [of_first_runs(UNSEEN, column) for column in ("exchanges", "MB sent")]
 
     def needs(name: str) -> str:
         return ", ".join(["new layers"] * (name in CHANGED) + ["state"] * (name in CARRIED))
 
-    def costs(name: str) -> str:
+    def cost(name: str) -> str:
         shares = [float(own[name]) / float(own["FedAvg"]) for own in counted]
         return f"{shares[0]:g}, {shares[1]:.2f}, {seconds()[name] / seconds()['FedAvg']:.1f}"
 
-    columns: dict[str, Callable[[str], str]] = {
-        "accuracy": partial(bold, UNSEEN),
-        "gain on `fedavg`": partial(gain, UNSEEN),
-        "accuracy with momentum": partial(bold, MOMENTUM),
-        "needs": needs,
-        "exchanges, bytes, time: `fedavg` is 1": lambda name: "" if name in CENTRALIZED else costs(name),
-    }
-    return by_method(METHODS + CENTRALIZED, columns)
+    return by_method(METHODS, {"needs": needs, "exchanges, bytes, time: `fedavg` is 1": cost})
 
 
 def bold(place: Place, name: str) -> str:
@@ -466,6 +472,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "speakers": lambda: by_method(by_mean(SPEAKERS), {"rate": rate, "accuracy, %": partial(cell, SPEAKERS)}),
     "momentum": momentum,
     "first screen": first_screen,
+    "costs": costs,
     "factorial": lambda: by_method([*by_mean(UNSEEN, METHODS), *CENTRALIZED], over(FACTORIAL, bold_and_gain)),
     "ingredients": lambda: by_method(AS_THEY_ARE, over(FACTORIAL, ingredient)),
     "situations": situations,
