@@ -19,6 +19,8 @@ from tests.helpers.deaths import Death, dying
 from tests.helpers.harness import SIZES
 from tests.helpers.runs import command, results, rounds
 
+DEVICE = os.environ.get("DEVICE", "fake")
+
 COLD = """
 import copy, torch, torch.nn.functional as F
 from fedbn_flwr.simulation.in_process import InProcessGrid
@@ -154,7 +156,7 @@ def test_nodes_of_a_worker_whose_device_fails_are_named(
 
 
 def test_a_run_that_died_goes_on_with_the_same_bits(tmp_path: Path) -> None:
-    options = {"method": "scaffold", "model": "mlp", "device": "fake", "rounds": "5", "checkpoint_every": "2"}
+    options = {"method": "scaffold", "model": "mlp", "device": DEVICE, "rounds": "5", "checkpoint_every": "2"}
     options |= {"momentum": "0.9", "momentum_state": "local"}
     with dying(0) as whole:
         assert main(command("run", results_dir=str(tmp_path / "whole"), **options)) == 0
