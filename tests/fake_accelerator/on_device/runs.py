@@ -73,6 +73,7 @@ RUNS = """
 import os, sys, torch
 from fedbn_flwr.experiments import main
 workspace = "CUBLAS_WORKSPACE_CONFIG"
+os.environ.pop(workspace, None)
 for device, used in (("cpu", False), ("auto", True)):
     assert main([*sys.argv[1:], "--device", device]) == 0
     assert torch.fake.is_initialized() == used == (torch.fake._seed is not None) == (workspace in os.environ)
