@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 # uv leaves it to Python to keep compiled modules: without them, an import of torch takes 3.0 s instead of 1.6
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-deploy test-docker faults smoke-all check format docs dist bench bench-deploy bench-gpu bench-kernels bench-quick mutants matrix clean
+.PHONY: demo test test-all test-deploy test-docker test-gpu faults smoke-all check format docs dist bench bench-deploy bench-gpu bench-kernels bench-quick mutants matrix clean
 
 demo: $(VENV)/installed
 	$(BIN)/fedbn-flwr compare --methods fedavg,fedavg+gn,fixbn,fedbn,fedtan,fedtan:carry=true,centralized \
@@ -28,6 +28,10 @@ test-deploy: $(VENV)/installed
 # the image, the compose file and what they let through, with real containers: needs Docker with Compose, and root
 test-docker: $(VENV)/installed
 	FEDBN_TEST_DOCKER=1 $(BIN)/python -m pytest -s -rs -n 0 tests/deployment/test_docker.py
+
+# on a machine with a GPU, in five minutes: what tests show without one, and what they cannot
+test-gpu: $(VENV)/installed
+	$(BIN)/python -m benchmarks.gpu
 
 # kills and cuts real processes, and shows what becomes of the run: about 25 minutes
 faults: $(VENV)/installed
@@ -68,7 +72,7 @@ bench: $(VENV)/installed
 bench-quick: $(VENV)/installed
 	$(BIN)/python -m benchmarks.bench --quick
 
-# on a machine with a GPU: ten minutes, and the rows for docs/benchmarks.md in results/gpu/bench.md
+# on a machine with a GPU: five minutes, and the rows for docs/benchmarks.md in results/gpu/bench.md
 bench-gpu: $(VENV)/installed
 	$(BIN)/python -m benchmarks.bench --gpu
 

@@ -9,7 +9,17 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 
-from benchmarks.cases import CLIENTS, METHODS, MODELS, SHORT_METHODS, Case, make_cases
+from benchmarks.cases import (
+    CLIENTS,
+    DEFAULT,
+    FASTEST,
+    METHODS,
+    MODELS,
+    SHORT_METHODS,
+    Case,
+    Variant,
+    make_cases,
+)
 from benchmarks.driver import Effort, EngineProcess, measure
 from benchmarks.engines import ENGINES, ON_RAY
 from benchmarks.results import BARE, Row, line_of, machine, rows_of, table, write
@@ -30,8 +40,7 @@ class Settings:
     clients: Sequence[int] = CLIENTS
     #: methods that few clients also run with a single local step
     short_methods: Sequence[str] = SHORT_METHODS
-    #: in which FedAvg is measured beside float32
-    precisions: Sequence[str] = ()
+    variants: Sequence[Variant] = (DEFAULT,)
     device: str = "auto"
     repetitions: int = 7
     seconds: float = 30.0
@@ -46,21 +55,21 @@ class Settings:
 
     def cases(self) -> list[Case]:
         """Return all cases."""
-        return make_cases(self.models, self.methods, self.clients, self.device, self.short_methods, self.precisions)
+        return make_cases(self.models, self.methods, self.clients, self.device, self.short_methods, self.variants)
 
 
 QUICK = Settings(clients=(10,), repetitions=3, seconds=1.0, most_rounds=10)
 GPU = Settings(
     engines=(BARE, "stacked"),
-    models=("small-cnn:8", "small-cnn:32", "resnet20:8", "resnet20:32", "resnet18:64"),
-    methods=("fedavg", "fixbn:freeze-round=1", "fedtan", "fedtan:carry=true"),
+    models=("small-cnn:8", "resnet20:32"),
+    methods=("fedavg", "fedtan"),
     clients=(10, 100),
     short_methods=(),
-    precisions=("tf32", "bf16"),
+    variants=(FASTEST, DEFAULT),
     device="cuda",
     repetitions=3,
-    seconds=2.0,
-    minutes=10.0,
+    seconds=1.0,
+    minutes=4.5,
     lasting=(BARE, "stacked"),
     results_dir="results/gpu",
 )
@@ -77,7 +86,7 @@ class Bench:
     def measure(self, cases: Sequence[Case]) -> int:
         """Measure cases until the time is over, and return how many were left."""
         end, done = time.monotonic() + 60 * self.settings.minutes, 0
-        for _, group in groupby(cases, key=lambda case: (case.model, case.size, case.clients)):
+        for _, group in groupby(cases, key=lambda case: (case.model, case.size, case.clients, case.options)):
             alike = list(group)
             with ExitStack() as stack:
                 lasting = {
@@ -118,7 +127,7 @@ class Bench:
             fresh = [stack.enter_context(EngineProcess(engine, number, [case])) for engine, number in own]
             effort = Effort(asked.repetitions, asked.seconds, asked.most_rounds)
             rows = rows_of(case, measure(case, [*fresh, *lasting], effort))
-        if asked.precisions:
+        if pick_device(case.device).type != "cpu":
             fitting = clients_that_fit(one_step(Material.of(case.experiment().config)), pick_device(case.device))
             rows = [{**row, "fitting": fitting} for row in rows]
         self.rows += rows
@@ -152,7 +161,7 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command; what is not given is that of the preset."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.bench", description=__doc__)
     parser.add_argument("--quick", dest="preset", action="store_const", const=QUICK, help="few clients and rounds")
-    parser.add_argument("--gpu", dest="preset", action="store_const", const=GPU, help="a GPU's cases, in ten minutes")
+    parser.add_argument("--gpu", dest="preset", action="store_const", const=GPU, help="a GPU's cases, in five minutes")
     parser.add_argument("--engines", type=_engines, help=f"comma-separated [{','.join(ENGINES)}]")
     parser.add_argument("--models", type=_words, help=f"such as resnet20:32 on 32 x 32 [{','.join(MODELS)}]")
     parser.add_argument("--methods", type=_words, help=f"comma-separated [{','.join(METHODS)}]")

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from fedbn_flwr.experiments.method import Experiment, resolve
@@ -17,6 +18,11 @@ SHORT_METHODS, SHORT_CLIENTS = ("fedavg", "fedtan"), 10
 MOST_ON_DIGITS = 10
 #: FixBN's round of the freeze, from which on it is timed
 FREEZE_ROUND = 1
+#: a precision, and further options of a run
+Variant = tuple[str, tuple[tuple[str, str], ...]]
+DEFAULT: Variant = ("float32", ())
+#: as fast as a GPU can
+FASTEST: Variant = ("tf32", (("deterministic", "false"),))
 #: more rounds than anybody waits for: the driver says when a case ends
 ENDLESS = 10**9
 #: the rounds of the run that a case stands for: the stacked engine starts worker processes in long runs
@@ -38,6 +44,13 @@ class Case:
     #: side of an image; those of more than 8 x 8 pixels have three channels
     size: int = 8
     precision: str = "float32"
+    #: further options of the run, by their keys
+    options: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def arithmetic(self) -> str:
+        """The precision, and what else changes how a device computes."""
+        return ", ".join([self.precision, *map("=".join, self.options)])
 
     @property
     def dataset(self) -> str:
@@ -80,6 +93,7 @@ class Case:
             "lr": 0.01,
             "lr-schedule": "",
             "rounds": RUN,
+            **dict(self.options),
         }
         return resolve(options)
 
@@ -96,18 +110,17 @@ def make_cases(
     clients: Sequence[int],
     device: str,
     short_methods: Sequence[str] = SHORT_METHODS,
-    precisions: Sequence[str] = (),
+    variants: Sequence[Variant] = (DEFAULT,),
 ) -> list[Case]:
-    """Return every combination, one local step for few clients, and FedAvg in other precisions.
+    """Return every combination, few clients first, and one local step for these.
 
-    Cases that can share a process, of one model and number of clients, come together.
+    Cases that can share a process, of one model, number of clients and variant, come together.
     """
     cases: list[Case] = []
-    for model, size in map(sized, models):
-        for count in clients:
-            usual = [Case(model, method, count, device=device, size=size) for method in methods]
-            cases += usual
-            if count == SHORT_CLIENTS:
-                cases += [replace(case, local_steps=1) for case in usual if case.method in short_methods]
-            cases += [replace(usual[0], precision=precision) for precision in precisions]
+    for count, (model, size), (precision, options) in product(clients, map(sized, models), variants):
+        shared: dict[str, Any] = {"device": device, "size": size, "precision": precision, "options": options}
+        usual = [Case(model, method, count, **shared) for method in methods]
+        cases += usual
+        if count == SHORT_CLIENTS:
+            cases += [replace(case, local_steps=1) for case in usual if case.method in short_methods]
     return cases

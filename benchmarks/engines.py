@@ -24,14 +24,14 @@ from flwr.serverapp import Grid, ServerApp
 
 from benchmarks.bare import BareLoop
 from benchmarks.cases import ENDLESS, FREEZE_ROUND, Case
-from benchmarks.clock import Clock
+from benchmarks.clock import Clock, Notes
 from fedbn_flwr import state
 from fedbn_flwr.client.training import autocast, products
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.device import count_cores, pick_device
 from fedbn_flwr.experiments.client_side import bound_client_fn
 from fedbn_flwr.experiments.engines import open_grid
-from fedbn_flwr.experiments.material import Material
+from fedbn_flwr.experiments.material import Material, set_up_process
 from fedbn_flwr.experiments.server_side import instruction_of
 from fedbn_flwr.simulation import WorkersGrid
 from fedbn_flwr.strategies import BaseStrategy
@@ -129,23 +129,31 @@ def serve(engine: str, threads: int, cases: Sequence[Case], driver: Connection) 
     ENGINES[engine]([replace(case, threads=threads) for case in cases], Clock(driver))
 
 
-def _run(
-    case: Case, make: Callable[[Material, BaseStrategy, Path], AbstractContextManager[Grid]], clock: Clock
-) -> None:
+MakeGrid = Callable[[Material, BaseStrategy, Path], AbstractContextManager[Grid]]
+
+
+def _run(case: Case, make: MakeGrid, clock: Clock) -> None:
     # worker processes end after the case, which counts their memory
     with ExitStack() as stack, clock.case() as notes:
-        experiment = case.experiment()
-        material, strategy = Material.of(experiment.config), experiment.make_strategy(case.clients)
-        initial = state.to_record(material.model.state_dict())
-        grid = stack.enter_context(make(material, strategy, Path("unused")))
-        notes["workers"] = len(grid.process_ids) if isinstance(grid, WorkersGrid) else 1
-        strategy.start(
-            CountingGrid(grid),
-            initial,
-            ENDLESS,
-            train_config=instruction_of(experiment.config).to_config(always=("lr",)),
-            evaluate_fn=lambda *_: clock.round_done(),
-        )
+        play(case, make, stack, ENDLESS, clock.round_done, notes)
+
+
+def play(
+    case: Case, make: MakeGrid, stack: ExitStack, rounds: int, round_done: Callable[[], None], notes: Notes
+) -> None:
+    """Train a case's clients for so many rounds, on a grid that the stack closes; note its number of processes."""
+    experiment = case.experiment()
+    material, strategy = Material.of(experiment.config), experiment.make_strategy(case.clients)
+    initial = state.to_record(material.model.state_dict())
+    grid = stack.enter_context(make(material, strategy, Path("unused")))
+    notes["workers"] = len(grid.process_ids) if isinstance(grid, WorkersGrid) else 1
+    strategy.start(
+        CountingGrid(grid),
+        initial,
+        rounds,
+        train_config=instruction_of(experiment.config).to_config(always=("lr",)),
+        evaluate_fn=lambda *_: round_done(),
+    )
 
 
 def _app(case: Case) -> ClientApp:
@@ -155,6 +163,7 @@ def _app(case: Case) -> ClientApp:
 def _bare_loop(case: Case) -> BareLoop:
     material = Material.of(case.experiment().config)
     config, split, device = material.config, material.data.train, material.device
+    set_up_process(config)
     return BareLoop(
         material.model.to(device),
         split.batch(torch.arange(len(split)), device),

@@ -34,18 +34,19 @@ def rows_of(case: Case, results: Sequence[Measured]) -> list[Row]:
 def line_of(row: Row) -> str:
     """Return a row of a table of Markdown: the case, the seconds of a round, the ratio to the bare loop, memory."""
     if row["seconds-per-round"] is None:
-        cells = ["failed", "", "", ""]
+        cells = ["failed", *[""] * 4]
     else:
         ratio = (
             ""
             if row["ratio"] is None
             else f"{row['ratio']:.2f} ({' to '.join(map('{:.2f}'.format, row['ratio-range']))})"
         )
-        cells = [f"{row['seconds-per-round']:.4f}", ratio, f"{row['peak-memory-mb']:,.0f}", str(row.get("fitting", ""))]
+        sizes = [f"{row[key]:,.0f}" if key in row else "" for key in ("peak-memory-mb", "peak-gpu-memory-mb")]
+        cells = [f"{row['seconds-per-round']:.4f}", ratio, *sizes, str(row.get("fitting", ""))]
     images, engine = f"{row['size']} x {row['size']}", row["engine"]
     if (row.get("workers") or 1) > 1:
         engine += f", {row['workers']} processes"
-    case = row["model"], images, row["clients"], row["method"], row["local-steps"], row["precision"], engine
+    case = row["model"], images, row["clients"], row["method"], row["local-steps"], row["arithmetic"], engine
     return f"| {' | '.join(map(str, (*case, *cells)))} |"
 
 
@@ -57,11 +58,12 @@ def table(rows: Sequence[Row]) -> str:
         "clients",
         "method",
         "E",
-        "precision",
+        "arithmetic",
         "engine",
         "s a round",
         "ratio",
         "MiB",
+        "GPU MiB",
         "largest stack",
     )
     return "\n".join([f"| {' | '.join(titles)} |", "|---" * len(titles) + "|", *map(line_of, rows)]) + "\n"
@@ -112,7 +114,7 @@ def _row(case: Case, measured: Measured, yardstick: Measured | None) -> Row:
         "clients": case.clients,
         "local-steps": case.local_steps,
         "batch-size": case.batch_size,
-        "precision": case.precision,
+        "arithmetic": case.arithmetic,
         **dict.fromkeys(("seconds-per-round", "spread", "ratio", "ratio-range", "peak-memory-mb")),
         "dataset": case.dataset,
         "threads": measured.threads,

@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import bench, deploy, driver, exchanges, image_loading
+from benchmarks import bench, deploy, driver, exchanges, gpu, image_loading
 from benchmarks.bare import BareLoop
 from benchmarks.cases import Case
-from benchmarks.driver import Effort, EngineProcess, measure
-from benchmarks.results import rows_of
+from benchmarks.driver import Effort, EngineProcess, Measured, measure
+from benchmarks.results import line_of, rows_of, table
 from tests.helpers.checkout import ROOT
 from tests.helpers.processes import MARK, is_alive, kill_processes, processes_with, wait_for_end
 from tests.helpers.waiting import wait_until
@@ -34,6 +34,16 @@ def test_engines_stand_beside_the_bare_loop(tmp_path: Path, monkeypatch: pytest.
     ]
     assert all(min(row["seconds-per-round"], row["ratio"]) > 0 and row["peak-memory-mb"] > 1 for row in rows)
     assert len((tmp_path / "bench.md").read_text().splitlines()) == 4
+
+
+def test_a_row_says_how_it_computes_and_what_it_takes_on_a_gpu() -> None:
+    case = Case("mlp", "fedavg", clients=2, precision="tf32", options=(("deterministic", "false"),))
+    assert case.experiment().config.deterministic is False
+    measured = Measured("bare", 1, turns=[[0.5]], notes={"peak-memory-mb": 1200.0, "peak-gpu-memory-mb": 70.4})
+    cells = [cell.strip() for cell in line_of(*rows_of(case, [measured])).split("|")]
+    titles = [cell.strip() for cell in table([]).splitlines()[0].split("|")]
+    row = dict(zip(titles, cells, strict=True))
+    assert (row["arithmetic"], row["MiB"], row["GPU MiB"]) == ("tf32, deterministic=false", "1,200", "70")
 
 
 def test_a_failure_is_a_row_and_the_others_go_on() -> None:
@@ -69,6 +79,14 @@ def test_cases_are_experiments_and_the_pages_commands_are_understood() -> None:
     assert commands
     for command in commands:
         bench.make_parser().parse_args(shlex.split(command, comments=True)[3:])
+
+
+def test_without_an_accelerator_its_checks_say_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu, "accelerator", lambda: None)
+    assert gpu.main([]) == 2
+    assert capsys.readouterr().out == "there is no accelerator here: nothing was run\n"
 
 
 def test_both_loaders_load_the_images_that_were_made(

@@ -40,3 +40,11 @@ def test_on_the_device(files: list[Path], float64: str, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert not hasattr(torch, "fake"), "the other tests of this process would have the device"
+
+
+def test_the_checks_of_a_gpu_run_here_and_say_what_they_skip() -> None:
+    words = [sys.executable, "-m", "benchmarks.gpu", "--only", "resume,memory", "--seconds", str(10 * DEADLINE)]
+    done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=DEADLINE)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line.split("|")[2].strip() for line in done.stdout.splitlines()[-2:]] == ["passed", "skipped"]
+    assert "the device does not tell its memory" in done.stdout

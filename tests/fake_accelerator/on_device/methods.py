@@ -1,5 +1,6 @@
-"""Every method on the simulated device, against the CPU."""
+"""Every method on the simulated device, or on the one that the variable DEVICE names, against the CPU."""
 
+import os
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -21,6 +22,12 @@ def _row(name: str) -> Case:
     return lambda: REGISTRY[name](**TABLE[name][0]), TABLE[name][1]
 
 
+DEVICE = os.environ.get("DEVICE", "fake")
+IS_FAKE = DEVICE == "fake"
+#: how far an operation of the device may round in another way in float64, where it is not the CPU's
+WITHIN = 0.0 if IS_FAKE else EXACT
+#: Adam divides by the root of a square, which is small in the first steps
+WITHIN_ADAM = 0.0 if IS_FAKE else 1e-9
 #: what their nodes do, those of another method do as well
 SAME_NODES = {"silobn", "mtfl", "standalone", "centralized", "fednorm", "fedtan-ii"}
 CASES: dict[str, Case] = {
@@ -46,16 +53,16 @@ def end_of(name: str, device: str, grid: type[InProcessGrid] = InProcessGrid) ->
 
 @pytest.mark.parametrize("name", CASES)
 def test_one_after_another_has_the_bits_of_the_cpu(name: str) -> None:
-    wanted, ended = end_of(name, "cpu"), end_of(name, "fake")
+    wanted, ended = end_of(name, "cpu"), end_of(name, DEVICE)
     # torch composes group normalization of other operations on devices that it does not know
-    within = EXACT if name == "group normalization" else 0.0
+    within = EXACT if name == "group normalization" else WITHIN
     assert distance(wanted, ended) <= within
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_stacks_agree_with_the_cpu(name: str) -> None:
     with watching() as watch:
-        assert distance(end_of(name, "cpu"), end_of(name, "fake", Stacked)) < EXACT
+        assert distance(end_of(name, "cpu"), end_of(name, DEVICE, Stacked)) < EXACT
     assert not [reason for reason in watch.reasons if "does not work on stacked models" not in reason]
 
 
@@ -65,9 +72,9 @@ def test_kept_states_of_optimizers_have_the_bits_of_the_cpu(optimizer: str, wher
     options = KEPT[optimizer]
     ends = [
         Federation(make_model(), device=device).run(FedAvg(momentum_state=where), 3, **options)
-        for device in ("cpu", "fake")
+        for device in ("cpu", DEVICE)
     ]
-    assert distance(*ends) == 0
+    assert distance(*ends) <= (WITHIN_ADAM if optimizer == "adam" else WITHIN)
 
 
 @pytest.mark.parametrize("method", sorted(own.METHODS.keys() - {"fedbn", "fedbs", "global momentum"}))
@@ -76,9 +83,9 @@ def test_own_loops_end_and_obey(method: str) -> None:
     asked: dict[str, Any] = {"lr": 0.05, "momentum": own.momentum_of(method)}
 
     def loop(model: torch.nn.Module, batches: Any, lr: float, momentum: float) -> float:
-        moved = ((inputs.to("fake"), targets.to("fake")) for inputs, targets in batches)
-        return own.plain_loop(model.to("fake"), moved, lr, momentum)
+        moved = ((inputs.to(DEVICE), targets.to(DEVICE)) for inputs, targets in batches)
+        return own.plain_loop(model.to(DEVICE), moved, lr, momentum)
 
     grid = InProcessGrid(own.own_app(loop, made, **own.COUNTED), len(SIZES))
     ended = Federation(made()).run(own.METHODS[method](), own.ROUNDS, grid=grid, **asked)
-    assert distance(ended, own.wanted_of(method)) < own.EXACT
+    assert distance(ended, own.wanted_of(method)) < (own.EXACT if IS_FAKE else EXACT)

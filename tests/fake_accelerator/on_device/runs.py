@@ -19,6 +19,8 @@ from tests.helpers.deaths import Death, dying
 from tests.helpers.harness import SIZES
 from tests.helpers.runs import command, results, rounds
 
+DEVICE = os.environ.get("DEVICE", "fake")
+
 COLD = """
 import copy, torch, torch.nn.functional as F
 from fedbn_flwr.simulation.in_process import InProcessGrid
@@ -71,6 +73,7 @@ RUNS = """
 import os, sys, torch
 from fedbn_flwr.experiments import main
 workspace = "CUBLAS_WORKSPACE_CONFIG"
+os.environ.pop(workspace, None)
 for device, used in (("cpu", False), ("auto", True)):
     assert main([*sys.argv[1:], "--device", device]) == 0
     assert torch.fake.is_initialized() == used == (torch.fake._seed is not None) == (workspace in os.environ)
@@ -154,7 +157,7 @@ def test_nodes_of_a_worker_whose_device_fails_are_named(
 
 
 def test_a_run_that_died_goes_on_with_the_same_bits(tmp_path: Path) -> None:
-    options = {"method": "scaffold", "model": "mlp", "device": "fake", "rounds": "5", "checkpoint_every": "2"}
+    options = {"method": "scaffold", "model": "mlp", "device": DEVICE, "rounds": "5", "checkpoint_every": "2"}
     options |= {"momentum": "0.9", "momentum_state": "local"}
     with dying(0) as whole:
         assert main(command("run", results_dir=str(tmp_path / "whole"), **options)) == 0
