@@ -112,14 +112,6 @@ class Split:
             raise ValueError(f"image-size is for images, not for inputs of the shape {tuple(self.inputs.shape[1:])}")
         return replace(self, inputs=resize(self.inputs, side))
 
-    def repeated(self, channels: int) -> "Split":
-        """Return the split with so many channels, all views of its one; a ValueError if it has several."""
-        if self.inputs.shape[1] != 1:
-            raise ValueError(
-                f"images have {self.inputs.shape[1]} channels, and only grey ones are repeated to {channels}"
-            )
-        return replace(self, inputs=self.inputs.expand(-1, channels, *self.inputs.shape[2:]))
-
     def measured(self) -> tuple[Channels, Channels]:
         """Return mean and standard deviation of every channel, for pixels from 0 to 1; of ids there are none."""
         return ((), ()) if self.has_ids else measure(self.inputs)
@@ -197,8 +189,13 @@ class Data:
         return replace(self, train=self.train.resized(side), test=self.test.resized(side))
 
     def repeated(self, channels: int) -> "Data":
-        """Return the data with so many channels of the same values, where they have one."""
-        return replace(self, train=self.train.repeated(channels), test=self.test.repeated(channels))
+        """Return grey images with so many channels, all views of their one; a ValueError if they have several."""
+        if self.in_channels != 1:
+            raise ValueError(f"{self.name}: channels={channels} repeats grey images, and these have {self.in_channels}")
+        splits = self.train, self.test
+        inputs = [split.inputs.expand(-1, channels, *split.inputs.shape[2:]) for split in splits]
+        train, test = (replace(split, inputs=values) for split, values in zip(splits, inputs, strict=True))
+        return replace(self, train=train, test=test)
 
     def standardized(self) -> "Data":
         """Return the data normalized by the training split's mean and standard deviation; tensors are shared."""

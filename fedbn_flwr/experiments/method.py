@@ -209,8 +209,9 @@ def resolve(values: Mapping[str, Any], federation: bool = False, read_from: str 
 
 def read_data(config: Config) -> Data:
     """Return the data set as it is read: the same arguments give the same object."""
-    form = {"image_size": config.image_size or None, "channels": config.channels}
-    loaded = load(config.dataset, **form, root=config.data_root or None, image_workers=config.image_workers)
+    size, root = config.image_size or None, config.data_root or None
+    workers = config.image_workers
+    loaded = load(config.dataset, image_size=size, channels=config.channels, root=root, image_workers=workers)
     return leave_out(loaded, config.unseen)[0] if config.unseen else loaded
 
 
@@ -218,18 +219,14 @@ def _with_images(config: Config) -> Config:
     """Return the options with the images that the library of the model trained it with, where they are not given."""
     if config.mean and config.image_size and config.channels:
         return config
-    try:
-        images = published(config.model)
-    except ValueError as error:
-        raise UsageError(f"model {config.model!r}: {error}") from error
-    if images is None:
+    if (images := published(config.model)) is None:
         return config
     size = images.image_size
     if not config.image_size and size > SMALL_SIZE:
         less = f"image-size={SMALL_SIZE} takes {(size / SMALL_SIZE) ** 2:.0f} times less"
         warn_once(f"{config.model}: images have {size}x{size} pixels, as it was trained with; {less}")
-    given = {} if config.mean else {"mean": images.mean, "std": images.std}
-    return replace(config, **given, image_size=config.image_size or size, channels=config.channels or images.channels)
+    config = config if config.mean else replace(config, mean=images.mean, std=images.std)
+    return replace(config, image_size=config.image_size or size, channels=config.channels or images.channels)
 
 
 def _with_clients(config: Config, federation: bool) -> Config:

@@ -139,11 +139,11 @@ def _choose(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def _maker(name: str, image_size: int, pretrained: bool) -> Make:
-    if published(name):
-        return partial(make_published, name, pretrained)
+    if found := published(name):
+        return partial(make_published, found, pretrained)
     if pretrained:
         raise ValueError(
-            f"init-from={PRETRAINED} is for models of {' and '.join(LIBRARIES)}, such as timm:resnet18, not {name!r}"
+            f"init-from={PRETRAINED} is for models such as timm:resnet18 or torchvision:resnet18, not {name}"
         )
     if name not in MODELS:
         return _custom_model(name)

@@ -1,6 +1,6 @@
 """The networks of timm and torchvision by name, `timm:resnet18` and `torchvision:resnet18`, and their own weights."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -9,6 +9,7 @@ from torch import nn
 
 from fedbn_flwr.models.weights import load_weights
 from fedbn_flwr.plugins import did_you_mean, extra
+from fedbn_flwr.plugins.options import UsageError
 
 
 @dataclass(frozen=True)
@@ -19,34 +20,32 @@ class Published:
     channels: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    #: where the weights are published, and the library's cache of them
+    #: where its weights are, and the library's folder for them
     source: str
-    cache: str
-    #: makes the network of the number of classes, the channels, the side of the images, and whether it has its weights
+    folder: str
+    #: takes the number of classes, the channels, the side of the images, and whether the network has its weights
     make: Callable[[int, int, int, bool], nn.Module]
 
 
 @cache
 def _timm(name: str) -> Published:
-    with extra("timm"):  # takes seconds to import: only who needs it pays
+    with extra("timm"):
         import timm
     if not timm.is_model(name):
-        raise ValueError(
-            f"timm has no model {name!r}; {did_you_mean(name, timm.list_models(), shown='timm.list_models()')}"
-        )
-    about = timm.models.get_pretrained_cfg(name)
+        raise _unknown("timm", name, timm.list_models())
+    about: Any = timm.models.get_pretrained_cfg(name)
 
     def make(num_classes: int, in_channels: int, image_size: int, pretrained: bool) -> nn.Module:
         # transformers are made for one size
-        size: dict[str, Any] = {"img_size": image_size} if about.fixed_input_size else {}
-        classes = {} if pretrained else {"num_classes": num_classes}
-        model: Any = timm.create_model(name, pretrained, in_chans=in_channels, **classes, **size)
-        if pretrained and num_classes != model.num_classes:
+        options: dict[str, Any] = {"img_size": image_size} if about.fixed_input_size else {}
+        options |= {} if pretrained else {"num_classes": num_classes}
+        model: Any = timm.create_model(name, pretrained, in_chans=in_channels, **options)
+        if num_classes != model.num_classes:
             model.reset_classifier(num_classes)
         return model  # type: ignore[no-any-return]
 
     channels, side, _ = about.input_size
-    source = f"model.safetensors of huggingface.co/{about.hf_hub_id}" if about.hf_hub_id else about.url
+    source = f"model.safetensors of huggingface.co/{about.hf_hub_id}" if about.hf_hub_id else str(about.url)
     return Published(side, channels, about.mean, about.std, source, "~/.cache/huggingface", make)
 
 
@@ -54,9 +53,8 @@ def _timm(name: str) -> Published:
 def _torchvision(name: str) -> Published:
     with extra("models"):
         from torchvision import models
-    names = models.list_models(models)
-    if name not in names:
-        raise ValueError(f"torchvision has no model {name!r}; {did_you_mean(name, names)}")
+    if name not in (names := models.list_models(models)):
+        raise _unknown("torchvision", name, names)
     weights = models.get_model_weights(name).DEFAULT
 
     def make(num_classes: int, in_channels: int, image_size: int, pretrained: bool) -> nn.Module:
@@ -71,6 +69,12 @@ def _torchvision(name: str) -> Published:
     return Published(images.crop_size[0], 3, mean, std, weights.url, "~/.cache/torch/hub/checkpoints", make)
 
 
+def _unknown(library: str, name: str, known: Iterable[str]) -> UsageError:
+    return UsageError(
+        f"{library} has no model {name!r}; {did_you_mean(name, known, shown=f'{library}: list_models()')}"
+    )
+
+
 LIBRARIES = {"timm": _timm, "torchvision": _torchvision}
 
 
@@ -80,14 +84,12 @@ def published(model: str) -> Published | None:
     return LIBRARIES[library](name) if library in LIBRARIES else None
 
 
-def make_published(model: str, pretrained: bool, num_classes: int, in_channels: int, image_size: int) -> nn.Module:
+def make_published(
+    found: Published, pretrained: bool, num_classes: int, in_channels: int, image_size: int
+) -> nn.Module:
     """Make a library's network; a FileNotFoundError says where the file of its weights may lie."""
-    found = published(model)
-    assert found
     try:
         return found.make(num_classes, in_channels, image_size, pretrained)
     except OSError as error:
-        raise FileNotFoundError(
-            f"the weights of {model} are not in {found.cache}, and cannot be downloaded: give {found.source} "
-            f"as init-from=FILE ({error})"
-        ) from error
+        where = f"in {found.folder}, and cannot be downloaded"
+        raise FileNotFoundError(f"its weights are not {where}: give {found.source} as init-from=FILE") from error

@@ -79,10 +79,10 @@ def standardized(
 
 def _like(layer: _ConvNd) -> nn.Module:
     """Return a layer with the same parameters and attributes, and a forward that standardizes the weight before."""
-    kind = _KINDS.get(type(layer)) or type(f"ScaledStd{type(layer).__name__}", (_ScaledStd, type(layer)), {})
+    kind: Any = _KINDS.get(type(layer)) or type(f"ScaledStd{type(layer).__name__}", (_ScaledStd, type(layer)), {})
     new: nn.Module = kind.__new__(kind)
-    own = {name: value.copy() if isinstance(value, dict | set) else value for name, value in vars(layer).items()}
-    new.__dict__ |= own
+    for name, value in vars(layer).items():
+        new.__dict__[name] = value.copy() if isinstance(value, dict | set) else value
     return new
 
 

@@ -24,14 +24,11 @@ def after_norm(layer: _BatchNorm) -> Callable[[Tensor], Tensor] | None:
     """Return what a layer calls behind BN, if that is all that it does besides BN; else None."""
     kind = type(layer)
     if kind.forward in (_BatchNorm.forward, SyncBatchNorm.forward):
-        return _nothing
+        return lambda outputs: outputs
     if kind.__name__ == "BatchNormAct2d" and kind.__module__.startswith("timm."):
-        return lambda outputs: layer.act(layer.drop(outputs))  # type: ignore[no-any-return, operator]
+        timms: Any = layer
+        return lambda outputs: timms.act(timms.drop(outputs))
     return None
-
-
-def _nothing(outputs: Tensor) -> Tensor:
-    return outputs
 
 
 def lacks(model: nn.Module, need: str) -> str:

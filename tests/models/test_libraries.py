@@ -136,10 +136,13 @@ def test_published_weights_that_are_not_here(
     small = {**SMALL, "init_from": "pretrained", "results_dir": str(tmp_path)}
     assert run("run", model=NETWORK, **small) == 2
     line = capfd.readouterr().err.splitlines()[-1]
-    assert "the weights of timm:test_efficientnet are not in ~/.cache/huggingface, and cannot be downloaded" in line
+    assert "its weights are not in ~/.cache/huggingface, and cannot be downloaded: give model.safe" in line
     assert "give model.safetensors of huggingface.co/timm/test_efficientnet.r160_in1k as init-from=FILE" in line
     assert run("run", **small) == 2
-    assert "init-from=pretrained is for models of timm and torchvision, such as timm:" in capfd.readouterr().err
+    assert (
+        "init-from=pretrained is for models such as timm:resnet18 or torchvision:resnet18, not small-cnn"
+        in capfd.readouterr().err
+    )
 
 
 def test_published_weights_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from timm.layers import Conv2dSame
+from timm.layers.conv2d_same import Conv2dSame
 from timm.layers.std_conv import ScaledStdConv2d as TimmConv2d
 from torch import nn
 
