@@ -19,8 +19,7 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr.clientapp.bn_client_app import BNClientApp, SharedRecords, read_message
 from fedbn_flwr.server.grids import identify
-from fedbn_flwr.simulation.jobs import Job, Trained, changes_nothing
-from fedbn_flwr.simulation.reply_pool import ReplyPool
+from fedbn_flwr.simulation.replies import Job, ReplyPool, Trained, changes_nothing
 from fedbn_flwr.state.record_files import SUFFIX, pack_records, read_records, write_bytes
 from fedbn_flwr.state.records import lend_record
 from fedbn_flwr.wire.packed import with_content
@@ -215,11 +214,8 @@ class InProcessGrid(LocalGrid):
         ids = [identify(message) for message in messages]
         trained = self._train_together(messages)
         # one by one: other messages, and clients that failed together with others
-        replies = [
-            trained[place] if place in trained else self._answer(message) for place, message in enumerate(messages)
-        ]
-        for message_id, reply in zip(ids, replies, strict=True):
-            if reply is not None:
+        for place, (message, message_id) in enumerate(zip(messages, ids, strict=True)):
+            if reply := trained[place] if place in trained else self._answer(message):
                 identify(reply)
                 self._replies[message_id] = reply
         return ids

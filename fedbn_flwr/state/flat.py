@@ -4,8 +4,8 @@ This makes packing, averaging and reading several times faster (docs/benchmarks.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property, lru_cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property, lru_cache, partial
 from math import prod
 from typing import Any, Generic, Self, TypeVar, cast
 
@@ -127,9 +127,9 @@ class FlatState(Flat[Tensor]):
     @classmethod
     def copies_of(cls, stacked: Mapping[str, Tensor], clients: int) -> list[Self]:
         """Split stacked tensors, of shape (clients, ...), into one state per client. The states share buffers."""
-        layout, rows = _join_rows(stacked, clients)
-        buffers = {dtype: _to_host(values) for dtype, values in rows.items()}
-        return [cls(layout, {dtype: buffer[client] for dtype, buffer in buffers.items()}) for client in range(clients)]
+        whole = _from_rows(stacked, clients, lambda rows: rows)
+        rows = ({dtype: buffer[client] for dtype, buffer in whole.buffers.items()} for client in range(clients))
+        return [cls(whole.layout, buffers) for buffers in rows]
 
     @staticmethod
     def sum_of(stacked: Mapping[str, Tensor], weights: tuple[float, ...]) -> FlatArrays:
@@ -137,8 +137,7 @@ class FlatState(Flat[Tensor]):
 
         The sums stand under the dtypes of the tensors.
         """
-        layout, rows = _join_rows(stacked, len(weights))
-        return FlatArrays(layout, {dtype: _to_host(_sum_rows(values, weights)) for dtype, values in rows.items()})
+        return _from_rows(stacked, len(weights), partial(_sum_rows, weights))
 
     @staticmethod
     def stacked(states: Sequence["FlatState"]) -> "FlatState":
@@ -176,16 +175,17 @@ def _join(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(parts), -1)
 
 
-def _join_rows(stacked: Mapping[str, Tensor], clients: int) -> tuple[Layout, dict[np.dtype[Any], Tensor]]:
-    """Return the layout of one client's state, and stacked tensors of each dtype as one with a row for each client."""
+def _from_rows(stacked: Mapping[str, Tensor], clients: int, change: Callable[[Tensor], Tensor]) -> FlatArrays:
+    """Return what becomes of stacked tensors, those of a dtype as one tensor with a row for each client."""
     layout = _layout_of_tensors({name: value[0] for name, value in stacked.items()})
-    return layout, {
-        dtype: _join([stacked[name].reshape(clients, prod(shape)) for name, _, shape in entries])
+    buffers = {
+        dtype: _to_host(change(_join([stacked[name].reshape(clients, prod(shape)) for name, _, shape in entries])))
         for dtype, entries in layout.by_dtype.items()
     }
+    return FlatArrays(layout, buffers)
 
 
-def _sum_rows(rows: Tensor, weights: tuple[float, ...]) -> Tensor:
+def _sum_rows(weights: tuple[float, ...], rows: Tensor) -> Tensor:
     if not rows.is_floating_point():
         return rows.amax(0)
     rows = where_exact(rows)

@@ -3,7 +3,6 @@
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import partial
 from logging import INFO, WARNING
-from operator import itemgetter
 from pathlib import Path
 
 from flwr.app import Message
@@ -18,8 +17,7 @@ from fedbn_flwr.layerwise import Exchange, SuspendedStep
 from fedbn_flwr.layerwise.steps import Lockstep, Replicas
 from fedbn_flwr.server.grids import identify
 from fedbn_flwr.simulation.in_process import InProcessGrid, RunConfig, one_by_one
-from fedbn_flwr.simulation.jobs import Job, Trained
-from fedbn_flwr.simulation.reply_pool import ReplyPool
+from fedbn_flwr.simulation.replies import Job, ReplyPool, Trained
 from fedbn_flwr.simulation.stacked.layers import CannotStackError
 from fedbn_flwr.simulation.stacked.memory_budget import StepMemory, clients_that_fit, largest_useful_stack
 from fedbn_flwr.simulation.stacked.model import Stacks
@@ -174,16 +172,15 @@ class StackedGrid(InProcessGrid):
             self._structures.give_back(model, structure)
 
     def _close_step(self, trained: Iterable[tuple[Job, Message | None]], pool: ReplyPool) -> list[Message]:
-        """Keep what nodes remember; return the replies in the order of the messages that opened the step."""
-        replies: dict[int, Message | None] = {}
+        """Keep what nodes remember; return the replies."""
+        replies: list[Message] = []
         for job, reply in trained:
             self._keep(job.node, job.context)
-            replies[job.place] = reply
-        replies |= pool.means()
-        ordered = [reply for _, reply in sorted(replies.items(), key=itemgetter(0)) if reply is not None]
-        for reply in ordered:
+            replies += [reply] if reply else []
+        replies += pool.means().values()
+        for reply in replies:
             identify(reply)
-        return ordered
+        return replies
 
 
 class StackedTransport(Lockstep[Message | None]):

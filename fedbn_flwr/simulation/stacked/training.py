@@ -17,7 +17,7 @@ from fedbn_flwr.client.rules import Session, rules_for
 from fedbn_flwr.layerwise import Exchange, shared_statistics
 from fedbn_flwr.layerwise.carried import CorrectedClients
 from fedbn_flwr.randomness import OwnRandomness
-from fedbn_flwr.simulation.jobs import Job, Trained
+from fedbn_flwr.simulation.replies import Job, Trained
 from fedbn_flwr.simulation.stacked.layers import apply_shared
 from fedbn_flwr.simulation.stacked.model import Rows, Stack, StackedMemory, stacked
 from fedbn_flwr.state import State
