@@ -27,8 +27,8 @@ _LARGE_ACTIVATIONS = 100_000
 #: the largest stack of such steps if they are layer-wise: clients that wait for each other at every layer are faster in
 #: stacks of 5 than one by one, and larger stacks need more memory (docs/benchmarks.md, "Choices in the code")
 _LARGEST_LAYERWISE = 5
-#: the share of the whole memory that a stack may take
-_SHARE = 0.5
+#: the share of the whole memory that a stack may take; an accelerator keeps a step twice, by autograd and captured
+_SHARE, _SHARE_OF_ACCELERATOR = 0.5, 0.25
 #: the memory limit of a container
 _CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 #: parameters of glibc's `mallopt`
@@ -105,7 +105,8 @@ def largest_useful_stack(
 
 def clients_that_fit(step: StepMemory, device: torch.device) -> int:
     """Return how many clients there is memory for, at least 1."""
-    return max(1, int(total_memory(device) * _SHARE / max(step.total, 1)))
+    share = _SHARE if device.type == "cpu" else _SHARE_OF_ACCELERATOR
+    return max(1, int(total_memory(device) * share / max(step.total, 1)))
 
 
 @cache

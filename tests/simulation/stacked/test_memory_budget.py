@@ -56,9 +56,10 @@ def test_a_client_that_cannot_train_needs_its_state_only() -> None:
 
 
 def test_as_many_are_stacked_as_fit_into_half_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into a quarter of a GPU's, which also has it as a captured step."""
     step = StepMemory((10, 20), 7)
-    monkeypatch.setattr("fedbn_flwr.simulation.stacked.memory_budget.total_memory", lambda _: 7 * step.total)
-    assert clients_that_fit(step, CPU) == 3
+    monkeypatch.setattr("fedbn_flwr.simulation.stacked.memory_budget.total_memory", lambda _: 9 * step.total)
+    assert [clients_that_fit(step, device) for device in (CPU, CUDA)] == [4, 2]
     monkeypatch.setattr("fedbn_flwr.simulation.stacked.memory_budget.total_memory", lambda _: 0)
     assert clients_that_fit(step, CPU) == 1
 
