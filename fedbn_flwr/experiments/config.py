@@ -138,7 +138,8 @@ class Config:
     ] = 0
     chunk: Annotated[
         int,
-        "most clients in a stack; 0: as many as speed up a step (20, 5 or 1 on a CPU) and fit into half of the memory, a quarter of a GPU",
+        "most clients in a stack; 0: as many as speed up a step (20, 5 or 1 on a CPU) and fit into half of the memory, "
+        "or a quarter of a GPU's",
         Range(0),
     ] = 0
     captured: Annotated[bool, "on a GPU, record a step once and replay it in equal steps: the same bits, sooner"] = True
