@@ -28,8 +28,8 @@ PROJECTS = {
         "that stays on each node in its `context.state`. Only the base class of the strategy changes."
     ),
     "lightning": (
-        "A network of timm, as ImageNet has left it, fine-tuned by Lightning's `Trainer`, whose optimizer calls the loss "
-        "as a closure."
+        "A network of timm, as ImageNet has left it, fine-tuned by Lightning's `Trainer`, whose optimizer calls the "
+        "loss as a closure."
     ),
     "numpy-client": (
         "FedBN by the names of layers, as in Flower's baseline: a `NumPyClient` and Flower's older server. Names of "
