@@ -23,7 +23,7 @@ RUN python -m pip install --no-cache-dir --extra-index-url ${TORCH_INDEX} -r req
     && rm -rf torch/test torch/include pyarrow/include \
     && find . -type d -name tests -prune -exec rm -rf {} +
 
-COPY README.md LICENSE pyproject.toml docker-compose.yml ./
+COPY README.md LICENSE hatch_build.py pyproject.toml docker-compose.yml ./
 COPY fedbn_flwr fedbn_flwr
 COPY strategies strategies
 COPY recipes recipes

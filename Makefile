@@ -59,7 +59,7 @@ docs: $(VENV)/installed
 	$(BIN)/python docs/make_projects.py
 	$(BIN)/python docs/make_wire.py
 	$(BIN)/python docs/make_results.py
-	$(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 # a source distribution and a wheel in `dist`, checked as a package index would
 dist: $(VENV)/installed

@@ -23,8 +23,7 @@ from benchmarks.cases import (
 from benchmarks.driver import Effort, EngineProcess, measure
 from benchmarks.engines import ENGINES, ON_RAY
 from benchmarks.results import BARE, Row, line_of, machine, rows_of, table, write
-from fedbn_flwr.client import pick_device
-from fedbn_flwr.device import count_cores
+from fedbn_flwr.device import count_cores, pick_device
 from fedbn_flwr.experiments.engines import one_step
 from fedbn_flwr.experiments.material import Material
 from fedbn_flwr.experiments.output.run_folder import make_folder

@@ -26,10 +26,9 @@ from benchmarks.bare import BareLoop
 from benchmarks.cases import ENDLESS, FREEZE_ROUND, Case
 from benchmarks.clock import Clock, Notes
 from fedbn_flwr import state
-from fedbn_flwr.client import pick_device
 from fedbn_flwr.client.training import autocast, products
 from fedbn_flwr.clientapp import client_app
-from fedbn_flwr.device import count_cores
+from fedbn_flwr.device import count_cores, pick_device
 from fedbn_flwr.experiments.client_side import bound_client_fn
 from fedbn_flwr.experiments.engines import open_grid
 from fedbn_flwr.experiments.material import Material, set_up_process

@@ -57,8 +57,8 @@ def _times(case: Case, turns: int) -> dict[float, list[float]]:
     experiment, ends = case.experiment(), list[float]()
     material = Material.of(experiment.config)
     initial = state.to_record(material.model.state_dict())
-    make_grid = partial(_late_grid, partial(node_grid, True, Path("unused"), "stacked"))
-    with open_on_cluster(make_grid, material, layerwise=True, average_by="examples") as grid:
+    make_grid = partial(_late_grid, partial(node_grid, True, Path("unused"), "stacked", "examples"))
+    with open_on_cluster(make_grid, material, layerwise=True) as grid:
         experiment.make_strategy(case.clients).start(
             grid,
             initial,

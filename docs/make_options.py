@@ -1,4 +1,4 @@
-"""Write options.md, the run configuration in pyproject.toml, and README's table of methods: `make docs`."""
+"""Write options.md, the run configuration in pyproject.toml, and the table of methods.md: `make docs`."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from fedbn_flwr.plugins.options import Option, as_value, options_of
 from fedbn_flwr.strategies import REGISTRY, FedAvg
 
 PAGE = Path(__file__).with_name("options.md")
-PROJECT, README = (Path(__file__).parent.parent / name for name in ("pyproject.toml", "README.md"))
+METHODS, PROJECT = PAGE.with_name("methods.md"), PAGE.parent.parent / "pyproject.toml"
 
 INTRODUCTION = """\
 # Options
@@ -24,14 +24,14 @@ This page is written from the code by `make docs`. The same names are used every
   overrides the command line;
 - in Flower's run configuration: `flwr run . --run-config "method='fedprox' mu=0.1 lr=0.05"`.
 
-An unknown option, an option that the method does not have, and an invalid value are errors with exit code 2. In a
-comparison, an option of single strategies is for those methods that have it, and an error if none has it.
-`fedbn-flwr run --help` shows the common options, `--help-all` all of them.
+An unknown option, one that the method does not have, and an invalid value are errors with exit code 2. In a
+comparison, an option of single strategies is for those methods that have it. `fedbn-flwr run --help` shows the common
+options, `--help-all` all of them.
 
 **In Flower's run configuration**, some things differ:
 
-- A relative `results-dir` is relative to the folder in which the SuperLink was started. That may not be the folder of
-  `flwr run`. Use an absolute path, or look for the path in the last line of the log.
+- A relative `results-dir` starts where the SuperLink was started. Use an absolute path, or look at the last line of the
+  log.
 - An option of a strategy that is `""` counts as not given.
 - Options of plugins have no keys. Give them inside `method`.
 - `engine` is `auto` by default ([With `flwr run`](simulation.md#with-flwr-run)).
@@ -111,14 +111,26 @@ def with_run_config(project: str) -> str:
     return re.sub(r"\[tool\.flwr\.app\.config\]\n.*?\n\n", lambda _: section, project, flags=re.DOTALL)
 
 
-def with_methods(readme: str) -> str:
-    """Return the text of README.md with a row for every method, FedAvg's first."""
+def with_methods(methods: str) -> str:
+    """Return the text of methods.md with a row for every method, FedAvg's first."""
     rows = [
-        (code(name), re.sub(r"arXiv:(\S+)", r"[\g<0>](https://arxiv.org/abs/\1)", each.paper), each.leaves, each.use)
+        (
+            code(name),
+            does(each),
+            re.sub(r"arXiv:(\S+)", r"[\g<0>](https://arxiv.org/abs/\1)", each.paper),
+            each.leaves,
+            each.use,
+        )
         for name, each in sorted(REGISTRY.items(), key=lambda item: (item[0] != "fedavg", item[0]))
     ]
-    written = table(("method", "paper", "what leaves the client", "when to use it"), rows)
-    return re.sub(r"\| method \| paper \| what leaves.*?\n\n", lambda _: written + "\n\n", readme, flags=re.DOTALL)
+    heads = ("method", "what it does", "paper", "what leaves the client", "when to use it")
+    return re.sub(r"\| method \| what it does.*?\n\n", lambda _: f"{table(heads, rows)}\n\n", methods, flags=re.DOTALL)
+
+
+def does(strategy: type[FedAvg]) -> str:
+    """Return the first line of a docstring, as the cell of a table."""
+    line = (strategy.__doc__ or "").splitlines()[0].removesuffix(".")
+    return line if line.startswith(("BN", "Fed")) else line[0].lower() + line[1:]
 
 
 def whose(key: str) -> str:
@@ -151,7 +163,7 @@ def code(value: object) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(page())
-    README.write_text(with_methods(README.read_text()))
+    METHODS.write_text(with_methods(METHODS.read_text()))
     written = PROJECT.read_text()
     # a newer file would have everything installed again
     if (project := with_run_config(written)) != written:

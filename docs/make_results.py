@@ -1,4 +1,4 @@
-"""Write the tables of results.md, README.md and other pages that follow from docs/measured: `make docs`.
+"""Write the tables of README.md, results.md and other pages that follow from docs/measured: `make docs`.
 
 A table stands after a comment with its name. `runs.csv` has a row for every run: a cell is the mean of its seeds, with
 the standard deviation. A difference is paired by seed, with its 95 % interval (Student's t). A run that diverged is
@@ -21,20 +21,13 @@ DOCS = Path(__file__).parent
 PAGES = (
     DOCS / "results.md",
     DOCS.parent / "README.md",
-    *(DOCS / f"{name}.md" for name in ("choosing", "index", "diagnose", "fedtan", "methods")),
+    *(DOCS / f"{name}.md" for name in ("appendix", "choosing", "diagnose", "fedtan")),
 )
 #: a recipe and a setting
 Place = tuple[str, str]
 #: by the heading on a page, the label of a setting in runs.csv
 LABELS = {name: name for name in ("one class", "two classes", "Dirichlet 0.1", "Dirichlet 0.3")} | {"IID": "i.i.d."}
 KINDS: dict[str, Place] = {heading: ("labels", label) for heading, label in LABELS.items()}
-OTHER = {
-    "E = 1": ("local-steps", "E = 1"),
-    "E = 5, as above": KINDS["two classes"],
-    "E = 20": ("local-steps", "E = 20"),
-    "ten of 100 clients": ("clients", ""),
-    "ResNet-20": ("resnet", ""),
-}
 #: the same, with seeds that no choice has seen
 FACTORIAL: dict[str, Place] = {heading: ("factorial", label) for heading, label in LABELS.items()}
 UNSEEN = FACTORIAL["two classes"]
@@ -42,27 +35,26 @@ UNSEEN = FACTORIAL["two classes"]
 AS_THEY_ARE = ("FedAvg", "FixBN", "FedTAN carried", "FedTAN")
 CHANGED = ("FedAvg+GN-WS", "FedAvg+BN-WS", "FedWon", "FixBN+BN-WS", "FedTAN carried+BN-WS", "FedTAN+BN-WS")
 METHODS = AS_THEY_ARE + CHANGED
-#: the best of them with two classes
-LEADER = METHODS[-1]
 CENTRALIZED = ("Centralized", "Centralized+BN-WS")
 #: methods that need most nodes in most rounds, because they carry values from round to round
 CARRIED = ("FedTAN carried", "FedTAN carried+BN-WS")
 #: points that a method in bold is below the best one at most, by the far end of the interval
 CLOSE = 2.0
-TWO, IID, ONE_STEP, TWENTY = KINDS["two classes"], KINDS["IID"], OTHER["E = 1"], OTHER["E = 20"]
+TWO, IID = KINDS["two classes"], KINDS["IID"]
 MOMENTUM = ("momentum", "two classes")
 SPEAKERS, FREEZE = ("speakers", ""), ("freeze", "")
-DOMAINS, MANY, SMALL = ("domains", ""), ("clients", ""), ("batches", "B = 2")
+DOMAINS = ("domains", "")
 #: the mean over the first half of the rounds
 EARLY = ("curves", "two classes, rounds 10 to 50")
-#: situations in choosing.md
+#: by what differs from five local steps of small-cnn on ten clients, all of which take part
 SITUATIONS = {
-    "one local step": ONE_STEP,
-    "five": UNSEEN,
-    "twenty": TWENTY,
-    "ten of 100 nodes take part": MANY,
-    "batches of two": SMALL,
-    "nodes are different domains": DOMAINS,
+    "one local step, 400 rounds": ("local-steps", "E = 1"),
+    "five, 100 rounds": UNSEEN,
+    "twenty, 50 rounds": ("local-steps", "E = 20"),
+    "ten of 100 clients take part": ("clients", ""),
+    "batches of two, 400 rounds": ("batches", "B = 2"),
+    "ResNet-20": ("resnet", ""),
+    "clients are different domains": DOMAINS,
 }
 
 
@@ -183,7 +175,7 @@ def verdict(gap: Difference, level: bool) -> str:
     if gap.pairs < 2:
         return "one seed"
     if abs(gap.mean) <= gap.half:
-        return "within the interval"
+        return "undecided"
     return "holds" if gap.mean > 0 and not level else "fails"
 
 
@@ -241,17 +233,6 @@ def of_first_runs(place: Place, column: str) -> dict[str, str]:
     return dict(zip(here["method"], here[column], strict=True))
 
 
-def costs() -> str:
-    """Return what each method sends with two classes a client, and the time of its rounds."""
-    sent, time = of_first_runs(TWO, "MB sent"), seconds()
-    columns: dict[str, Callable[[str], str]] = {
-        "exchanges": of_first_runs(TWO, "exchanges").__getitem__,
-        "MB": lambda name: f"{float(sent[name]):.0f}",
-        "s per round": lambda name: f"{time[name]:.2f}",
-    }
-    return by_method([name for name in by_mean(TWO) if name in time], columns)
-
-
 def freezes() -> str:
     """Return what is left after a freeze at different times."""
     lines = []
@@ -265,72 +246,10 @@ def freezes() -> str:
     return table(["freeze after round", "10", "30", "50", "70", "never"], lines)
 
 
-def frozen_rates() -> str:
-    """Return what FixBN has at two rates after its freeze."""
-    kinds = {
-        "the default rates": ("labels", "FixBN"),
-        "1.0, then at most 0.03": ("frozen-rate", "FixBN, at most 0.03"),
-        "for comparison: `fedavg`": ("labels", "FedAvg"),
-    }
-    lines = [
-        [text, *(cell((recipe, label), name) for label in LABELS.values())] for text, (recipe, name) in kinds.items()
-    ]
-    return table(["`fixbn`", *LABELS], lines)
-
-
-def domains() -> str:
-    """Return the accuracy on each of four domains, the best method first."""
-    means = read("domains").set_index("method").astype(float).groupby(level=0).agg(fmean)
-    each = {name: (lambda method, name=name: f"{means.at[method, name]:.1f}") for name in means if name != "seed"}
-    ends = {"mean": partial(cell, DOMAINS), "difference to `fedavg`": partial(gain, DOMAINS)}
-    return by_method(by_mean(DOMAINS), {**each, **ends})
-
-
-def liars() -> str:
-    """Return what rules in place of means have, with nobody lying and with one liar."""
-    methods, settings = ("FedAvg", "FixBN", "FedTAN", "FedTAN carried"), {"honest": "nobody lies", "liar": "one lies"}
-    lines = [["", *(word for _ in methods for word in settings)]]
-    for rule in ("none", "multi-krum:1", "norm:1", "trimmed:0.2", "median"):
-        labels = [name if rule == "none" else f"{name}, {rule}" for name in methods]
-        lines.append([f"`{rule}`", *(cell(("liar", each), label) for label in labels for each in settings.values())])
-    return table(["`robust`", *(head for name in methods for head in (f"`{NAMES[name]}`", ""))], lines)
-
-
 def rate(name: str) -> str:
     """Return the rate of a method where a site is a speaker."""
     key = (*SPEAKERS, name)
     return f"{rates_used()[key]:g}{star(key)}"
-
-
-def elsewhere() -> list[str]:
-    """Return the methods that were run in other settings than the usual one."""
-    return [name for name in NAMES if any((*place, name) in runs() for place in OTHER.values() if place != TWO)]
-
-
-def fedbs_figures() -> str:
-    """Return the accuracy of FedBS and FedAvg over the first rounds of FedBS' figures."""
-    found = (
-        read("fedbs").astype({"round": int}).pivot(index=["figure", "method"], columns="round", values="accuracy, %")
-    )
-    lines = [
-        [f"Figure {figure}, `{method}`", *found.loc[(figure, method)].fillna("")]
-        for figure in "45"
-        for method in ("fedbs", "fedavg")
-    ]
-    return table(["round", *map(str, found)], lines)
-
-
-def digits() -> str:
-    """Return what layer-wise methods have on small digits."""
-    place = ("digits", "two classes")
-    sent, exchanges = of_first_runs(place, "MB sent"), of_first_runs(place, "exchanges")
-    columns: dict[str, Callable[[str], str]] = {
-        "accuracy, %": partial(cell, place),
-        "difference to `fedavg`": lambda name: gain(place, name, "fedavg"),
-        "MB": sent.__getitem__,
-        "exchanges": lambda name: f"{int(exchanges[name]):,}",
-    }
-    return by_method([*sent], columns)
 
 
 def momentum() -> str:
@@ -345,52 +264,46 @@ def momentum() -> str:
     return by_method(by_mean(MOMENTUM, METHODS), columns)
 
 
-def running() -> str:
-    """Return what a faster average of the running statistics changes."""
-    place, faster = ("bn-momentum", "two classes"), "{}, BN momentum 0.5"
-    columns: dict[str, Callable[[str], str]] = {
-        "0.5": lambda name: cell(place, faster.format(name)),
-        "difference to 0.1": lambda name: told(difference(place, faster.format(name), name, TWO)),
-    }
-    return by_method(["FedAvg", "FixBN", "FedTAN carried", "FedTAN"], columns)
-
-
 def first_screen() -> str:
-    """Return the README's table: accuracies with two classes, what methods need, and what their rounds cost."""
+    """Return the README's first table: six methods after 100 and 500 rounds, and their exchanges."""
+    exchanges = of_first_runs(UNSEEN, "exchanges")
+    columns: dict[str, Callable[[str], str]] = {
+        "layers": lambda name: "new" if name in CHANGED else "stay",
+        "100 rounds": partial(plain, UNSEEN),
+        "gain": partial(gain, UNSEEN),
+        "500 rounds": partial(plain, ("rounds", "two classes, 500 rounds")),
+        "round trips a round": lambda name: f"{float(exchanges[name]) / float(exchanges['FedAvg']):g}",
+    }
+    return by_method(("FedAvg", "FixBN", "FedTAN", "FedWon", "FixBN+BN-WS", "FedTAN+BN-WS"), columns)
+
+
+def costs() -> str:
+    """Return what methods need, and what their rounds cost."""
     counted = [of_first_runs(UNSEEN, column) for column in ("exchanges", "MB sent")]
 
     def needs(name: str) -> str:
         return ", ".join(["new layers"] * (name in CHANGED) + ["state"] * (name in CARRIED))
 
-    def costs(name: str) -> str:
+    def cost(name: str) -> str:
         shares = [float(own[name]) / float(own["FedAvg"]) for own in counted]
         return f"{shares[0]:g}, {shares[1]:.2f}, {seconds()[name] / seconds()['FedAvg']:.1f}"
 
-    columns: dict[str, Callable[[str], str]] = {
-        "accuracy": partial(bold, UNSEEN, deviation=False),
-        "gain on `fedavg`": partial(gain, UNSEEN),
-        "accuracy with momentum": partial(bold, MOMENTUM, deviation=False),
-        "needs": needs,
-        "exchanges, bytes, time: `fedavg` is 1": lambda name: "" if name in CENTRALIZED else costs(name),
-    }
-    return by_method(METHODS + CENTRALIZED, columns)
+    return by_method(METHODS, {"needs": needs, "exchanges, bytes, time: `fedavg` is 1": cost})
 
 
-def bold(place: Place, name: str, deviation: bool = True) -> str:
+def bold(place: Place, name: str) -> str:
     """Return a cell, bold if the method is the best one, or surely close to it: a wide interval is no merit."""
     best = by_mean(place, METHODS)[0]
     gap = difference(place, name, best)
     is_close = gap and gap.pairs > 1 and gap.mean - gap.half >= -CLOSE
     is_bold = name == best or (is_close and name not in CENTRALIZED)
-    text = cell(place, name, deviation)
-    return f"**{text}**" if is_bold else text
+    return f"**{plain(place, name)}**" if is_bold else plain(place, name)
 
 
-def against() -> str:
-    """Return the differences of the factorial's methods to some of them, with two classes."""
-    others = ("FedTAN", "FedWon", "FedTAN carried+BN-WS")
-    columns = {f"less `{NAMES[other]}`": partial(gain, UNSEEN, other=other) for other in others}
-    return by_method(by_mean(UNSEEN, METHODS), columns)
+def bold_and_gain(place: Place, name: str) -> str:
+    """Return the mean of a cell, bold if it is close to the best one, and the gain on FedAvg."""
+    gained = gain(place, name)
+    return f"{bold(place, name)} ({gained})" if gained else bold(place, name)
 
 
 def ingredient(place: Place, method: str) -> str:
@@ -399,23 +312,17 @@ def ingredient(place: Place, method: str) -> str:
 
 
 def situations() -> str:
-    """Return which methods are above FedAvg with BN in which situation, level with it, and below, with intervals."""
+    """Return which methods are above FedAvg with BN in which situation, which below, and where that is undecided."""
     lines = []
     for situation, place in SITUATIONS.items():
-        parts: dict[str, list[str]] = {"above": [], "level": [], "below": []}
+        parts: dict[str, list[str]] = {"above": [], "undecided": [], "below": []}
         for name in by_mean(place, ["FedAvg+GN", "SCAFFOLD", "FedProx", *METHODS[1:]]):
             if found := difference(place, name, "FedAvg"):
-                is_level = found.pairs < 2 or abs(found.mean) <= found.half
-                part = "level" if is_level else "above" if found.mean > 0 else "below"
+                is_open = found.pairs < 2 or abs(found.mean) <= found.half
+                part = "undecided" if is_open else "above" if found.mean > 0 else "below"
                 parts[part].append(f"`{NAMES[name]}` {told(found)}")
         lines.append([situation, plain(place, "FedAvg"), *map(", ".join, parts.values())])
-    return table(["", "`fedavg`", "above it", "level: within the interval, or one seed", "below it"], lines)
-
-
-def own_models() -> str:
-    """Return what methods have on four domains, the best first."""
-    names = by_mean(DOMAINS)
-    return table([f"`{NAMES[name]}`" for name in names], [[plain(DOMAINS, name) for name in names]])
+    return table(["", "`fedavg`", "above it", "undecided: within the interval, or one seed", "below it"], lines)
 
 
 def diagnosis(data: str, places: Mapping[str, Place], *more: str) -> str:
@@ -434,7 +341,7 @@ def diagnosis(data: str, places: Mapping[str, Place], *more: str) -> str:
 
 
 def claims() -> str:
-    """Return what papers say, and what follows from the runs."""
+    """Return how many of the papers' claims hold here, and those that fail."""
     said, lines = read("claims"), []
     several = said["claim"].duplicated(keep=False)
     for row, is_one in zip(said.itertuples(), ~several, strict=True):
@@ -442,11 +349,25 @@ def claims() -> str:
             where = "" if is_one else f" ({row.setting})"
             lines.append([row.claim + where, row.source, verdict(gap, " level with " in row.claim), told(gap)])
     counts = Counter(line[2] for line in lines)
-    decided = (
-        f"{counts['holds']} hold, {counts['fails']} fail, and {counts['within the interval']} are within the interval"
+    rest = counts["undecided"] + counts["one seed"]
+    text = (
+        f"Of {len(lines)} claims, {counts['holds']} hold and {counts['fails']} fail. "
+        f"{rest} are undecided, {counts['one seed']} of them with one seed."
     )
-    text = f"Of {len(lines)} rows, {decided}. {counts['one seed']} have one seed."
-    return f"{table(['claim', 'source', 'here', 'difference in points'], lines)}\n\n{text}"
+    failed = [[claim, source, gap] for claim, source, word, gap in lines if word == "fails"]
+    return f"{table(['claim', 'source', 'difference in points'], failed)}\n\n{text}"
+
+
+def older() -> str:
+    """Return FedAvg's accuracies, and the differences of the methods that were run with older seeds only."""
+
+    def shown(place: Place, name: str) -> str:
+        return cell(place, name) if name == "FedAvg" else gain(place, name) + star((*place, name))
+
+    names = [name for name in by_mean(TWO) if name not in (*METHODS, *CENTRALIZED)]
+    wide = [name for name in names if sum((*place, name) in runs() for place in KINDS.values()) > 2]
+    rest = ", ".join(f"`{NAMES[name]}` {shown(TWO, name)}" for name in names if name not in wide)
+    return f"{by_method(['FedAvg', *wide], over(KINDS, shown))}\n\n{table(['others, with two classes'], [[rest]])}"
 
 
 #: what is said of the statistics that a model is tested with, by the column `inputs` of unseen.csv
@@ -454,7 +375,6 @@ STATISTICS = {
     "none": "as it is",
     "none, mean BN": "mean of the nodes'",
     "20": "of 20",
-    "100": "of 100",
     "all": "of all",
 }
 
@@ -471,23 +391,31 @@ def unseen_scores(data: str, inputs: str, pseudo: int = 0) -> dict[str, Any]:
     return scores
 
 
-def unseen(data: str) -> str:
-    """Return the accuracies on each domain that was left out, and their mean with half its 95 % interval."""
-    lines, plain = list[list[str]](), unseen_scores(data, "none")
-    for method in plain:
-        for inputs, words in STATISTICS.items():
-            if (found := unseen_scores(data, inputs).get(method)) is not None:
-                mean, _, half = spread([*found["mean"].dropna()])
-                means = [f"{fmean(found[domain].dropna()):.1f}" for domain in found.columns[:-1]]
-                lines.append([f"`{method}`", words, *means, number_text(mean, half if len(found) > 1 else None, 1)])
-    return table(["method", "statistics", *plain["fedavg"]], lines)
+def unseen() -> str:
+    """Return the means over the domains that were left out, with half their 95 % interval."""
+    kinds = read("unseen")["data"].unique()
+
+    def mean(data: str, inputs: str, method: str) -> str:
+        found = unseen_scores(data, inputs).get(method)
+        if found is None:
+            return ""
+        middle, _, half = spread([*found["mean"].dropna()])
+        return number_text(middle, half if len(found) > 1 else None, 1)
+
+    lines = [
+        [f"`{method}`", words, *(mean(data, inputs, method) for data in kinds)]
+        for method in unseen_scores(kinds[0], "none")
+        for inputs, words in STATISTICS.items()
+        if any(method in unseen_scores(data, inputs) for data in kinds)
+    ]
+    return table(["method", "statistics", *kinds], lines)
 
 
 def mixtures() -> str:
     """Return, for few and skewed samples, means over the domains with the model's statistics as N samples."""
     lines = []
     for data in read("unseen")["data"].unique():
-        for inputs in ("10", "20", "100", "two classes"):
+        for inputs in ("10", "20", "two classes"):
             ways = [unseen_scores(data, "none"), *(unseen_scores(data, inputs, n) for n in (0, 16, 64, 256))]
             means = [f"{fmean(scores['fedavg']['mean']):.1f}" for scores in ways]
             lines.append([data, "100 of two classes" if inputs == "two classes" else inputs, *means])
@@ -505,42 +433,23 @@ def both_statistics(setting: str) -> Iterator[tuple[str, str, Place, str, set[in
 
 def evaluations(setting: str) -> str:
     """Return the accuracies over the rounds and at the end, with running and with exact statistics."""
-    lines, shown = list[list[str]](), ["10", "20", "30", "40", "50"]
+    lines, shown = list[list[str]](), ["10", "30", "50"]
     curves = read("curves").astype({"accuracy, %": float, "seed": int})
     for name, word, place, label, seeds in both_statistics(setting):
         own = curves[(curves["setting"] == ", ".join(place)) & (curves["method"] == label) & curves["seed"].isin(seeds)]
         curve, ended = own.groupby("round")["accuracy, %"].agg(fmean), runs()[(*place, label)][sorted(seeds)]
         ends = mean_text(ended), mean_text(own.groupby("seed")["accuracy, %"].agg(fmean))
         means = [f"{curve[at]:.1f}" for at in shown]
-        sent = of_first_runs(place, "exchanges")[label]
-        lines.append([name, word, f"{rates_used()[(*place, label)]:g}", *means, *ends, sent])
-    heads = ["after 10", *shown[1:4], "50 rounds", "after 100", "mean of ten", "exchanges"]
+        lines.append([name, word, f"{rates_used()[(*place, label)]:g}", *means, *ends])
+    heads = ["after 10", "30", "50 rounds", "after 100", "mean of ten"]
     return table(["method", "statistics", "rate", *heads], lines)
-
-
-def choices_by_statistics(setting: str) -> str:
-    """Return held-out accuracies by rate, which choose it, with running and with exact statistics."""
-    tried = {(name, word): rates()[(*place, label)] for name, word, place, label, _ in both_statistics(setting)}
-    every = sorted({rate for scores in tried.values() for rate in scores})
-
-    def held_out(scores: list[float]) -> str:
-        return "diverged" if any(score != score for score in scores) else f"{fmean(scores):.1f}"
-
-    lines = [
-        [*key, *(held_out(scores[rate]) if rate in scores else "" for rate in every)] for key, scores in tried.items()
-    ]
-    return table(["method", "statistics", *(f"{rate:g}" for rate in every)], lines)
 
 
 #: by the name of a table whose runs are not in runs.csv, the word in its corner
 PRINTED = {
     "silent nodes": "nodes that do not reply",
     "carried, five clients": "method",
-    "carried, a quarter of 20 clients": "method",
-    "error of the gradient": "",
-    "averages over rounds": "variant",
     "few of many clients": "clients",
-    "SCAFFOLD's rates": "rate",
 }
 
 
@@ -553,38 +462,26 @@ def printed(name: str, corner: str) -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "accuracies": lambda: by_method(by_mean(TWO), over(KINDS, marked)),
-    "differences": lambda: by_method([n for n in by_mean(TWO) if n != "FedAvg"], over(KINDS, gain)),
+    "differences": older,
     "other rates": other_rates,
-    "other settings": lambda: by_method(elsewhere(), over(OTHER, marked)),
     "more rounds": longer,
-    "costs": costs,
     "freezes": freezes,
-    "frozen rate": frozen_rates,
-    "domains": domains,
-    "liars": liars,
+    "domains": lambda: by_method(
+        by_mean(DOMAINS), {"accuracy": partial(cell, DOMAINS), "difference to `fedavg`": partial(gain, DOMAINS)}
+    ),
     "speakers": lambda: by_method(by_mean(SPEAKERS), {"rate": rate, "accuracy, %": partial(cell, SPEAKERS)}),
-    "FedBS' figures": fedbs_figures,
-    "digits": digits,
     "momentum": momentum,
-    "BN's momentum": running,
     "first screen": first_screen,
-    "factorial": lambda: by_method([*by_mean(UNSEEN, METHODS), *CENTRALIZED], over(FACTORIAL, bold)),
-    "gains": lambda: by_method(by_mean(UNSEEN, METHODS[1:]), over(FACTORIAL, gain)),
-    "leader": lambda: by_method(by_mean(UNSEEN, METHODS[:-1]), over(FACTORIAL, partial(gain, other=LEADER))),
-    "against": against,
+    "costs": costs,
+    "factorial": lambda: by_method([*by_mean(UNSEEN, METHODS), *CENTRALIZED], over(FACTORIAL, bold_and_gain)),
     "ingredients": lambda: by_method(AS_THEY_ARE, over(FACTORIAL, ingredient)),
     "situations": situations,
-    "own models": own_models,
     "diagnosis of digits": lambda: diagnosis("digits", KINDS, "FedAvg+GN"),
-    "diagnosis of Fashion-MNIST": lambda: diagnosis("fashion-mnist", KINDS, "FedWon", "FedAvg+GN"),
-    "diagnosis of unseen seeds": lambda: diagnosis("unseen seeds", FACTORIAL, "FedWon"),
+    "diagnosis of Fashion-MNIST": lambda: diagnosis("unseen seeds", FACTORIAL, "FedWon"),
     "claims": claims,
-    **{f"unseen: {data}": partial(unseen, data) for data in ("digits-domains", "fashion-domains", "microphones")},
+    "unseen": unseen,
     "mixtures": mixtures,
     "statistics, two classes": lambda: evaluations("two classes"),
-    "statistics, IID": lambda: evaluations("i.i.d."),
-    "statistics and rates": lambda: choices_by_statistics("two classes"),
     **{name: partial(printed, name, corner) for name, corner in PRINTED.items()},
 }
 

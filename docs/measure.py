@@ -6,6 +6,7 @@ of those that were tried, the next one is tried. What has a row is not run again
 """
 
 import csv
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,12 @@ def append(name: str, new: Sequence[Mapping[str, object]]) -> None:
         columns = next(csv.reader([file.readline()]))
         file.seek(0, 2)
         csv.DictWriter(file, columns, lineterminator="\n").writerows(new)
+
+
+def commit() -> str:
+    """Return the commit whose code makes the rows."""
+    command = ("git", "-c", "safe.directory=*", "rev-parse", "--short=10", "HEAD")
+    return subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def percent(summary: Mapping[str, Any]) -> str:
@@ -107,7 +114,7 @@ def record(cell: Cell, key: Mapping[str, str], seed: int, rate: float) -> None:
             curve.append({**named, "round": row["round"], "accuracy, %": percent(row), **spent})
     append("curves", curve)
     ended = {"accuracy, %": percent(summary), "state": "diverged" if "diverged" in summary else ""}
-    append("runs", [{**key, "seed": seed, "learning rate": f"{rate:g}", **ended, **spent}])
+    append("runs", [{**key, "seed": seed, "learning rate": f"{rate:g}", **ended, **spent, "commit": commit()}])
 
 
 def measure(name: str) -> None:

@@ -1,8 +1,6 @@
 """Batch normalization in federated learning, on Flower and PyTorch.
 
-The library knows no strategy and no app. The strategies are imported from `fedbn_flwr.strategies`. `compare` and `run`
-start experiments, `rows` reads their folders, `adapt` fits a model to a new site. They are imported when they are asked
-for, because they need packages that the library does without.
+Names are imported when they are asked for, because some need packages that the library does without.
 """
 
 from importlib import import_module
@@ -17,18 +15,30 @@ except PackageNotFoundError:  # a checkout that was never installed
     __version__ = "0+unknown"
 
 if TYPE_CHECKING:
-    from fedbn_flwr.experiments.laboratory import compare as compare
-    from fedbn_flwr.experiments.laboratory import run as run
-    from fedbn_flwr.experiments.results.rows import rows as rows
-    from fedbn_flwr.norm import adapt as adapt
+    from fedbn_flwr.experiments.laboratory import compare, run
+    from fedbn_flwr.experiments.results.rows import rows
+    from fedbn_flwr.experiments.sites.own_model import load_own_model
+    from fedbn_flwr.norm import adapt
 
-__all__ = ["__version__", "adapt", "compare", "rows", "run"]
-_LABORATORY = "experiments.laboratory"
-_MODULES = {"compare": _LABORATORY, "run": _LABORATORY, "rows": "experiments.results.rows", "adapt": "norm"}
+__all__ = ["__version__", "adapt", "compare", "load_own_model", "rows", "run"]
+_PACKAGES = ("client", "clientapp", "data", "models", "norm", "simulation", "strategies")
+_MODULES = {
+    "adapt": "norm",
+    "compare": "experiments.laboratory",
+    "load_own_model": "experiments.sites.own_model",
+    "rows": "experiments.results.rows",
+    "run": "experiments.laboratory",
+}
 
 
 def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return import_module(f"{__name__}.{name}")
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with extra("cli"):
         return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, *_PACKAGES]

@@ -14,7 +14,7 @@ from fedbn_flwr.layerwise import take_step
 from fedbn_flwr.server.pooling import Pooled, Sent, name_dominant
 from fedbn_flwr.server.replies import NodeReply, log_refused, read_count, read_each
 from fedbn_flwr.state import Arrays
-from fedbn_flwr.transports import NodesFailedError, NodesTransport, Participant, open_step
+from fedbn_flwr.transports import NodesFailedError, NodesTransport, Participant, is_unable, open_step
 from fedbn_flwr.transports.message_server import MessageTransport
 from fedbn_flwr.wire import Instruction
 
@@ -113,9 +113,10 @@ class Layerwise(FedAvg):
         """Take the nodes through the step, without messages for exchanges where the grid can.
 
         A grid that takes the step by itself leaves the nodes as before where it fails. Unless the failure names nodes,
-        the step is then taken by messages, which find out which node failed, and so are later attempts.
+        the step is then taken by messages, which find out which node failed, and so are later attempts. Where none did
+        and the grid should have been able to take the step, the grid's failure ends the run.
         """
-        why_slow = ""
+        failure: Exception | None = None
         if not self.round.by_messages:
             try:
                 if (transport := open_step(grid, messages)) is not None:
@@ -126,7 +127,7 @@ class Layerwise(FedAvg):
             except Exception as error:
                 failed = "Round %d: the nodes' common step failed, it is taken by messages: %s"
                 log(INFO, failed, self.round.number, error)
-                why_slow = str(error)
+                failure = error
         self.round.by_messages = True
         # only the last of a step's replies holds more than requests
         expected = replace(self.round.expected, binding=(), groups=(), weighted_by=wire.NUM_EXAMPLES)
@@ -134,8 +135,10 @@ class Layerwise(FedAvg):
         by_messages = MessageTransport(grid, contents, attempt, self.exchange_timeout, expected)
         replies = self._answer(by_messages)
         self.round.messages = by_messages.sent
-        if why_slow:
-            log(WARNING, "Layer-wise steps go by messages, which are slower: %s", why_slow)
+        if failure and not is_unable(failure):
+            raise failure
+        if failure:
+            log(WARNING, "Layer-wise steps go by messages, which are slower: %s", failure)
         return replies
 
     def _answer(self, transport: NodesTransport) -> list[Message]:

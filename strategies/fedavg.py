@@ -49,7 +49,7 @@ class FedAvg(BaseStrategy):
         self.weighting = weighting
 
     def weigh(self, replies: Sequence[NodeReply]) -> list[float]:
-        """Return n_k for each reply, or 1; of a worker's mean over several nodes, the sum over the nodes."""
+        """Return n_k for each reply, or 1; of a mean of several nodes, the sum over the nodes."""
         if self.weighting == "uniform":
             return [float(len(reply.nodes)) for reply in replies]
         return [float(reply.num_examples) for reply in replies]

@@ -26,6 +26,7 @@ UNBOUNDED = (
     "FixBN: the train config has no `lr`, so frozen statistics do not bound the learning rate; lower your own at the "
     "freeze, or training may diverge"
 )
+LATE = "%s: BN would freeze after round %d, and the run has %d: nothing is ever frozen"
 #: more rounds than any run has
 NEVER = 10**9
 
@@ -66,7 +67,8 @@ class FixBN(FedAvg):
 
     Under frozen statistics nothing rescales the layers any more, and training can diverge at learning rates that work
     with normal BN. From the freeze on, the rate is at most `frozen_lr` times the `lr` of the train config, and lower
-    where the schedule is. `frozen_lr=1` leaves the rate to a schedule that lowers it, as the paper does. A schedule
+    where the schedule is. With `freeze_round=0`, for a network that was trained before, the rate is as given.
+    `frozen_lr=1` leaves the rate to a schedule that lowers it, as the paper does. A schedule
     that names the freeze (`lr_schedule="=0.01@freeze"`) is followed as it stands. A train config without `lr` gets
     none: the client's own rate holds, and the log says that it should be lowered.
     """
@@ -76,6 +78,8 @@ class FixBN(FedAvg):
     state: FixBNState
     leaves: ClassVar[str] = "everything; after the freeze no statistics"
     use: ClassVar[str] = "one global model on non-IID data, with the model and the bytes of FedAvg"
+    #: `freeze_round=0` is the same
+    replaced: ClassVar[tuple[str, ...]] = ("freeze_bn",)
 
     def __init__(
         self,
@@ -111,6 +115,8 @@ class FixBN(FedAvg):
         largest = self.frozen_lr * instruction.lr
         if self.freeze_at is not None:
             self.state.frozen_after = round_of(self.freeze_at, self.num_rounds)
+            if instruction.server_round == 1 and (self.num_rounds or NEVER) <= self.state.frozen_after < NEVER:
+                log(WARNING, LATE, type(self).__name__, self.state.frozen_after, self.num_rounds)
         instruction, frozen_after = super().instruct(instruction), self.state.frozen_after
         if frozen_after is None:
             instruction = instruction.with_rule(change_window=self.window)
@@ -118,7 +124,7 @@ class FixBN(FedAvg):
             return replace(instruction, later=",".join(filter(None, ("freeze,omit", instruction.later))))
         kept = "none" if self.send_frozen else {"both": "bn"}.get(self.freeze, self.freeze)
         instruction = replace(instruction, freeze=self.freeze, omit=kept)
-        if self.freeze == "affine" or any(change.when is None for change in self.schedule):
+        if not frozen_after or self.freeze == "affine" or any(change.when is None for change in self.schedule):
             return instruction
         if not self.round.has_rate:
             if instruction.server_round == frozen_after + 1:
@@ -176,6 +182,7 @@ class Centralized(FixBN):
     leaves: ClassVar[str] = "all data"
     use: ClassVar[str] = "for comparison: one node with all data"
     one_node: ClassVar[bool] = True
+    replaced: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self,
@@ -184,7 +191,7 @@ class Centralized(FixBN):
         **options: Any,
     ) -> None:
         super().__init__(freeze_round=NEVER if freeze_round is None else freeze_round, **options)
-        if freeze_round is None:
+        if freeze_round is None and not self.freeze_bn:
             self.needs = "none" if self.statistics == "running" else "statistics"
 
 

@@ -6,9 +6,11 @@ import runpy
 import shlex
 import tomllib
 from collections.abc import Iterator
+from html.parser import HTMLParser
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 from flwr.common.config import parse_config_args
@@ -156,16 +158,45 @@ def test_a_page_that_is_written_from_the_code_is_up_to_date(name: str) -> None:
     assert (ROOT / "docs" / f"{name}.md").read_text() == written, "run `make docs`"
 
 
+class Links(HTMLParser):
+    """The targets of a page's links and pictures, and the names of its anchors."""
+
+    def __init__(self, page: Path) -> None:
+        super().__init__()
+        self.targets, self.anchors = list[str](), set[str]()
+        self.feed(page.read_text())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.targets += [unquote(value) for key, value in attrs if key in ("href", "src") and value]
+        self.anchors |= {value for key, value in attrs if key == "id" and value}
+
+
 @pytest.mark.slow
-def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
-    options = ("--strict", "--quiet", "--site-dir", tmp_path / "site")
+def test_the_site_is_built_without_a_warning_and_its_links_lead_somewhere(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    options = ("--strict", "--quiet", "--site-dir", site)
     run(BIN / "mkdocs", "build", *options, env=environment(NO_MKDOCS_2_WARNING="1"))
     for page in PAGES:
         if page.parent.name == "docs" and page.stem != "index":
-            assert (tmp_path / "site" / page.stem / "index.html").exists()
+            assert (site / page.stem / "index.html").exists()
+    pages = {path.resolve(): Links(path) for path in site.rglob("*.html") if path.name != "404.html"}
+    assert len(pages) > len(PAGES)
+    lost = []
+    for path, links in pages.items():
+        for target in links.targets:
+            file, _, anchor = target.partition("#")
+            to = (path.parent / file if file else path).resolve()
+            to = to / "index.html" if to.is_dir() else to
+            if "://" not in target and not (to.exists() and (not anchor or anchor in pages[to].anchors)):
+                lost.append((path.relative_to(site.resolve()).as_posix(), target))
+    assert lost == []
+    raw = [path.parent.name for path, links in pages.items() if any(".ipynb" in target for target in links.targets)]
+    assert raw == ["first-steps"]
 
 
-@pytest.mark.parametrize(("name", "function"), [("pyproject.toml", "with_run_config"), ("README.md", "with_methods")])
+@pytest.mark.parametrize(
+    ("name", "function"), [("pyproject.toml", "with_run_config"), ("docs/methods.md", "with_methods")]
+)
 def test_a_part_that_is_written_from_the_code_is_up_to_date(name: str, function: str) -> None:
     text = (ROOT / name).read_text()
     written = runpy.run_path(str(ROOT / "docs" / "make_options.py"))[function](text)
@@ -204,8 +235,8 @@ def test_accuracies_in_sentences_of_results_are_in_a_table() -> None:
 
 
 def test_every_method_data_set_and_partition_is_explained() -> None:
-    readme, data = (ROOT / "README.md").read_text(), (ROOT / "docs" / "data.md").read_text()
-    assert [name for name in REGISTRY if f"\n| `{name}` |" not in readme] == []
+    methods, data = ((ROOT / "docs" / name).read_text() for name in ("methods.md", "data.md"))
+    assert [name for name in REGISTRY if f"\n| `{name}` |" not in methods] == []
     assert [name for name in DATASETS if f"`{name}" not in data] == []
     assert [kind.form for kind in PARTITIONS.values() if f"| `{kind.form}` |" not in data] == []
 

@@ -4,6 +4,7 @@ The last beside a user's own `strategies` and `apps`. Nothing here needs a netwo
 """
 
 import json
+import re
 import subprocess
 import sys
 import tarfile
@@ -13,10 +14,13 @@ from typing import Any
 from zipfile import ZipFile
 
 import pytest
+import yaml
 from flwr.cli.build import build_fab_from_disk
+from hatchling.metadata.core import ProjectMetadata
+from hatchling.plugin.manager import PluginManager
 
 from fedbn_flwr.deployment.cli import main
-from tests.helpers.checkout import copy_checkout, environment, run
+from tests.helpers.checkout import ROOT, copy_checkout, environment, run
 
 #: prints where each of the modules named on the command line comes from
 WHERE = "import importlib, sys; print(*(importlib.import_module(name).__file__ for name in sys.argv[1:]), sep='\\n')"
@@ -146,6 +150,27 @@ def test_wheel_by_way_of_a_source_distribution_is_the_same(checkout: Path, wheel
     (unpacked,) = (tmp_path / "source").iterdir()
     again = build_wheel(unpacked, tmp_path / "wheel")
     assert contents(again) == contents(wheel)
+
+
+def test_links_of_the_readme_on_a_package_index_lead_into_the_repository() -> None:
+    project = ProjectMetadata(str(ROOT), PluginManager()).core
+    root = re.escape(project.urls["Repository"])
+    links = re.findall(r"(!?)\[[^]]*\]\(([^)]+)\)", project.readme)
+    assert len(links) == len(re.findall(r"\]\(", (ROOT / "README.md").read_text()))
+    ours = [
+        (mark, re.fullmatch(rf"{root}/(raw|blob)/v{project.config['version']}/([^#]*).*", to)) for mark, to in links
+    ]
+    assert all(found or to.startswith("https://") for (_, found), (_, to) in zip(ours, links, strict=True))
+    inside = [(mark, found[1], found[2]) for mark, found in ours if found]
+    assert len(inside) > 10
+    assert [path for mark, kind, path in inside if (kind == "raw") != (mark == "!") or not (ROOT / path).exists()] == []
+
+
+def test_continuous_integration_runs_the_pythons_that_the_package_supports() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    names = [text.rpartition(" ")[2] for text in ProjectMetadata(str(ROOT), PluginManager()).core.classifiers]
+    assert workflow["jobs"]["ci"]["strategy"]["matrix"]["python"] == [name for name in names if name.startswith("3.")]
+    assert workflow["jobs"]["ci"]["steps"][-1] == {"run": ".ci/run"}
 
 
 #: runs a program as if none of the packages of extras were installed

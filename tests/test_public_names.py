@@ -1,12 +1,18 @@
 """What is public is stated, documented, and in the API reference."""
 
+import ast
+import json
 import re
+import subprocess
+import sys
+from collections.abc import Iterator
 from functools import cache
 
 import griffe
 import pytest
 
-from tests.helpers.checkout import ROOT
+import fedbn_flwr
+from tests.helpers.checkout import ROOT, environment
 
 REFERENCE = ROOT / "docs" / "reference"
 #: packages by the pages that show them
@@ -82,3 +88,42 @@ def test_the_index_names_every_package() -> None:
         name = package if package.startswith("fedbn_flwr") else f"fedbn_flwr.{package}"
         assert f"| `{name}` | [" in index
         assert f"({page.name})" in index
+
+
+def guides() -> Iterator[tuple[str, str]]:
+    """Yield the Python of pages, examples and the notebook, with where it stands."""
+    for page in sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]):
+        text = page.read_text().replace("\\\n", " ")
+        yield from ((page.name, block) for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL))
+        yield from ((page.name, line.strip()) for line in re.findall(r" -c \"(from \S+ import[^;\n]+);", text))
+    for path in sorted((ROOT / "apps" / "examples").rglob("*.py")):
+        yield path.relative_to(ROOT).as_posix(), path.read_text()
+    for cell in json.loads((ROOT / "docs" / "first-steps.ipynb").read_text())["cells"]:
+        if cell["cell_type"] == "code":
+            yield "first-steps.ipynb", "".join(cell["source"])
+
+
+def test_guides_import_public_names_only() -> None:
+    known = {f"fedbn_flwr.{name}" for name in fedbn_flwr.__all__}
+    for package in PAGES:
+        door = package if package.startswith("fedbn_flwr") else f"fedbn_flwr.{package}"
+        known |= {f"{door}.{item.name}" for item in public(package)}
+    asked = [
+        (where, f"{node.module}.{alias.name}")
+        for where, code in guides()
+        for node in ast.walk(ast.parse(code))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("fedbn_flwr", "strategies")
+        for alias in node.names
+    ]
+    assert {where for where, _ in asked} >= {"README.md", "deployment.md", "extending.md", "first-steps.ipynb"}
+    assert [pair for pair in asked if pair[1] not in known] == []
+
+
+def test_names_are_shown_and_imported_when_they_are_asked_for() -> None:
+    shown = {*dir(fedbn_flwr)}
+    assert {"adapt", "clientapp", "compare", "rows", "run", "strategies"} <= shown
+    assert [name for name in shown if not hasattr(fedbn_flwr, name)] == []
+    code = "import fedbn_flwr, sys; print(*sys.modules); fedbn_flwr.strategies.FixBN"
+    command = [sys.executable, "-c", code]
+    light = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True).stdout.split()
+    assert not {"torch", "flwr", "numpy"} & {*light}

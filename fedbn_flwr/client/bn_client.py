@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fedbn_flwr import norm, state, wire
 from fedbn_flwr.client import batch_plan as batches
-from fedbn_flwr.client import training
+from fedbn_flwr.client import captured, training
 from fedbn_flwr.client.batch_plan import BatchLoader
 from fedbn_flwr.client.evaluation import evaluate, mean_loss, shares
 from fedbn_flwr.client.image_order import channels_last
@@ -34,7 +34,7 @@ class BNClient:
     `memory` is the node's `Context.state`, and all that lasts from one message to the next. The clients of a process
     may share one model, because every message overwrites its whole state. `loss_function`, in place of the task's,
     takes what the model returns, and the labels. `make_optimizer` takes the model and the instruction, whose `lr` is
-    the round's.
+    the round's. On an accelerator, steps are captured and replayed where they can be, unless `captured` is False.
     """
 
     def __init__(
@@ -51,6 +51,7 @@ class BNClient:
         task: LearningTask = CLASSIFICATION,
         loss_function: training.LossFunction | None = None,
         make_optimizer: training.MakeOptimizer = training.make_optimizer,
+        captured: bool = True,
     ) -> None:
         self.device = pick_device(device)
         self.model = model.to(self.device)
@@ -59,7 +60,7 @@ class BNClient:
         self.partition_id = partition_id
         self.memory = Memory(RecordDict() if memory is None else memory)
         self.task = replace(task, loss=loss_function) if loss_function else task
-        self.loss_function, self.make_optimizer = self.task.loss, make_optimizer
+        self.loss_function, self.make_optimizer, self.captured = self.task.loss, make_optimizer, captured
 
     # ---- the messages ----------------------------------------------------------------------------------------------
 
@@ -173,9 +174,12 @@ class BNClient:
             inputs = channels_last(inputs, self.model) if type(self) is BNClient else inputs
             return training.batch_loss(self.model, (inputs, targets), session.instruction, self.loss_function)
 
+        gradients = captured.gradients(
+            session, loss_of, self.loss_function, self.captured, lambda batch: batch, lambda *tensors: tensors
+        )
         # closed, because clients may share the model: whoever keeps the error of a step keeps the step
         with closing(self._first_shared(planned, session, exchange)) as drawn:
-            loss = training.train(drawn, loss_of, session.optimizer, [rule.adjust for rule in rules])
+            loss = training.train(drawn, gradients, session.optimizer, [rule.adjust for rule in rules])
         for rule in rules:
             rule.finish(session)
         session.records |= training.carried_records(exchange)

@@ -11,7 +11,7 @@ ANY_ORDER = {
     *(nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.Flatten, nn.Linear),
 }
 #: whose models' forwards leave it open, too; a forward of somebody else may need the usual order
-_OPEN_PACKAGES = ("fedbn_flwr.models.", "torchvision.")
+_OPEN_PACKAGES = ("fedbn_flwr.models.", "timm.", "torchvision.")
 #: what the order pays for (docs/benchmarks.md, "The order of images"): the smallest side of an image, the largest
 #: number of weights of a convolution, and the smallest number of its channels
 _SMALLEST_SIDE, _MOST_WEIGHTS, _FEWEST_CHANNELS = 32, 500_000, 8

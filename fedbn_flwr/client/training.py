@@ -27,31 +27,26 @@ MakeOptimizer = Callable[[nn.Module, Instruction], torch.optim.Optimizer]
 #: changes the gradients between the backward pass and the optimizer's step
 Adjustment = Callable[[], None]
 B = TypeVar("B")
+#: sets the gradients on a batch, and gives its mean loss and number of samples: of one client, or (stacked) of several
+#: at once in a row for each
+Gradients = Callable[[B], tuple[Tensor, int | Tensor]]
 
 
 def train(
     batches: Iterable[B],
-    loss_of: Callable[[B], tuple[Tensor, int | Tensor]],
+    gradients: Gradients[B],
     optimizer: torch.optim.Optimizer,
     adjustments: Sequence[Adjustment] = (),
 ) -> Tensor:
-    """Take one optimizer step a batch; returns the mean loss a sample over all of them.
-
-    `loss_of` gives the mean loss of a batch and its number of samples: of one client, or (stacked) of several at once
-    in a row for each.
-    """
+    """Take one optimizer step a batch; returns the mean loss a sample over all of them."""
     losses, counts = [], []
-    learned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for batch in batches:
-        for parameter in learned:
-            parameter.grad = None
-        loss, count = loss_of(batch)
-        (loss.sum() if loss.dim() else loss).backward()
+        loss, count = gradients(batch)
         for adjust in adjustments:
             adjust()
         optimizer.step()
         # kept on the device: reading the value here would wait for the GPU in every step
-        losses.append(loss.detach())
+        losses.append(loss)
         counts.append(count)
     if not losses:
         return torch.zeros(())
@@ -61,6 +56,19 @@ def train(
         return torch.tensor(total / sum(counts), dtype=torch.float64)
     samples = torch.stack([torch.as_tensor(count).cpu().expand(losses[0].shape) for count in counts]).double()
     return (torch.stack(losses).cpu().double() * samples).sum(0) / samples.sum(0).clamp(min=1)
+
+
+def backward(loss_of: Gradients[B], learned: Sequence[nn.Parameter]) -> Gradients[B]:
+    """Return what makes gradients by autograd, of the losses of batches."""
+
+    def gradients(batch: B) -> tuple[Tensor, int | Tensor]:
+        for parameter in learned:
+            parameter.grad = None
+        loss, count = loss_of(batch)
+        (loss.sum() if loss.dim() else loss).backward()
+        return loss.detach(), count
+
+    return gradients
 
 
 def batch_loss(
@@ -125,8 +133,6 @@ def require_bn(model: nn.Module, instruction: Instruction) -> None:
 def frozen(model: nn.Module, instruction: Instruction) -> AbstractContextManager[Any]:
     """Freeze the parts of BN that the instruction names, until the end of the block; refuse a model without them."""
     require_bn(model, instruction)
-    if instruction.freeze == "none":
-        return nullcontext()
     return norm.freeze(model, **frozen_parts(instruction.freeze))
 
 

@@ -11,8 +11,9 @@ from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 
 from fedbn_flwr import state, wire
-from fedbn_flwr.client import BNClient, Reply, read_instruction
+from fedbn_flwr.client import BNClient, Reply
 from fedbn_flwr.client.own_loop_client import OwnLoopClient
+from fedbn_flwr.client.rules import read_instruction
 from fedbn_flwr.clientapp.mods import ClientAppCallable, Mod, is_outermost
 from fedbn_flwr.layerwise.shared_statistics import UnlikeBatchNormError
 from fedbn_flwr.plugins.options import UsageError

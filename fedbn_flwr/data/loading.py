@@ -219,33 +219,38 @@ def _hugging_face(request: DatasetRequest) -> Data:
 
 
 def load(
-    spec: str, *, image_size: int | None = None, root: str | Path | None = None, image_workers: int = WORKERS
+    spec: str,
+    *,
+    image_size: int | None = None,
+    channels: int = 0,
+    root: str | Path | None = None,
+    image_workers: int = WORKERS,
 ) -> Data:
     """Load the data set of a spec: `name`, `name:key=value...`, `name:PATH` or `package.module:function`.
 
     The same arguments give the same object, shared by all clients of a process, while it is one of the last two.
-    `image_size` scales the images. Unless the data bring a mean and deviation of their own, those of the training split
-    are used. Images that stay in files are decoded by `image_workers` processes, ahead of training; with 0, by the
-    process that trains.
+    `image_size` scales the images, and grey ones are repeated to `channels`. Unless the data bring a mean and deviation
+    of their own, those of the training split are used. Images that stay in files are decoded by `image_workers`
+    processes, ahead of training; with 0, by the process that trains.
     """
     folder = Path(root or os.environ.get(ROOT_VARIABLE) or DEFAULT_ROOT).expanduser()
     if image_size is not None and image_size < 1:
         raise ValueError(f"the image size must be at least 1, not {image_size}")
     with _loading:  # clients in other threads wait for the first client
         if isinstance(spec, Named):
-            return _prepared(spec.target, image_size)
-        return _load(spec, DATASETS.get(spec.partition(":")[0], _call), image_size, folder, image_workers)
+            return _prepared(spec.target, image_size, channels)
+        return _load(spec, DATASETS.get(spec.partition(":")[0], _call), image_size, channels, folder, image_workers)
 
 
 @lru_cache(maxsize=2)
-def _load(spec: str, read: Read, image_size: int | None, root: Path, image_workers: int) -> Data:
+def _load(spec: str, read: Read, image_size: int | None, channels: int, root: Path, image_workers: int) -> Data:
     name, _, argument = spec.partition(":")
     request = DatasetRequest(name, argument, image_size, root, image_workers)
-    return _prepare(read(request), image_size)
+    return _prepare(read(request), image_size, channels)
 
 
-def _prepare(data: Data, image_size: int | None) -> Data:
-    """Return the data with images of this size, normalized; a value that is not finite is a ValueError."""
+def _prepare(data: Data, image_size: int | None, channels: int) -> Data:
+    """Return the data with such images, normalized; a value that is not finite is a ValueError."""
     splits = ("training", data.train), ("test", data.test)
     for role, values in ((role, values) for role, split in splits for values in (split.inputs, split.labels)):
         # the extremes take no copy of the data
@@ -254,6 +259,8 @@ def _prepare(data: Data, image_size: int | None) -> Data:
             raise ValueError(f"{data.name}: {role} sample {sample} has a value that is not a finite number")
     if image_size not in (None, data.image_size):
         data = data.resized(image_size)
+    if channels not in (0, data.in_channels):
+        data = data.repeated(channels)
     return data if data.train.mean else data.standardized()
 
 

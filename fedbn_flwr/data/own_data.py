@@ -47,6 +47,8 @@ def preprocess(inputs: Any, trained: Tensor, mean: Channels = (), std: Channels 
         raise ValueError(f"inputs are {raw.dtype}, and those of training {trained.dtype}: give them in that type")
     if image_size not in (0, raw.shape[-1]):
         raw = resize(raw, image_size)
+    if raw.shape[1] == 1:
+        raw = raw.expand(-1, trained.shape[1], *raw.shape[2:])
     return normalize(raw.clone(), mean, std)
 
 

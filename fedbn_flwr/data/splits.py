@@ -188,6 +188,15 @@ class Data:
         """Return the data with images of another size."""
         return replace(self, train=self.train.resized(side), test=self.test.resized(side))
 
+    def repeated(self, channels: int) -> "Data":
+        """Return grey images with so many channels, all views of their one; a ValueError if they have several."""
+        if self.in_channels != 1:
+            raise ValueError(f"{self.name}: channels={channels} repeats grey images, and these have {self.in_channels}")
+        splits = self.train, self.test
+        inputs = [split.inputs.expand(-1, channels, *split.inputs.shape[2:]) for split in splits]
+        train, test = (replace(split, inputs=values) for split, values in zip(splits, inputs, strict=True))
+        return replace(self, train=train, test=test)
+
     def standardized(self) -> "Data":
         """Return the data normalized by the training split's mean and standard deviation; tensors are shared."""
         mean, std = self.train.measured()

@@ -2,25 +2,23 @@
 
 from copy import deepcopy
 from dataclasses import replace
-from functools import cache
-from logging import WARNING
 
 import torch
-from flwr.common.logger import log
 
 from fedbn_flwr import data, models, norm
-from fedbn_flwr.client import pick_device
 from fedbn_flwr.client.learning_task import OBJECTIVES, task_of
 from fedbn_flwr.client.training import logits_of
 from fedbn_flwr.data.partition import about_absent
 from fedbn_flwr.data.splits import UNCLASSED
+from fedbn_flwr.device import pick_device
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.material import Material, absent_classes, load_data
 from fedbn_flwr.experiments.method import Experiment
 from fedbn_flwr.experiments.output.scoring import LOWER_IS_BETTER
 from fedbn_flwr.experiments.output.sinks import check_sinks
 from fedbn_flwr.layerwise.shared_statistics import check_layers
-from fedbn_flwr.norm.detect import FunctionalBatchNorm
+from fedbn_flwr.norm.detect import FunctionalBatchNorm, keeps_statistics
+from fedbn_flwr.plugins import warn_once
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.strategies import BaseStrategy, Layerwise
 
@@ -87,13 +85,16 @@ def check_model(material: Material, strategy: BaseStrategy) -> None:
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageError(f"model {config.model!r} has no parameter that learns (with requires_grad=True)")
     lacking = norm.lacks(model, strategy.needs)
-    if functional and strategy.needs != "none":
+    if functional and (strategy.needs != "none" or config.norm != "bn"):
         lacking = "the model's forward calls F.batch_norm, which it finds in layers only"
     if lacking:
         raise UsageError(f"method {config.method!r} would be another one: {lacking}")
+    layers = norm.bn_layers(model).values()
+    if kept := sum(map(keeps_statistics, layers)):
+        warn_once(f"{kept} of {len(layers)} BN layers keep their statistics, as none of their parameters learns")
     if isinstance(strategy, Layerwise):
         try:
-            check_layers(model)
+            check_layers(model.train())
         except TypeError as error:
             raise UsageError(f"method {config.method!r}: {error}") from error
 
@@ -142,18 +143,12 @@ def _check_inputs(material: Material, split: data.Split, role: str) -> bool:
         about = f"model {config.model!r} has {logits.shape[1]} outputs for {loaded.num_classes} classes"
         if logits.shape[1] < loaded.num_classes:
             raise UsageError(about)
-        _warn_once(f"{about}: a prediction of none of them counts as wrong")
+        warn_once(f"{about}: a prediction of none of them counts as wrong")
     return bool(functional.found)
 
 
 #: said where there are no sites
 AT_SITES = "the data set 'sites' is at the sites of a deployment: submit the run with `flwr run`"
-
-
-@cache
-def _warn_once(line: str) -> None:
-    """Log a warning, once a process: the methods of a comparison have the same data."""
-    log(WARNING, line)
 
 
 def check_simulation(experiment: Experiment) -> Material:
@@ -166,9 +161,9 @@ def check_simulation(experiment: Experiment) -> Material:
     names = material.data.class_names
     plain = ["".join(name.casefold().split()) for name in names]
     if alike := [name for name, short in zip(names, plain, strict=True) if plain.count(short) > 1]:
-        _warn_once(f"classes differ only by upper case or spaces, and count as different ones: {', '.join(alike)}")
+        warn_once(f"classes differ only by upper case or spaces, and count as different ones: {', '.join(alike)}")
     if classes := absent_classes(material.data, material.partition):
-        _warn_once(about_absent(classes, config.partition, config.clients))
+        warn_once(about_absent(classes, config.partition, config.clients))
     return material
 
 

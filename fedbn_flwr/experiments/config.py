@@ -23,7 +23,7 @@ class Config:
     norm_options: Annotated[Pairs, "options of the normalizer, e.g. r_max=3,d_max=5 for brn"] = ()
     groups: Annotated[int, "number of groups of group normalization", Range(1)] = 2
     normalize_features: Annotated[bool, "scale features to a mean square of 1 before the classifier (FN)"] = False
-    model: Annotated[str, "model: a name, or package.module:function"] = "small-cnn"
+    model: Annotated[str, "model: a name, timm:NAME, torchvision:NAME, or package.module:function"] = "small-cnn"
     dataset: Annotated[str, "data set: a name, synthetic:n=..., folder:PATH, package.module:function, or sites"] = (
         "digits"
     )
@@ -31,10 +31,21 @@ class Config:
         tuple[str, ...], "comma-separated names of the classes, in the order of the model's outputs"
     ] = ()
     mean: Annotated[
-        Channels, "mean for normalization, one number from 0 to 1 per channel; empty: computed from training data"
+        Channels,
+        "mean for normalization, one number from 0 to 1 per channel; empty: that of the library of the model, or "
+        "computed from training data",
     ] = ()
     std: Annotated[Channels, "standard deviation for normalization, one number per channel; needs mean"] = ()
-    image_size: Annotated[int, "side length that images are resized to; 0: as in the data set", Range(0)] = 0
+    image_size: Annotated[
+        int,
+        "side length that images are resized to; 0: that of the library of the model, or as in the data set",
+        Range(0),
+    ] = 0
+    channels: Annotated[
+        int,
+        "channels that grey images are repeated to; 0: those of the library of the model, or as in the data set",
+        Range(0),
+    ] = 0
     data_root: Annotated[str, "folder of data sets on disk"] = ""
     image_workers: Annotated[
         int, "processes that decode image files ahead of training; 0: the training process decodes them", Range(0)
@@ -106,7 +117,16 @@ class Config:
     ] = ()
     seed: Annotated[int, "seed of everything: model, partition, batches, sampling"] = 0
     device: Annotated[str, "cpu, auto, or an accelerator such as cuda, cuda:1 or mps"] = "auto"
-    init_from: Annotated[str, "file with the initial model: safetensors or a torch state dict"] = ""
+    init_from: Annotated[
+        str,
+        "file with the initial model, safetensors or a torch state dict, whose head may have other classes; or "
+        "pretrained: the weights that timm or torchvision has",
+    ] = ""
+    trainable: Annotated[
+        tuple[str, ...],
+        "comma-separated patterns of the parameters that learn, such as classifier.*; head: the last layer; !PATTERN: "
+        "all but these; empty: all",
+    ] = ()
     validation: Annotated[
         float, "hold out this share of the training data and evaluate on it instead of the test data", Range(0, 1)
     ] = 0.0
@@ -121,6 +141,7 @@ class Config:
         "most clients in a stack; 0: as many as speed up a step (20, 5 or 1 on a CPU) and fit into half of the memory",
         Range(0),
     ] = 0
+    captured: Annotated[bool, "on a GPU, record a step once and replay it in equal steps: the same bits, sooner"] = True
     timeout: Annotated[float, "seconds that clients have to reply in a round", Range(0)] = 3600.0
     exchange_timeout: Annotated[
         float, "seconds that clients have for one exchange of a layer-wise step; 0: timeout", Range(0)

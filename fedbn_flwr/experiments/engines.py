@@ -127,7 +127,7 @@ def count_multiplications(material: Material) -> int:
 
 
 def _weighting_if_averaged(config: Config, strategy: BaseStrategy) -> str:
-    """Return by what a worker can average its nodes' replies; nothing if the server needs them one by one."""
+    """Return by what stacks can average their nodes' replies; nothing if the server needs them one by one."""
     single = config.record_dynamics or strategy.needs_single_replies
     # a user's own hooks may look at whatever they like
     return "" if single or is_foreign(type(strategy)) else strategy.weighting
@@ -142,13 +142,12 @@ def open_grid(
     The engine `stacked` has as many processes as `count_workers` says, and with `RAY_ADDRESS` in the environment its
     workers are on the cluster that is there. What is `bound_here` cannot be sent to others.
     """
-    config, layerwise, average_by = material.config, isinstance(strategy, Layerwise), ""
-    make_grid = partial(node_grid, layerwise, folder.resolve(), engine)
+    config, layerwise = material.config, isinstance(strategy, Layerwise)
+    make_grid = partial(node_grid, layerwise, folder.resolve(), engine, _weighting_if_averaged(config, strategy))
     workers = min(config.workers, config.clients)
     if engine == "stacked" and not bound_here:
-        average_by = _weighting_if_averaged(config, strategy)
         if _cluster() != LOCAL:
-            with open_on_cluster(make_grid, material, layerwise, average_by) as grid:
+            with open_on_cluster(make_grid, material, layerwise) as grid:
                 yield grid
             return
         workers = count_workers(material, layerwise)
@@ -156,12 +155,12 @@ def open_grid(
         yield make_grid(material, range(config.clients))
         return
     preload(NEEDED)
-    with spread_over(workers, partial(make_grid, material), config, average_by) as grid:
+    with spread_over(workers, partial(make_grid, material), config) as grid:
         yield grid
 
 
 @contextmanager
-def open_on_cluster(make_grid: MakeGrid, material: Material, layerwise: bool, average_by: str) -> Iterator[WorkersGrid]:
+def open_on_cluster(make_grid: MakeGrid, material: Material, layerwise: bool) -> Iterator[WorkersGrid]:
     """Share the nodes out over a Ray cluster: a worker a GPU, or without GPUs one for each useful processor."""
     config = material.config
     with extra("simulation"):
@@ -177,9 +176,7 @@ def open_on_cluster(make_grid: MakeGrid, material: Material, layerwise: bool, av
             raise UsageError(str(error)) from None
         stack.callback(cluster.close)
         ready = partial(_elsewhere, make_grid, config)
-        grid = stack.enter_context(
-            WorkersGrid(ready, config.clients, workers, threads=config.threads, start=cluster, average_by=average_by)
-        )
+        grid = stack.enter_context(WorkersGrid(ready, config.clients, workers, threads=config.threads, start=cluster))
         for worker in cluster.workers:
             clients = len(range(worker.index, config.clients, len(cluster.workers)))
             print(f"worker {worker.index}: {worker.describe()}, {clients} clients", file=sys.stderr)
@@ -187,7 +184,7 @@ def open_on_cluster(make_grid: MakeGrid, material: Material, layerwise: bool, av
 
 
 def node_grid(
-    layerwise: bool, folder: Path, engine: str, material: Material, partitions: Sequence[int]
+    layerwise: bool, folder: Path, engine: str, average_by: str, material: Material, partitions: Sequence[int]
 ) -> InProcessGrid:
     """Make the grid that trains the clients of these partitions, in stacks or one after another."""
     config, max_steps = material.config, 0
@@ -205,7 +202,9 @@ def node_grid(
     if engine == "inprocess":
         return OneByOneGrid(app, config.clients, partitions=partitions, state_dir=state_dir)
     keep_freed_memory()
-    return StackedGrid(app, config.clients, partitions=partitions, state_dir=state_dir, chunk=config.chunk)
+    return StackedGrid(
+        app, config.clients, partitions=partitions, state_dir=state_dir, chunk=config.chunk, average_by=average_by
+    )
 
 
 def _elsewhere(make_grid: MakeGrid, config: Config, partitions: Sequence[int]) -> InProcessGrid:
@@ -223,16 +222,14 @@ def state_folder(config: Config, run: Path) -> Path | None:
     return make_folder(folder, f"state-dir {config.state_dir!r}")
 
 
-def spread_over(workers: int, make_grid: GridFactory, config: Config, average_by: str = "") -> WorkersGrid:
+def spread_over(workers: int, make_grid: GridFactory, config: Config) -> WorkersGrid:
     """Share the nodes out over this process and `workers` - 1 others."""
     gpus = visible_gpus(config)
 
     def start(index: int, threads: int) -> Worker:
         return Worker(index, threads, {"CUDA_VISIBLE_DEVICES": gpus[index % len(gpus)]} if gpus else {})
 
-    return WorkersGrid(
-        make_grid, config.clients, workers, threads=config.threads, here=True, start=start, average_by=average_by
-    )
+    return WorkersGrid(make_grid, config.clients, workers, threads=config.threads, here=True, start=start)
 
 
 def run_with_grid(engine: str, experiment: Experiment, folder: Path, progress: Progress | None = None) -> Summary:

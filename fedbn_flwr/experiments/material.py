@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedbn_flwr import data, models, norm
-from fedbn_flwr.client import BNClient, pick_device
+from fedbn_flwr.client import BNClient
 from fedbn_flwr.client.evaluation import batch_sizes
 from fedbn_flwr.client.learning_task import LearningTask, task_of
 from fedbn_flwr.data import Data, Split
 from fedbn_flwr.data.pixels import Channels
-from fedbn_flwr.device import set_up_accelerator
+from fedbn_flwr.device import pick_device, set_up_accelerator
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.method import import_plugins, read_data
 from fedbn_flwr.plugins.options import UsageError
@@ -80,6 +80,7 @@ class Material:
             memory=memory,
             device=str(self.device),
             task=self.task,
+            captured=self.config.captured,
         )
 
 
@@ -154,6 +155,7 @@ def fresh_model(config: Config, form: Form) -> nn.Module:
         init_from=config.init_from or None,
         groups=config.groups,
         normalize_features=config.normalize_features,
+        trainable=config.trainable,
         **dict(config.norm_options),
     )
 

@@ -17,7 +17,7 @@ from fedbn_flwr.data import DATASETS, PARTITIONS, SITES, Data, leave_out, load
 from fedbn_flwr.data.files import TORCHVISION
 from fedbn_flwr.experiments.choice import Choice
 from fedbn_flwr.experiments.config import Config
-from fedbn_flwr.models import MODELS, build
+from fedbn_flwr.models import LIBRARIES, MODELS, build, published
 from fedbn_flwr.norm import NORMS
 from fedbn_flwr.plugins import (
     Named,
@@ -28,6 +28,7 @@ from fedbn_flwr.plugins import (
     is_foreign,
     is_importable,
     load_plugins,
+    warn_once,
 )
 from fedbn_flwr.plugins.options import (
     Option,
@@ -52,6 +53,8 @@ BOUND_NORMS = {"hbn": "hbn", "static-bn": "heterofl"}
 SHARED = ("lr_schedule", "seed", "patience", "exchange_timeout", "evaluate_every")
 #: the key of the engine in a run configuration; it is no option of a run's own
 ENGINE = "engine"
+#: a side of images that two cores can train networks of timm with
+SMALL_SIZE = 64
 #: the clients of a run that brings its own, where neither options nor domains say how many
 CLIENTS = 5
 
@@ -71,7 +74,7 @@ class Experiment:
     @property
     def code(self) -> dict[str, str]:
         """The fingerprints of users' code, data and files, which names do not tell, by the options that name them."""
-        config, initial = self.config, Path(self.config.init_from)
+        config, initial = self.config, Path(self.config.init_from).expanduser()
         plugins = {*map(str.strip, config.plugins.split(","))} - {""}
         named = {
             "model": _given_code(config.model, {name: entry.make for name, entry in MODELS.items()}),
@@ -196,8 +199,9 @@ def resolve(values: Mapping[str, Any], federation: bool = False, read_from: str 
     config = Config.from_mapping(common)
     if read_from:
         named = (name.partition(":") for name in (config.model, config.dataset, config.objective))
-        refuse_code(read_from, (module for module, colon, _ in named if colon and module not in DATASETS))
-    config = _with_clients(config, federation)
+        known = {*DATASETS, *LIBRARIES}
+        refuse_code(read_from, (module for module, colon, _ in named if colon and module not in known))
+    config = _with_clients(_with_images(config), federation)
     config = _with_norm(config, REGISTRY[method.strategy], options, method.norm)
     experiment = Experiment(config, method.strategy, options)
     return _pooled(experiment, method) if experiment.strategy_class.one_node else experiment
@@ -206,8 +210,23 @@ def resolve(values: Mapping[str, Any], federation: bool = False, read_from: str 
 def read_data(config: Config) -> Data:
     """Return the data set as it is read: the same arguments give the same object."""
     size, root = config.image_size or None, config.data_root or None
-    loaded = load(config.dataset, image_size=size, root=root, image_workers=config.image_workers)
+    workers = config.image_workers
+    loaded = load(config.dataset, image_size=size, channels=config.channels, root=root, image_workers=workers)
     return leave_out(loaded, config.unseen)[0] if config.unseen else loaded
+
+
+def _with_images(config: Config) -> Config:
+    """Return the options with the images that the library of the model trained it with, where they are not given."""
+    if config.mean and config.image_size and config.channels:
+        return config
+    if (images := published(config.model)) is None:
+        return config
+    size = images.image_size
+    if not config.image_size and size > SMALL_SIZE:
+        less = f"image-size={SMALL_SIZE} takes {(size / SMALL_SIZE) ** 2:.0f} times less"
+        warn_once(f"{config.model}: images have {size}x{size} pixels, as it was trained with; {less}")
+    config = config if config.mean else replace(config, mean=images.mean, std=images.std)
+    return replace(config, image_size=config.image_size or size, channels=config.channels or images.channels)
 
 
 def _with_clients(config: Config, federation: bool) -> Config:

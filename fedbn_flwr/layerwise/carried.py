@@ -3,11 +3,12 @@ r"""Corrections carried from round to round: what every client used before takes
 A client's local values of every layer travel with its ordinary reply, and the corrections made of them with the next
 round's ordinary message. A round is then one step of a fixed-point iteration that goes on over the rounds, while the
 model moves a little in between. In the first local step of round t, client k uses in every layer, with the local values
-m_k, v_k, a_k, b_k of this very pass (A and B: see `SharedBatchNorm`), and e = 1e-5 for channels that are constant,
+m_k, v_k, a_k, b_k of this very pass (A and B: see `SharedBatchNorm`), where v is what the layer divides by, the
+variance plus its eps,
 
-    mean = m_k + o_k sqrt(v_k + e),   variance = max((v_k + e) q_k - e, 0),   A = a_k + alpha_k,   B = b_k + beta_k
+    mean = m_k + o_k sqrt(v_k),   variance = max(v_k q_k - eps, 0),   A = a_k + alpha_k,   B = b_k + beta_k
 
-    o_k = (m - m_k') / sqrt(v_k' + e),   q_k = (v + e) / (v_k' + e),   alpha_k = a - a_k',   beta_k = b - b_k'
+    o_k = (m - m_k') / sqrt(v_k'),   q_k = v / v_k',   alpha_k = a - a_k',   beta_k = b - b_k'
 
 where m_k', v_k', a_k', b_k' are the client's values of earlier rounds, and m, v, a, b their pool over the participants
 S of round t:
@@ -74,7 +75,7 @@ They are few, because Flower sends each by a request of its own.
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -92,8 +93,8 @@ Examples = Mapping[int, float]
 #: what is corrected
 KINDS: tuple[Kind, Kind] = ("statistics", "gradients")
 LAYERS, SIZES, EXAMPLES, ROUND = "layers", "sizes", "examples", "round"
-#: e of the equations
-_FLOOR = 1e-5
+#: in place of an eps of 0, because channels may be constant
+_LEAST = 1e-12
 #: most bytes of nodes' values that the server keeps
 LIMIT = 256 * 2**20
 
@@ -121,20 +122,16 @@ def correction(kind: Kind, values: Tensor, pooled: Tensor) -> Tensor:
     if kind == "gradients":
         return pooled - values
     (mean, variance), (pooled_mean, pooled_variance) = values.unbind(-2), pooled
-    offset = (pooled_mean - mean) / (variance + _FLOOR).sqrt()
-    ratio = (pooled_variance + _FLOOR) / (variance + _FLOOR)
-    return torch.stack([offset, ratio], -2)
+    return torch.stack([(pooled_mean - mean) / variance.sqrt(), pooled_variance / variance], -2)
 
 
 def correct(kind: Kind, values: Tensor, correction: Tensor) -> Tensor:
-    """Return clients' local values, corrected, a row for each."""
+    """Return clients' local values, corrected, a row for each; of variances, what BN divides by."""
     if kind == "gradients":
         return values + correction.to(values)
     mean, variance = values.unbind(-2)
     offset, ratio = correction.to(values).unbind(-2)
-    mean = mean + offset * (variance + _FLOOR).sqrt()
-    variance = ((variance + _FLOOR) * ratio - _FLOOR).clamp(min=0)
-    return torch.stack([mean, variance], -2)
+    return torch.stack([mean + offset * variance.sqrt(), variance * ratio], -2)
 
 
 # ---- the client ----------------------------------------------------------------------------------------------------
@@ -150,11 +147,17 @@ class Corrected:
 
     def __call__(self, requests: Requests) -> Answer:
         """Return the clients' values, corrected where there is a correction of the layer."""
-        self.requests[requests.kind][requests.layer] = requests
         correction = self._corrections.get(requests.kind, {}).get(requests.layer)
+        values, added = requests.tensor, torch.zeros_like(requests.tensor)
+        if requests.kind == "statistics":
+            added[:, 1] = max(requests.eps, _LEAST)
+        self.requests[requests.kind][requests.layer] = replace(requests, tensor=values + added)
         if correction is None:
-            return Answer(requests.tensor, requests.counts[0])
-        return Answer(correct(requests.kind, requests.tensor, correction.tensor), correction.count)
+            return Answer(values, requests.counts[0])
+        corrected = correct(requests.kind, values + added, correction.tensor) - added
+        if requests.kind == "statistics":
+            corrected[:, 1].clamp_(min=0)
+        return Answer(corrected, correction.count)
 
 
 class CorrectedClients:

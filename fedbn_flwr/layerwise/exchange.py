@@ -39,6 +39,8 @@ class Requests:
     counts: tuple[int, ...]
     #: by row; empty where each row is one client's
     pools: tuple[Pool, ...] = ()
+    #: what the layer adds to variances before it divides by them
+    eps: float = 0.0
 
     @property
     def clients(self) -> int:

@@ -30,6 +30,8 @@ class Use:
     final: bool = True
     #: number of stacked clients, whose channels are side by side
     clients: int = 1
+    #: what the layer adds to variances before it divides by them
+    eps: float = 0.0
 
     def statistics(self, inputs: Tensor) -> tuple[Tensor, Tensor, int]:
         """Return mean and biased variance of each channel over all clients' inputs, and the count of values."""
@@ -55,7 +57,7 @@ class Use:
 
     def _ask(self, kind: Kind, tensor: Tensor, count: int) -> Answer:
         rows = where_exact(tensor.unflatten(-1, (self.clients, -1)).movedim(-2, 0))
-        answer = self.exchange(Requests(kind, self.layer, rows, (count,) * self.clients))
+        answer = self.exchange(Requests(kind, self.layer, rows, (count,) * self.clients, eps=self.eps))
         if answer.tensor.shape == rows.shape:
             # an answer for each client
             return Answer(answer.tensor.to(tensor).movedim(0, -2).flatten(-2), answer.count)

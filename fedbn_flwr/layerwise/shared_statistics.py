@@ -7,16 +7,15 @@ from typing import get_args
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.layerwise.exchange import Exchange
 from fedbn_flwr.layerwise.shared_batch_norm import Mode, SharedBatchNorm, Use
 from fedbn_flwr.norm import bn_layers
-from fedbn_flwr.norm.detect import replaced_forwards
+from fedbn_flwr.norm.detect import after_norm, replaced_forwards
 
 #: what computes a layer's outputs, mean, biased variance and count
 Apply = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
-_PLAIN_FORWARDS = (_BatchNorm.forward, SyncBatchNorm.forward)
 
 
 @contextmanager
@@ -41,7 +40,7 @@ def shared_statistics(
     if mode not in get_args(Mode):
         raise ValueError(f"unknown mode {mode!r}; known: {', '.join(get_args(Mode))}")
     stand_ins = [
-        _SharedForward(layer, layer.forward, Use(name, exchange, mode, final), apply)
+        _SharedForward(layer, layer.forward, Use(name, exchange, mode, final, eps=layer.eps), apply)
         for name, layer in check_layers(model).items()
     ]
     with replaced_forwards({stand_in.layer: stand_in for stand_in in stand_ins}):
@@ -74,7 +73,8 @@ class _SharedForward:
         outputs, *statistics = self.apply(inputs, layer.weight, layer.bias, layer.eps, use)
         if layer.training and layer.track_running_stats and layer.running_mean is not None:
             self.seen.append((statistics[0], statistics[1], statistics[2]))
-        return outputs
+        behind = after_norm(layer)
+        return behind(outputs) if behind else outputs
 
 
 @torch.no_grad()
@@ -97,10 +97,15 @@ class UnlikeBatchNormError(TypeError):
 
 
 def check_layers(model: nn.Module) -> dict[str, _BatchNorm]:
-    """Return a model's BN layers; an UnlikeBatchNormError names one whose statistics cannot be shared."""
+    """Return a model's BN layers; an UnlikeBatchNormError names one whose statistics cannot be shared.
+
+    So does a model that is to train, and keeps all of these layers in eval mode.
+    """
     layers = bn_layers(model)
+    if layers and not any(map(_uses_batch_statistics, layers.values())):
+        raise UnlikeBatchNormError("all BN layers are in eval mode in training, so no statistics are left to share")
     for name, layer in layers.items():
-        if _uses_batch_statistics(layer) and type(layer).forward not in _PLAIN_FORWARDS:
+        if _uses_batch_statistics(layer) and not after_norm(layer):
             kind = type(layer).__name__
             raise UnlikeBatchNormError(f"layer {name!r} is a {kind}, which computes something else than BN")
     return layers

@@ -2,21 +2,30 @@
 
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from pkgutil import iter_modules
-from textwrap import shorten
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from fedbn_flwr import norm as norms
-from fedbn_flwr.plugins import MissingExtraError, add, extra, import_function
+from fedbn_flwr.models.libraries import LIBRARIES, make_published, published
+from fedbn_flwr.models.weights import load_weights, read_weights
+from fedbn_flwr.plugins import add, import_function, warn_once
 from fedbn_flwr.randomness import derive
 
-__all__ = ["MODELS", "build", "register_model"]
+__all__ = ["LIBRARIES", "MODELS", "build", "published", "read_weights", "register_model"]
+
+#: in place of a file of weights: those that a library publishes with its network
+PRETRAINED = "pretrained"
+#: stands for the parameters of the last layer that has any
+HEAD = "head"
 
 #: makes a model from the number of classes, the number of channels and the side of the images
 Make = Callable[[int, int, int], nn.Module]
@@ -69,27 +78,73 @@ def build(
     init_from: str | Path | None = None,
     groups: int = 2,
     normalize_features: bool = False,
+    trainable: Sequence[str] = (),
     **norm_options: object,
 ) -> nn.Module:
-    """Build a model of the registry, or any other given as "package.module:function".
+    """Build a model of the registry, `timm:NAME`, `torchvision:NAME`, or any other as "package.module:function".
 
-    Its weights are a function of the seed alone, and torch's own generator is left as it was; `init_from`, a
-    safetensors file or a torch state dict, replaces them. `norm`, `groups` and `norm_options` are those of
-    `fedbn_flwr.norm.replace`; `normalize_features` lets the classifier take normalized features.
+    Its weights are a function of the seed alone, and torch's own generator is left as it was. `init_from`, a
+    safetensors file or a torch state dict, replaces them, or `pretrained`, the library's own. `norm`, `groups` and
+    `norm_options` are those of `fedbn_flwr.norm.replace`; where the weights are those of the network without them,
+    a log line says what is lost. `normalize_features` lets the classifier take normalized features. `trainable`
+    has patterns of the parameters that learn.
     """
-    make = _maker(name, image_size)
+    make = _maker(name, image_size, pretrained=init_from == PRETRAINED)
+    loaded = init_from == PRETRAINED
+    weights = None if init_from is None or loaded else read_weights(Path(init_from).expanduser())
     with torch.random.fork_rng(devices=[]):
         # Only the CPU's generator: torch.manual_seed would reseed the accelerators' too.
         torch.default_generator.manual_seed(derive(seed, "weights"))
         model = make(num_classes, in_channels, image_size)
+        if weights is not None:
+            with suppress(ValueError):  # said below, if they do not fit the model as it is in the end either
+                load_weights(model, weights, str(init_from), num_classes)
+                loaded = True
+        before = {name: value.clone() for name, value in model.state_dict().items()} if loaded else {}
         model = norms.replace(model, norm, groups=groups, **norm_options)
         model = norms.normalize_features(model) if normalize_features else model
-    if init_from is not None:
-        _load_weights(model, Path(init_from))
+        if weights is not None and not loaded:
+            load_weights(model, weights, str(init_from), num_classes)
+    _warn_of_loss(before, model, f"{init_from}: the normalizer {norm!r}")
+    _choose(model, trainable)
     return model
 
 
-def _maker(name: str, image_size: int) -> Make:
+def _warn_of_loss(before: Mapping[str, Tensor], model: nn.Module, what: str) -> None:
+    """Say which weights are not what they were."""
+    after = model.state_dict()
+    lost = [name for name, value in before.items() if name not in after or not torch.equal(after[name], value)]
+    if lost:
+        warn_once(f"{what} drops or changes {len(lost)} of {len(before)} entries of the weights, such as {lost[0]!r}")
+
+
+def _choose(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Let those parameters learn whose names match a pattern, and none that begins with `!`.
+
+    Without a pattern of either kind, all match. A ValueError names a pattern that matches nothing.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    chosen = dict.fromkeys(names, all(pattern.startswith("!") for pattern in patterns))
+    # those with `!` last
+    for pattern in sorted(patterns, key=lambda pattern: pattern.startswith("!")):
+        asked = pattern.removeprefix("!")
+        glob = f"{names[-1].rpartition('.')[0]}.*" if asked == HEAD else asked
+        if not (matching := [name for name in names if fnmatchcase(name, glob)]):
+            raise ValueError(
+                f"trainable: no parameter matches {asked!r}; there are {HEAD}, {', '.join(names[:3])}, ..."
+            )
+        chosen |= dict.fromkeys(matching, pattern == asked)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad and chosen[name])
+
+
+def _maker(name: str, image_size: int, pretrained: bool) -> Make:
+    if found := published(name):
+        return partial(make_published, found, pretrained)
+    if pretrained:
+        raise ValueError(
+            f"init-from={PRETRAINED} is for models such as timm:resnet18 or torchvision:resnet18, not {name}"
+        )
     if name not in MODELS:
         return _custom_model(name)
     entry = MODELS[name]
@@ -118,36 +173,6 @@ def _custom_model(spec: str) -> Make:
         return model
 
     return make
-
-
-def _load_weights(model: nn.Module, path: Path) -> None:
-    """Load a file of weights, which must fit the model name by name."""
-    state = read_weights(path)
-    try:
-        model.load_state_dict(state)
-    except RuntimeError as error:
-        raise ValueError(f"{path} does not fit the model: {shorten(str(error), 300)}") from error
-
-
-def read_weights(path: Path) -> dict[str, Tensor]:
-    """Read a safetensors file or a torch state dict; a ValueError names a file that is neither."""
-    if not path.is_file():
-        raise ValueError(f"no weights: there is no file {path}")
-    try:
-        if path.suffix == ".safetensors":
-            with extra("models"):
-                from safetensors.torch import load_file
-            return load_file(path)
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except MissingExtraError:
-        raise
-    except Exception as error:  # torch runs the file as a program, and in one that is none anything can go wrong
-        raise ValueError(f"{path} is neither safetensors nor a torch state dict: {shorten(str(error), 300)}") from error
-    if not isinstance(state, dict) or not all(
-        isinstance(name, str) and isinstance(value, Tensor) for name, value in state.items()
-    ):
-        raise ValueError(f"{path} does not hold a state dict (names and tensors)")
-    return state
 
 
 # every file of this folder registers its models when it is imported

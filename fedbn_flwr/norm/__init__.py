@@ -5,7 +5,7 @@ from pkgutil import iter_modules
 
 from fedbn_flwr.norm.detect import affine_keys, bn_keys, bn_layers, counter_keys, lacks, local_keys, statistics_keys
 from fedbn_flwr.norm.freeze import freeze
-from fedbn_flwr.norm.layers import BatchNorm, BatchRenorm, GroupNorm, HybridBatchNorm, StaticBatchNorm
+from fedbn_flwr.norm.layers import BatchNorm
 from fedbn_flwr.norm.moments import Moments, adapt, gather, gathering, pool_moments
 from fedbn_flwr.norm.replace import normalize_features, replace
 from fedbn_flwr.norm.substitute import NORMS, Slot, register_norm, swap_normalizers
@@ -13,12 +13,8 @@ from fedbn_flwr.norm.substitute import NORMS, Slot, register_norm, swap_normaliz
 __all__ = [
     "NORMS",
     "BatchNorm",
-    "BatchRenorm",
-    "GroupNorm",
-    "HybridBatchNorm",
     "Moments",
     "Slot",
-    "StaticBatchNorm",
     "adapt",
     "affine_keys",
     "bn_keys",

@@ -22,11 +22,15 @@ class _ScaledStd(_ConvNd):
         self.gain: Tensor = nn.Parameter(self.weight.new_ones(self.out_channels, *[1] * (self.weight.dim() - 1)))
 
     def forward(self, input: Tensor) -> Tensor:
-        """Standardize the weight, and convolve."""
+        """Convolve, in the way of the layer that this one was, with the standardized weight."""
         inputs = tuple(range(1, self.weight.dim()))
         variance, mean = torch.var_mean(self.weight, dim=inputs, correction=0, keepdim=True)
-        weight = (self.weight - mean) * (variance + self.eps).rsqrt() * self.gain * self.scale
-        output: Tensor = self._conv_forward(input, weight, self.bias)
+        # in the instance's own dictionary, where it comes before the parameter of this name
+        self.__dict__["weight"] = (self.weight - mean) * (variance + self.eps).rsqrt() * self.gain * self.scale
+        try:
+            output: Tensor = super().forward(input)
+        finally:
+            del self.__dict__["weight"]
         return output
 
 
@@ -60,13 +64,12 @@ def standardized(
     """
     if not isinstance(layer, _ConvNd) or isinstance(layer, _ConvTransposeNd) or layer.weight[0].numel() == 1:
         return layer
-    if type(layer) not in _KINDS:
-        raise ValueError(f"layer {name!r} is a {type(layer).__name__}, whose weight cannot be standardized")
-    new: Any = _empty_like(layer, layer.weight[0].numel() ** 0.5 if gamma is None else gamma)
-    new.weight, new.bias = layer.weight, layer.bias
+    if "weight" not in layer._parameters:
+        raise ValueError(f"layer {name!r} computes its weight, which cannot be standardized")
+    new: Any = _like(layer)
+    new.eps, new.scale = 1e-12, 1.0 if gamma is None else gamma * layer.weight[0].numel() ** -0.5
     _start_at_unit_norm(new.weight)
-    gain = torch.full_like(new.gain, first_gain, device=layer.weight.device, dtype=layer.weight.dtype)
-    del new.gain
+    gain = layer.weight.new_full((len(layer.weight), *[1] * (layer.weight.dim() - 1)), first_gain)
     if learnable:
         new.gain = nn.Parameter(gain)
     else:  # a constant is neither trained nor sent
@@ -74,19 +77,13 @@ def standardized(
     return new.train(layer.training)  # type: ignore[no-any-return]
 
 
-def _empty_like(layer: _ConvNd, gamma: float) -> nn.Module:
-    return _KINDS[type(layer)](
-        layer.in_channels,
-        layer.out_channels,
-        layer.kernel_size,
-        stride=layer.stride,
-        padding=layer.padding,
-        dilation=layer.dilation,
-        groups=layer.groups,
-        padding_mode=layer.padding_mode,
-        gamma=gamma,
-        device="meta",
-    )
+def _like(layer: _ConvNd) -> nn.Module:
+    """Return a layer with the same parameters and attributes, and a forward that standardizes the weight before."""
+    kind: Any = _KINDS.get(type(layer)) or type(f"ScaledStd{type(layer).__name__}", (_ScaledStd, type(layer)), {})
+    new: nn.Module = kind.__new__(kind)
+    for name, value in vars(layer).items():
+        new.__dict__[name] = value.copy() if isinstance(value, dict | set) else value
+    return new
 
 
 @torch.no_grad()

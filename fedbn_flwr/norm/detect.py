@@ -6,13 +6,29 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 
 def bn_layers(model: nn.Module) -> dict[str, _BatchNorm]:
     """Full dotted path -> BN layer, in the model's order; a layer shared under two names is listed once."""
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)}
+
+
+def keeps_statistics(layer: _BatchNorm) -> bool:
+    """Return whether a BN layer has parameters of which none learns, and so keeps its statistics in training too."""
+    return not any(value.requires_grad for value in layer.parameters(recurse=False)) and layer.weight is not None
+
+
+def after_norm(layer: _BatchNorm) -> Callable[[Tensor], Tensor] | None:
+    """Return what a layer calls behind BN, if that is all that it does besides BN; else None."""
+    kind = type(layer)
+    if kind.forward in (_BatchNorm.forward, SyncBatchNorm.forward):
+        return lambda outputs: outputs
+    if kind.__name__ == "BatchNormAct2d" and kind.__module__.startswith("timm."):
+        timms: Any = layer
+        return lambda outputs: timms.act(timms.drop(outputs))
+    return None
 
 
 def lacks(model: nn.Module, need: str) -> str:
@@ -29,6 +45,8 @@ def lacks(model: nn.Module, need: str) -> str:
         return f"the method brings a normalizer of its own, and the model has {', '.join(sorted(kinds))}: {made}"
     kind, entry = ("affine parameters", "weight") if need == "affine" else ("running statistics", "running_mean")
     layers = bn_layers(model)
+    if layers and need != "affine" and all(map(keeps_statistics, layers.values())):
+        return "none of the model's BN layers has a parameter that learns, so all of them keep their statistics"
     without = [name for name, layer in layers.items() if need != "bn" and getattr(layer, entry) is None]
     if without and (need == "all-statistics" or len(without) == len(layers)):
         return f"the model's BN layer {without[0]!r} has no {kind}"

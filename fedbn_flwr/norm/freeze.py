@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.norm.detect import bn_layers
+from fedbn_flwr.norm.detect import bn_layers, keeps_statistics
 
 
 class _StatisticsHold:
@@ -42,16 +42,17 @@ def freeze(model: nn.Module, statistics: bool = True, affine: bool = False) -> I
     Zhong et al., "Making Batch Normalization Great in Federated Deep Learning", 2023, section 5, Table H.
     With frozen statistics a layer computes y = gamma (x - mean) / sqrt(var + eps) + beta in training too,
     with the running mean and variance as constants (eval mode, `model.train()` or not). At the end it is in the mode
-    that `model.train()` or `model.eval()` last asked for. Blocks nest.
+    that `model.train()` or `model.eval()` last asked for. Blocks nest. Layers of which no parameter learns have frozen
+    statistics in any case.
     """
-    # every message freezes what its instruction says, which mostly is nothing
-    layers = bn_layers(model) if statistics or affine else {}
+    layers = bn_layers(model)
     for name, layer in layers.items():
         if statistics and layer.running_mean is None:
             raise ValueError(f"BN layer {name!r} has no running statistics, so they cannot be frozen")
     with ExitStack() as undo:
         for layer in layers.values():
-            if statistics and not isinstance(layer.__dict__.get("train"), _StatisticsHold):
+            holds = statistics or (keeps_statistics(layer) and layer.running_mean is not None)
+            if holds and not isinstance(layer.__dict__.get("train"), _StatisticsHold):
                 undo.callback(_StatisticsHold(layer).release)
             for name in ("weight", "bias") if affine else ():
                 if (parameter := getattr(layer, name)) is not None:

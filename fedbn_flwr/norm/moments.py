@@ -1,7 +1,7 @@
 """Exact statistics of what every BN layer sees: gathered, pooled over clients, and put into a model for a new site."""
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fedbn_flwr.device import where_exact
-from fedbn_flwr.norm.detect import bn_layers, lacks
+from fedbn_flwr.norm.detect import bn_layers, keeps_statistics, lacks
 from fedbn_flwr.norm.layers import HybridBatchNorm
 
 #: inputs below which `adapt` warns
@@ -48,7 +48,9 @@ def gather(model: nn.Module, batches: Iterable[Tensor], training: bool = True) -
 def gathering(model: nn.Module, training: bool = True) -> Iterator[dict[str, Moments]]:
     """While open, fill what is yielded with the moments that `gather` returns, whoever runs the model."""
     seen: dict[str, Moments] = {}
-    names: dict[nn.Module, str] = {layer: name for name, layer in bn_layers(model).items()}
+    # the others normalize with the statistics that they keep
+    moving = {name: layer for name, layer in bn_layers(model).items() if not (training and keeps_statistics(layer))}
+    names: dict[nn.Module, str] = {layer: name for name, layer in moving.items()}
     modes = {layer: layer.training for layer in model.modules()}
     kept = [(buffer, buffer.clone()) for layer in names for buffer in layer.buffers()]
 
@@ -89,11 +91,16 @@ def pool_moments(records: Iterable[Mapping[str, Moments]]) -> dict[str, Moments]
     return pooled
 
 
-def adapt(model: nn.Module, inputs: Tensor | Iterable[Any], weight: float = 1.0) -> nn.Module:
+def adapt(
+    model: nn.Module,
+    inputs: Tensor | Iterable[Any],
+    weight: float = 1.0,
+    prepare: Callable[[Tensor], Tensor] = lambda inputs: inputs,
+) -> nn.Module:
     """Return a copy of a model with the BN statistics of unlabeled inputs; nothing else differs.
 
-    `inputs` are a tensor, or batches of any sizes: tensors, or pairs that begin with one. All are kept in memory, and
-    the layers' outputs of one batch. The statistics are those of one forward pass in training mode over all inputs
+    `inputs` are a tensor, or batches of any sizes: tensors, or pairs that begin with one, as training had them or as
+    `prepare` makes them. All are kept in memory, and the layers' outputs of one batch. The statistics are those of one forward pass in training mode over all inputs
     together, with dropout off: each layer sees what the layers before it have normalized with their new statistics, as
     in the model that is returned. So all batches go through the model once for each layer, and sizes do not matter.
 
@@ -105,7 +112,8 @@ def adapt(model: nn.Module, inputs: Tensor | Iterable[Any], weight: float = 1.0)
     if not 0 < weight <= 1:
         raise ValueError(f"adapt: weight must be above 0 and at most 1, got {weight}")
     with torch.random.fork_rng(devices=[]):  # a loader draws from torch's generator
-        batches = [inputs] if isinstance(inputs, Tensor) else [_inputs_of(batch) for batch in inputs]
+        given = [inputs] if isinstance(inputs, Tensor) else inputs
+        batches = [prepare(_inputs_of(batch)) for batch in given]
     if (count := sum(map(len, batches))) < FEWEST:
         if not count:
             raise ValueError("adapt: there are no inputs")

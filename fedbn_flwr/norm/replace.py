@@ -11,7 +11,7 @@ from fedbn_flwr.norm.convolutions import standardized
 from fedbn_flwr.norm.detect import bn_layers
 from fedbn_flwr.norm.layers import BatchNorm, BatchRenorm, GroupNorm, HybridBatchNorm, StaticBatchNorm
 from fedbn_flwr.norm.substitute import NORMS, Slot, register_norm, substitute, swap_normalizers
-from fedbn_flwr.plugins import did_you_mean
+from fedbn_flwr.plugins import did_you_mean, warn_once
 
 
 def replace(model: nn.Module, kind: str, *, groups: int = 2, **options: object) -> nn.Module:
@@ -31,7 +31,11 @@ def replace(model: nn.Module, kind: str, *, groups: int = 2, **options: object) 
             raise ValueError(f"normalizer {kind!r} has no option {option!r}; its options: {known}")
     if "groups" in allowed:
         options["groups"] = groups
-    return swap(model, **options)
+    before = list(model.modules())
+    root = swap(model, **options)
+    if kind != "bn" and list(root.modules()) == before:
+        warn_once(f"the normalizer {kind!r} takes no layer's place in the {type(model).__name__}, which stays as it is")
+    return root
 
 
 @register_norm("bn")

@@ -1,6 +1,7 @@
 """What users add under a name: items of a registry, their own objects in the place of names, and modules to import."""
 
 import ast
+import logging
 import pickle
 import re
 import sys
@@ -93,6 +94,12 @@ def extra(name: str) -> Iterator[None]:
         raise MissingExtraError(
             f"{str(error.name).partition('.')[0]} is not installed: pip install '.[{name}]' in the clone"
         ) from error
+
+
+@cache
+def warn_once(line: str) -> None:
+    """Log a warning, once a process: the methods of a comparison have the same data and model."""
+    logging.getLogger("flwr").warning(line)
 
 
 class Named(str):

@@ -104,9 +104,9 @@ class BaseStrategy(FlowerFedAvg):
     state_type: ClassVar[type[MethodState]] = MethodState
     #: what a model must have of BN, or the method would be another one; see `norm.lacks`
     needs: str = "none"
-    #: whether the method looks at single nodes' training replies, so that workers must not average them
+    #: whether the method looks at single nodes' training replies, so that stacks must not average them
     reads_replies: bool = False
-    #: how much a client counts, `examples` or `uniform`, where a worker averages its nodes' replies
+    #: how much a client counts, `examples` or `uniform`, where stacks average their nodes' replies
     weighting: str = "examples"
     #: whether an experiment gives this method one node with the union of the clients' samples
     one_node: ClassVar[bool] = False
@@ -159,6 +159,9 @@ class BaseStrategy(FlowerFedAvg):
         gather_samples: Annotated[
             int, "samples of each node that gathered statistics come from, in one batch; 0 means all", Range(0)
         ] = 0,
+        freeze_bn: Annotated[
+            bool, "keep BN statistics as the initial model has them, in training too; affine parameters still learn"
+        ] = False,
         privacy: Privacy | None = None,
         **flower: Any,
     ) -> None:
@@ -188,6 +191,12 @@ class BaseStrategy(FlowerFedAvg):
             raise ValueError("gather_samples are of gathered statistics, but statistics is running")
         if self.statistics != "running" and self.needs == "none":
             self.needs = "statistics"
+        self.freeze_bn = freeze_bn
+        if freeze_bn and self.needs not in ("none", "affine"):
+            about = f"{type(self).__name__} with statistics={self.statistics}"
+            raise ValueError(f"freeze_bn keeps BN statistics as they are, and {about} is about how they change")
+        if freeze_bn and self.needs == "none":
+            self.needs = "all-statistics"
         #: the groups whose means the method gets
         self.groups: list[PooledGroup] = []
         named = [sent for parent in reversed(type(self).__mro__) for sent in vars(parent).get("sends", ())]
@@ -211,7 +220,7 @@ class BaseStrategy(FlowerFedAvg):
 
     @property
     def needs_single_replies(self) -> bool:
-        """Return whether the mean of a worker's nodes would not do in the place of their replies."""
+        """Return whether the mean of several nodes would not do in the place of their replies."""
         return self.reads_replies or self.averager.reads_replies or self.weighted_by_key != wire.NUM_EXAMPLES
 
     # ---- the hooks -----------------------------------------------------------------------------------------------
@@ -232,6 +241,8 @@ class BaseStrategy(FlowerFedAvg):
             instruction = instruction.with_rule(clip_factor=float(self.clip_factor))
         later = "" if self.statistics == "running" else "statistics"
         instruction = replace(instruction, later=later, gather_samples=self.gather_samples)
+        if self.freeze_bn:
+            instruction = replace(instruction, freeze="statistics", omit="statistics")
         return replace(instruction, momentum_state=self.momentum_state, bn_needed=self.needs, stays=self.stays)
 
     def package(self, nodes: Sequence[int], arrays: ArrayRecord) -> dict[int, dict[str, ArrayRecord]]:

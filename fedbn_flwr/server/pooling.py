@@ -74,7 +74,7 @@ class Start:
 class Averager:
     """Makes one of nodes' numbers: here their weighted mean. Subclasses put something else in its place."""
 
-    #: whether it needs each node's own numbers, so that workers must not average
+    #: whether it needs each node's own numbers, so that stacks must not average
     reads_replies: ClassVar[bool] = False
 
     @property

@@ -291,7 +291,7 @@ def _with_common_entries(replies: list[NodeReply], required: Sequence[str], refu
         common = votes.most_common(1)[0][0] if votes else frozenset()
         for reply in [reply for reply, form in forms.items() if form != common]:
             example = min(entry[0] for entry in forms[reply] ^ common)
-            refused.append(Refusal(reply.node, f"unlike most, entry {example!r} in {group!r}"))
+            refused += [Refusal(node, f"unlike most, entry {example!r} in {group!r}") for node in reply.nodes]
             replies = [each for each in replies if each is not reply]
     return replies
 

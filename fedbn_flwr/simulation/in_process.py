@@ -6,8 +6,7 @@
 from abc import abstractmethod
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from logging import INFO
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,13 +17,11 @@ from flwr.common import log
 from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
 from flwr.serverapp import Grid
 
-from fedbn_flwr.client import BNClient, Reply
-from fedbn_flwr.clientapp.bn_client_app import BNClientApp, SharedRecords, make_message, read_message
+from fedbn_flwr.clientapp.bn_client_app import BNClientApp, SharedRecords, read_message
 from fedbn_flwr.server.grids import identify
-from fedbn_flwr.state import State
+from fedbn_flwr.simulation.replies import Job, ReplyPool, Trained, changes_nothing
 from fedbn_flwr.state.record_files import SUFFIX, pack_records, read_records, write_bytes
 from fedbn_flwr.state.records import lend_record
-from fedbn_flwr.wire import Instruction
 from fedbn_flwr.wire.packed import with_content
 
 try:
@@ -142,32 +139,8 @@ class LocalGrid(Grid):
             self.remember(FIRST_NODE_ID + partition, saved.get(partition, RecordDict()))
 
 
-@dataclass(frozen=True)
-class Job:
-    """The work of one training message; `place` is the message's position in the push."""
-
-    place: int
-    message: Message
-    context: Context
-    client: BNClient
-    received: Mapping[str, State]
-    instruction: Instruction
-
-    @property
-    def node(self) -> int:
-        """The node that the message is for."""
-        return self.message.metadata.dst_node_id
-
-    @cached_property
-    def steps(self) -> int:
-        """The number of mini-batch steps; an error if the job cannot be planned."""
-        return len(self.client.batch_sizes(self.instruction))
-
-
-#: jobs whose clients have trained, with what these reply
-Trained = Sequence[tuple[Job, Reply]]
-#: trains the clients of many training messages, and yields replies, some at a time: these are packed before the next
-#: ones train. Jobs that fail have no reply here: their messages are answered one by one, and say then why
+#: trains the clients of many training messages, and yields what they reply, which is packed before the next ones train.
+#: Jobs that fail are not among it: their messages are answered one by one, and say then why
 Trainer = Callable[[Sequence[Job]], Iterator[Trained]]
 
 
@@ -187,6 +160,8 @@ class InProcessGrid(LocalGrid):
     """
 
     _trainer: Trainer | None = None
+    #: how a `ReplyPool` weighs replies; if empty, every client answers by itself
+    _average_by = ""
 
     def __init__(
         self,
@@ -239,28 +214,31 @@ class InProcessGrid(LocalGrid):
         ids = [identify(message) for message in messages]
         trained = self._train_together(messages)
         # one by one: other messages, and clients that failed together with others
-        replies = [trained.get(place) or self._answer(message) for place, message in enumerate(messages)]
-        for message_id, reply in zip(ids, replies, strict=True):
-            identify(reply)
-            self._replies[message_id] = reply
+        for place, (message, message_id) in enumerate(zip(messages, ids, strict=True)):
+            if reply := trained[place] if place in trained else self._answer(message):
+                identify(reply)
+                self._replies[message_id] = reply
         return ids
 
     # ---- many messages at once -----------------------------------------------------------------------------------
 
-    def _train_together(self, messages: Sequence[Message]) -> dict[int, Message]:
-        """Let the trainer answer training messages; return the replies of those that do not fail, by place."""
+    def _train_together(self, messages: Sequence[Message]) -> dict[int, Message | None]:
+        """Let the trainer answer training messages; return the replies of those that do not fail, by place.
+
+        There is None in the place of a reply that is in the mean at another place.
+        """
         places = [place for place, message in enumerate(messages) if message.metadata.message_type == MessageType.TRAIN]
         if self._trainer is None or len(places) < 2 or not self._hands_to_clients():
             return {}
-        replies: dict[int, Message] = {}
+        replies, pool = dict[int, Message | None](), ReplyPool(self._average_by)
         for portion in in_portions(places):
             jobs = self._prepare({place: messages[place] for place in portion})
             for trained in self._trainer(jobs):
-                for job, reply in trained:
-                    with suppress(Exception):  # reported when the message is answered
-                        replies[job.place] = job_reply(job, reply)
+                with suppress(Exception):  # reported when the message is answered
+                    replies |= pool.add(trained)
+                    for job in trained.jobs:
                         self._keep(job.node, job.context)
-        return replies
+        return replies | pool.means()
 
     def _prepare(self, messages: Mapping[int, Message]) -> list[Job]:
         """Make the clients of messages, given by place, except those that cannot be made."""
@@ -329,18 +307,18 @@ def one_by_one(jobs: Sequence[Job]) -> Iterator[Trained]:
 
     All clients are prepared before, and replies are packed afterwards.
     """
-    trained: list[tuple[Job, Reply]] = []
+    trained: list[Trained] = []
     for job in jobs:
         try:
             reply = job.client.train(job.received, job.instruction)
         except Exception:  # reported when the message is answered
             continue
-        trained.append((job, reply))
+        trained.append(Trained([job], [reply]))
         # another class of client may reply with tensors of its model, which the next client changes
         if not changes_nothing(job.client):
-            yield trained
+            yield from trained
             trained = []
-    yield trained
+    yield from trained
 
 
 class OneByOneGrid(InProcessGrid):
@@ -351,16 +329,6 @@ class OneByOneGrid(InProcessGrid):
     """
 
     _trainer = staticmethod(one_by_one)
-
-
-def job_reply(job: Job, reply: Reply) -> Message:
-    """Make a message of a client's reply."""
-    return make_message(reply, job.message, copy=not changes_nothing(job.client))
-
-
-def changes_nothing(client: BNClient) -> bool:
-    """Whether a client surely changes no tensor that it received or replied, so that none needs to be copied."""
-    return type(client) is BNClient
 
 
 def in_portions(items: Sequence[T]) -> Iterator[Sequence[T]]:

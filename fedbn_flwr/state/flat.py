@@ -4,8 +4,8 @@ This makes packing, averaging and reading several times faster (docs/benchmarks.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property, lru_cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property, lru_cache, partial
 from math import prod
 from typing import Any, Generic, Self, TypeVar, cast
 
@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from fedbn_flwr.device import where_exact
 
 #: name, dtype and shape of one array
 Entry = tuple[str, np.dtype[Any], tuple[int, ...]]
@@ -119,17 +121,23 @@ class FlatState(Flat[Tensor]):
         layout, by_dtype = _layout_of_tensors(state), dict[torch.dtype, list[Tensor]]()
         for value in state.values():
             by_dtype.setdefault(value.dtype, []).append(value.detach().reshape(-1))
-        return cls(layout, dict(zip(layout.by_dtype, map(_join, by_dtype.values()), strict=True)))
+        joined = [_to_host(_join(values)) for values in by_dtype.values()]
+        return cls(layout, dict(zip(layout.by_dtype, joined, strict=True)))
 
     @classmethod
     def copies_of(cls, stacked: Mapping[str, Tensor], clients: int) -> list[Self]:
         """Split stacked tensors, of shape (clients, ...), into one state per client. The states share buffers."""
-        layout = _layout_of_tensors({name: value[0] for name, value in stacked.items()})
-        buffers = {
-            dtype: _join([stacked[name].reshape(clients, prod(shape)) for name, _, shape in entries])
-            for dtype, entries in layout.by_dtype.items()
-        }
-        return [cls(layout, {dtype: buffer[client] for dtype, buffer in buffers.items()}) for client in range(clients)]
+        whole = _from_rows(stacked, clients, lambda rows: rows)
+        rows = ({dtype: buffer[client] for dtype, buffer in whole.buffers.items()} for client in range(clients))
+        return [cls(whole.layout, buffers) for buffers in rows]
+
+    @staticmethod
+    def sum_of(stacked: Mapping[str, Tensor], weights: tuple[float, ...]) -> FlatArrays:
+        """Add up the rows of stacked tensors under weights, in float64 on their device; of other dtypes the largest.
+
+        The sums stand under the dtypes of the tensors.
+        """
+        return _from_rows(stacked, len(weights), partial(_sum_rows, weights))
 
     @staticmethod
     def stacked(states: Sequence["FlatState"]) -> "FlatState":
@@ -158,14 +166,43 @@ def portions(buffer: NDArray[Any]) -> list[slice]:
     return [slice(start, start + _PORTION) for start in range(0, len(buffer), _PORTION)]
 
 
-def _join(parts: Sequence[Tensor]) -> NDArray[Any]:
-    """Concatenate tensors of one dtype along their last dimension."""
+def _join(parts: Sequence[Tensor]) -> Tensor:
+    """Concatenate tensors of one dtype along their last dimension; on the CPU, unless all are on another device."""
     away = [part for part in parts if part.device.type != "cpu"]
     if 0 < len(away) < len(parts):
         here = iter(torch.cat(away, -1).cpu().split([part.shape[-1] for part in away], -1))
         parts = [part if part.device.type == "cpu" else next(here) for part in parts]
-    joined: NDArray[Any] = torch.cat(list(parts), -1).numpy(force=True)
-    return joined
+    return torch.cat(list(parts), -1)
+
+
+def _from_rows(stacked: Mapping[str, Tensor], clients: int, change: Callable[[Tensor], Tensor]) -> FlatArrays:
+    """Return what becomes of stacked tensors, those of a dtype as one tensor with a row for each client."""
+    layout = _layout_of_tensors({name: value[0] for name, value in stacked.items()})
+    buffers = {
+        dtype: _to_host(change(_join([stacked[name].reshape(clients, prod(shape)) for name, _, shape in entries])))
+        for dtype, entries in layout.by_dtype.items()
+    }
+    return FlatArrays(layout, buffers)
+
+
+def _sum_rows(weights: tuple[float, ...], rows: Tensor) -> Tensor:
+    if not rows.is_floating_point():
+        return rows.amax(0)
+    rows = where_exact(rows)
+    return _column(weights, rows.device) @ rows.double()
+
+
+@lru_cache(maxsize=64)
+def _column(weights: tuple[float, ...], device: torch.device) -> Tensor:
+    """Return weights on a device, where they stay: the same clients come again in every round."""
+    return torch.tensor(weights, dtype=torch.float64, device=device)
+
+
+def _to_host(values: Tensor) -> NDArray[Any]:
+    """Return numbers in the CPU's memory; those of a GPU come into pinned memory, which is faster."""
+    if values.device.type == "cpu":
+        return values.numpy(force=True)
+    return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values).numpy(force=True)
 
 
 def _layout_of_tensors(state: Mapping[str, Tensor]) -> Layout:

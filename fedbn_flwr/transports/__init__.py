@@ -59,6 +59,12 @@ def open_step(grid: "Grid", messages: Sequence[Message]) -> NodesTransport | Non
     return grid.open_step(messages) if isinstance(grid, LayerwiseGrid) else None
 
 
+def is_unable(error: Exception) -> bool:
+    """Whether a step failed because it cannot be taken in this way: torch says so by a RuntimeError, as engines do."""
+    unable: bool = getattr(error, "unable", isinstance(error, RuntimeError))
+    return unable
+
+
 class NodesFailedError(RuntimeError):
     """Nodes failed in the middle of a step."""
 

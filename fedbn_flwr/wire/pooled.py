@@ -1,4 +1,4 @@
-"""A reply that is the mean of several: what workers and the server have in common."""
+"""A reply that is the mean of several: what engines and the server have in common."""
 
 from collections.abc import Mapping
 

@@ -13,9 +13,10 @@ from flwr.app import RecordDict
 from torch import Tensor, nn
 
 from fedbn_flwr import norm, state, wire
-from fedbn_flwr.client import BNClient, Reply, pick_device
+from fedbn_flwr.client import BNClient, Reply
 from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.data import Split
+from fedbn_flwr.device import pick_device
 from fedbn_flwr.randomness import torch_generator
 from fedbn_flwr.state import State
 from fedbn_flwr.wire import FREEZES, STAYS, Instruction

@@ -15,8 +15,9 @@ from flwr.client import Client, NumPyClient
 from flwr.clientapp import ClientApp as FlowerClientApp
 from torch import Tensor, nn
 
-from fedbn_flwr import state
-from fedbn_flwr.client import BNClient, read_instruction
+from fedbn_flwr import norm, state
+from fedbn_flwr.client import BNClient
+from fedbn_flwr.client.rules import read_instruction
 from fedbn_flwr.client.training import make_optimizer
 from fedbn_flwr.clientapp import ClientApp, numpy_client_app
 from fedbn_flwr.server.replies import CannotTrainError
@@ -315,6 +316,17 @@ def test_prepare_leaves_a_model_alone_whose_method_brings_no_normalizer() -> Non
 # ---- what cannot be obeyed -------------------------------------------------------------------------------------------
 
 
+def held_loop(model: nn.Module, batches: Iterator[Batch], lr: float, momentum: float) -> float:
+    """Keep BN in eval mode, as loops that fine-tune a network do."""
+
+    def forward(inputs: Tensor) -> Tensor:
+        for layer in norm.bn_layers(model).values():
+            layer.eval()
+        return cast(Tensor, model(inputs))
+
+    return plain_loop(model, batches, lr, momentum, forward)
+
+
 def other_model(model: nn.Module, batches: Iterator[Batch], lr: float, momentum: float) -> float:
     """Train a model that nobody asked for."""
     plain_loop(nn.Sequential(nn.Flatten(), nn.Linear(16, 3)), batches, lr, momentum)
@@ -345,6 +357,7 @@ def make_bare() -> nn.Module:
 
 NO_OPTIMIZER = "the loop took no step of a torch.optim.Optimizer"
 NO_BN = "the method would be another one: the model has no BN layer"
+HELD = "all BN layers are in eval mode in training"
 MISTAKES: list[tuple[Callable[[], BaseStrategy], FlowerClientApp, str]] = [
     *(
         (strategy, own_app(other_model, make), f"cannot obey {key}.*: the handler trained a Sequential")
@@ -357,6 +370,7 @@ MISTAKES: list[tuple[Callable[[], BaseStrategy], FlowerClientApp, str]] = [
     (lambda: FedProx(mu=0.5), own_app(no_step, make), NO_OPTIMIZER),
     # statistics would be those of before the step: nothing tells when that ends
     *((each, own_app(by_hand, make), NO_OPTIMIZER) for each in (FedTAN, FedDNA, lambda: FedTAN(carry=True))),
+    *((each, own_app(held_loop, make), HELD) for each in (FedTAN, FedDNA, lambda: FedTAN(carry=True))),
     *((each, own_app(plain_loop, make_bare), NO_BN) for each in (FedBN, FixBN, FedTAN)),
     (FedWon, own_app(plain_loop, make), r"without BN, and there is 'net.1.running_var'.*prepare\(model, "),
     *((each, own_app(plain_loop, make), r"the model has BatchNorm2d.*prepare\(model, ") for each in (HBN, HeteroFL)),

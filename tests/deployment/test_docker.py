@@ -272,7 +272,8 @@ def test_the_image_is_small_and_has_what_the_dockerfile_copies(image: Path) -> N
     sent = run("docker", "run", "--rm", "--entrypoint", "ls", f"{IMAGE}-probe", "-A", "/context").split()
     run("docker", "image", "rm", "--force", f"{IMAGE}-probe")
     assert set(sent) == {
-        *("LICENSE", "README.md", "docker-compose.yml", "fedbn_flwr", "pyproject.toml", "recipes", "strategies")
+        *("LICENSE", "README.md", "docker-compose.yml", "fedbn_flwr", "hatch_build.py", "pyproject.toml", "recipes"),
+        "strategies",
     }
 
 

@@ -68,8 +68,13 @@ COMMANDS: list[tuple[str, str, str]] = [
     ),
     *(
         ("run", f"--method {method} --model {HERE}:functional", "would be another one: the model's forward calls F.b")
-        for method in ("fedbn", "fedwon")
+        for method in ("fedbn", "fedwon", "fedavg+gn")
     ),
+    *(
+        ("run", f"--method {method} --model {HERE}:held", f"'{method}': all BN layers are in eval mode in training")
+        for method in ("fedtan", "feddna:carry=true")
+    ),
+    ("diagnose", f"--model {HERE}:held", "all BN layers are in eval mode in training"),
     ("run", f"--model {HERE}:deaf", f"model '{HERE}:deaf' cannot take inputs of the shape (1, 8, 8)"),
     ("run", f"--model {HERE}:narrow", f"model '{HERE}:narrow' has 3 outputs for 4 classes"),
     ("run", f"--model {HERE}:frozen", f"model '{HERE}:frozen' has no parameter that learns"),

@@ -85,7 +85,7 @@ def test_the_reported_accuracy_by_hand_from_raw_data(kind: str, tmp_path: Path) 
     assert float((predicted == truth).sum()) / len(truth) == found.summaries[0]["accuracy"] > 0.4
     assert np.array_equal(np.asarray(raw), before)
     with safe_open(run_in(tmp_path) / "model.safetensors", "pt") as file:
-        kept = json.loads(file.metadata()["normalization"])
+        kept = json.loads(file.metadata()["about"])
     summary = json.loads((run_in(tmp_path) / "summary.json").read_text())
     assert kept == {"mean": summary["mean"], "std": summary["std"]}
     assert len(kept["mean"]) == 3

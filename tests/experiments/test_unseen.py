@@ -30,7 +30,7 @@ def made() -> Data:
     return Data("levels", drawn(120, 0), drawn(40, 1), 4, DOMAINS)
 
 
-def inputs_of(split: Split, domain: str, mean: tuple[float, ...], std: tuple[float, ...]) -> Split:
+def inputs_of(split: Split, domain: str, mean: tuple[float, ...] = (0.0,), std: tuple[float, ...] = (1.0,)) -> Split:
     """Return the samples of a domain, normalized."""
     here = split.domains == DOMAINS.index(domain)
     return Split((split.inputs[here] - mean[0]) / std[0], split.labels[here])
@@ -44,7 +44,7 @@ def test_a_run_is_tested_on_the_domain_as_it_is_and_adapted(method: str, tmp_pat
     seen = data.train.inputs[data.train.domains != 2]
     mean, std = (float(seen.mean()),), (float(seen.std(correction=0)),)
     assert (summary["mean"], summary["std"]) == (pytest.approx(mean, rel=1e-5), pytest.approx(std, rel=1e-5))
-    unlabeled = inputs_of(data.train, "light", mean, std).inputs
+    unlabeled = inputs_of(data.train, "light").inputs
     unlabeled = unlabeled[torch.randperm(120, generator=torch_generator(3, "unlabeled"))]
     tested = inputs_of(data.test, "light", mean, std)
     for name, count in (("20", 20), ("100", 100), ("all", 120)):
@@ -55,7 +55,7 @@ def test_a_run_is_tested_on_the_domain_as_it_is_and_adapted(method: str, tmp_pat
         plain = found.model()
         assert summary["accuracy"] == evaluate(plain, tested, 4, "cpu").accuracy
         assert summary["domain-accuracy"] == {"light": summary["accuracy"]}
-        by_hand = adapt(plain, unlabeled).state_dict()
+        by_hand = adapt(plain, unlabeled, prepare=found.preprocess()).state_dict()
         torch.testing.assert_close(found.model(adapt=unlabeled).state_dict(), by_hand, rtol=0, atol=0)
         return
     # the nodes' models, and the mean of them: all that they share is the same
@@ -67,6 +67,22 @@ def test_a_run_is_tested_on_the_domain_as_it_is_and_adapted(method: str, tmp_pat
     for name, value in own.state_dict().items():
         if "running" not in name and "tracked" not in name:
             torch.testing.assert_close(value, (states[0][name] + states[1][name]) / 2)
+
+
+def test_a_model_that_trained_under_frozen_statistics_warns_of_others(recwarn: pytest.WarningsRecorder) -> None:
+    methods = {
+        "fedavg": "",
+        "fixbn:freeze=affine": "affine",
+        "fedavg:freeze-bn=true": "statistics",
+        "fixbn": "statistics",
+    }
+    found = compare([*methods], data=made(), **{**SMALL, "clients": 3})
+    assert [row.get("frozen", "") for row in found.summaries] == [*methods.values()]
+    for method, frozen in methods.items():
+        found.model(method, adapt=drawn(20, 2).inputs)
+        warned = [str(each.message) for each in recwarn.list if "trained with frozen" in str(each.message)]
+        assert [text.split(" ")[0] for text in warned] == [method] * (frozen == "statistics")
+        recwarn.clear()
 
 
 def test_each_domain_in_turn_is_a_run_that_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,7 @@
 """Data and models that are not those of images and plain BN."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -65,6 +65,24 @@ def functional(num_classes: int, in_channels: int) -> nn.Module:
     """Return a network with one BN layer that can be found and one that cannot."""
     layers = nn.Conv2d(in_channels, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), Functional(8)
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, num_classes))
+
+
+class Held(nn.Sequential):
+    """Keeps BN in eval mode, whatever mode is asked for."""
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode of all other layers."""
+        super().train(mode)
+        for layer in self.modules():
+            if isinstance(layer, nn.BatchNorm2d):
+                layer.training = False
+        return self
+
+
+def held(num_classes: int, in_channels: int) -> nn.Module:
+    """Return a network that trains with the statistics that it has."""
+    layers = nn.Conv2d(in_channels, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    return Held(*layers, nn.Linear(8, num_classes))
 
 
 def deaf(num_classes: int) -> nn.Module:

@@ -43,19 +43,20 @@ def telling(words: Words) -> Callable[[BNClient, int], BNClient]:
 
 @contextmanager
 def engine(kind: str, federation: Federation, weighting: str = "examples") -> Iterator[InProcessGrid | WorkersGrid]:
-    """Open a grid of the federation's nodes: `inprocess`, `stacked`, or two `workers` that add replies up."""
+    """Open a grid of the federation's nodes: `inprocess`, `stacked`, or with `sums`, also of two `workers`."""
     app, nodes = client_app(federation.client), len(federation.parts)
     if kind != "workers":
-        yield {"inprocess": InProcessGrid, "stacked": StackedGrid}[kind](app, nodes)
+        sums = partial(StackedGrid, average_by=weighting)
+        yield {"inprocess": InProcessGrid, "stacked": StackedGrid, "sums": sums}[kind](app, nodes)
         return
     InProcessGrid(app, nodes)  # makes messages possible here
-    make = partial(_stacked, app, nodes)
-    with WorkersGrid(make, nodes, 2, start=OwnShare, average_by=weighting) as grid:
+    make = partial(_adding, app, nodes, weighting)
+    with WorkersGrid(make, nodes, 2, start=OwnShare) as grid:
         yield grid
 
 
-def _stacked(app: Any, nodes: int, partitions: Any) -> StackedGrid:
-    return StackedGrid(app, nodes, partitions=partitions)
+def _adding(app: Any, nodes: int, weighting: str, partitions: Any) -> StackedGrid:
+    return StackedGrid(app, nodes, partitions=partitions, average_by=weighting)
 
 
 def run(strategy: FedAvg, words: Words, sizes: tuple[int, ...], rounds: int, kind: str = "inprocess") -> State:

@@ -8,19 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedbn_flwr.norm import (
-    BatchNorm,
-    BatchRenorm,
-    HybridBatchNorm,
-    StaticBatchNorm,
-    affine_keys,
-    bn_keys,
-    bn_layers,
-    freeze,
-    local_keys,
-    replace,
-    statistics_keys,
-)
+from fedbn_flwr.norm import BatchNorm, affine_keys, bn_keys, bn_layers, freeze, local_keys, replace, statistics_keys
+from fedbn_flwr.norm.layers import BatchRenorm, HybridBatchNorm, StaticBatchNorm
 
 Layer = TypeVar("Layer", bound=BatchNorm)
 

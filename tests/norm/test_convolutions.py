@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from timm.layers.conv2d_same import Conv2dSame
 from timm.layers.std_conv import ScaledStdConv2d as TimmConv2d
 from torch import nn
 
@@ -85,6 +86,17 @@ def test_in_two_dimensions_the_numbers_are_timms() -> None:
     theirs.load_state_dict({**ours.state_dict(), "gain": torch.ones(6, 1, 1, 1)})
     inputs = torch.randn(2, 4, 5, 5)
     torch.testing.assert_close(ours(inputs), theirs(inputs))
+
+
+def test_a_convolution_with_a_forward_of_its_own_goes_on_with_it() -> None:
+    layer = Conv2dSame(3, 4, 3, stride=2).double()
+    inputs = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    new: Any = standardized("", layer, gamma=None)
+    ones = torch.from_numpy(standardize(new.weight.detach().numpy(), 27**0.5, 1.0))
+    # as TensorFlow pads where sides are even and the stride is 2: one row and column at the end
+    torch.testing.assert_close(new(inputs), F.conv2d(F.pad(inputs, (0, 1, 0, 1)), ones, new.bias, stride=2))
+    assert new.weight is layer.weight
+    assert (type(layer), [name for name, _ in layer.named_buffers()]) == (Conv2dSame, [])
 
 
 def test_the_start_is_at_unit_norm_and_gives_the_same_function() -> None:

@@ -11,13 +11,13 @@ import torch
 from timm.layers.norm_act import BatchNormAct2d
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.parametrizations import weight_norm
 from torchvision.models import mobilenet_v2, resnet18
 
 from fedbn_flwr.models import build
 from fedbn_flwr.norm import (
     NORMS,
     BatchNorm,
-    GroupNorm,
     bn_keys,
     bn_layers,
     local_keys,
@@ -25,6 +25,7 @@ from fedbn_flwr.norm import (
     replace,
     statistics_keys,
 )
+from fedbn_flwr.norm.layers import GroupNorm
 
 MODELS: dict[str, tuple[Callable[..., nn.Module], int]] = {
     "resnet18": (resnet18, 20),
@@ -198,10 +199,6 @@ def test_the_activation_inside_timms_bn_stays() -> None:
     assert outputs.min() == 0.0
 
 
-class Padded(nn.Conv2d):
-    """A convolution of another kind."""
-
-
 class Scaled(nn.BatchNorm1d):
     """BN that learns something else, too."""
 
@@ -222,7 +219,7 @@ BRANCH_SCALE = "branch_scale must be auto, paper or a number above 0"
         (Scaled(4), "gn", {}, "layer '1' is a Scaled with scale, which GroupNorm would drop"),
         (nn.BatchNorm1d(4), "brn", {"r_max": 0.5}, r"not 0\.5 and 5\.0"),
         (nn.BatchNorm1d(4), "fixup", {}, r"BasicBlock and Bottleneck \(resnet20, resnet18 and its kin\)"),
-        (Padded(2, 3, 3), "wsconv", {}, "layer '1' is a Padded, whose weight cannot be standardized"),
+        (weight_norm(nn.Conv2d(2, 3, 3)), "wsconv", {}, "layer '1' computes its weight, which cannot be standardized"),
         (nn.ReLU(), "wsconv", {"gain": "free"}, "unknown gain 'free'; there are: constant, learnable"),
         *((nn.ReLU(), "wsconv", {"branch_scale": scale}, BRANCH_SCALE) for scale in ("brock", 0, -1.0, math.nan)),
         (nn.ReLU(), "batch", {}, r"unknown normalizer 'batch'; known: bn, gn, ln, in, gn-ws, .*fixup"),
@@ -235,7 +232,15 @@ def test_what_cannot_be_is_refused(layer: nn.Module, kind: str, options: dict[st
     with pytest.raises(ValueError, match=message):
         replace(model, kind, **options)
     # a convolution is only looked at when the normalizers are gone
-    assert isinstance(layer, Padded) or list(model) == before
+    assert isinstance(layer, nn.Conv2d) or list(model) == before
+
+
+def test_says_that_there_was_nothing_to_replace(flower_log: pytest.LogCaptureFixture) -> None:
+    class Bare(nn.Sequential):
+        """Has no normalizer."""
+
+    replace(Bare(nn.Linear(2, 2)), "gn")
+    assert "the normalizer 'gn' takes no layer's place in the Bare" in flower_log.text
 
 
 def test_normalized_features_have_no_length() -> None:

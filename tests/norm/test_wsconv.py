@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torchvision.models import densenet121, mobilenet_v2, mobilenet_v3_small, resnet18, resnet50
 
 from fedbn_flwr.models import build
-from fedbn_flwr.norm import GroupNorm, bn_layers, freeze, replace
+from fedbn_flwr.norm import bn_layers, freeze, replace
 from fedbn_flwr.norm.convolutions import ScaledStdConv2d
 from fedbn_flwr.norm.fixup import ScaleAndShift, Shift
+from fedbn_flwr.norm.layers import GroupNorm
 from fedbn_flwr.norm.trace import wiring
 from fedbn_flwr.norm.wsconv import activation_gain
 

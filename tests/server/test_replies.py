@@ -89,6 +89,11 @@ def test_the_mean_of_several_nodes_has_as_many_votes() -> None:
     usable, refused = parse_replies(replies, sent, Expected((), whole_state))
     assert [reply.node for reply in usable] == [1]
     assert [str(refusal) for refusal in refused] == [f"node {n}: unlike most, entry 'b' in 'arrays'" for n in (2, 3)]
+    # every node of a mean that is not used is named
+    mean.nodes = {1: 0, 4: 3}
+    sent, single = ask(1, 2, 3, 5), {wire.ARRAYS: whole_state}
+    replies = [answer(sent[0], {wire.ARRAYS: shared}, 0, mean), *(answer(message, single, 1) for message in sent[1:])]
+    assert [refusal.node for refusal in parse_replies(replies, sent, Expected((), whole_state))[1]] == [1, 4]
 
 
 @pytest.mark.parametrize("group", [wire.MOMENTUM, wire.MOMENTS, wire.STAYS])

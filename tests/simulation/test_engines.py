@@ -49,6 +49,8 @@ CASES: dict[str, Case] = {
 }
 
 
+#: engines whose replies are means
+ADDING = {"stacks that add up": "sums", "workers that add up": "workers"}
 GRIDS: dict[str, type[InProcessGrid]] = {
     "messages": InProcessGrid,
     "one by one": OneByOneGrid,
@@ -67,8 +69,8 @@ def opened(kind: str, nodes: Federation, norm: str, strategy: BaseStrategy) -> I
     app = client_app(nodes.client)
     if kind in GRIDS:
         yield GRIDS[kind](app, len(SIZES))
-    elif kind == "workers that add up":
-        with engine("workers", nodes, strategy.weighting) as grid:
+    elif kind in ADDING:
+        with engine(ADDING[kind], nodes, strategy.weighting) as grid:
             yield grid
     else:
         start = partial(WorkersGrid, partial(nodes_of, norm), len(SIZES), 2)
@@ -98,19 +100,21 @@ def ended(case: str, kind: str = "messages") -> End:
         model = nodes.run(strategy, 3, counting, momentum=0.9)
         kept = memories(grid)
     replies = strategy.training.replies
-    if kind == "workers that add up" and strategy.fraction_train == 1:
-        # one reply for each worker, which has every second node
-        assert [dict(reply.nodes) for reply in replies] == [{1000: 0, 1002: 2}, {1001: 1, 1003: 3}]
+    if kind in ADDING and strategy.fraction_train == 1:
+        # one reply for each process; of two workers, each has every second node
+        halves = [{1000: 0, 1002: 2}, {1001: 1, 1003: 3}]
+        wanted = halves if ADDING[kind] == "workers" else [halves[0] | halves[1]]
+        assert [dict(reply.nodes) for reply in replies] == wanted
     loss = sum(reply.metrics[wire.TRAIN_LOSS] * reply.num_examples for reply in replies)
     return End(model, kept, (counting.training, counting.evaluation), loss)
 
 
 #: what adds numbers up in another order, and how far apart they may be; other engines have the same bits
-ROUNDING = {"stacked": EXACT, "workers that add up": EXACT}
+ROUNDING = dict.fromkeys(("stacked", *ADDING), EXACT)
 #: which cases an engine has, if not all
 SOME: dict[str, Callable[[str], bool]] = {
     "processes": lambda case: case in ("fedbn", "fedtan"),
-    "workers that add up": lambda case: not CASES[case][0]().needs_single_replies,
+    **dict.fromkeys(ADDING, lambda case: not CASES[case][0]().needs_single_replies),
 }
 
 
@@ -118,7 +122,7 @@ SOME: dict[str, Callable[[str], bool]] = {
     ("kind", "case"),
     [
         (kind, case)
-        for kind in ("one by one", "stacked", "two workers", "workers that add up", "processes")
+        for kind in ("one by one", "stacked", "two workers", *ADDING, "processes")
         for case in CASES
         if SOME.get(kind, bool)(case)
     ],

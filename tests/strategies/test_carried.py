@@ -590,9 +590,9 @@ def test_names_that_are_no_text_are_those_of_no_layer() -> None:
 
 @pytest.mark.parametrize("kind", ["statistics", "gradients"])
 def test_a_correction_takes_local_values_to_the_global_values(kind: Kind) -> None:
-    # the third channel is constant at this client, the fourth everywhere
-    local = torch.tensor([[[1.0, -2, 3, 0], [4, 0.5, 0, 0]]], dtype=torch.float64)
-    pooled = torch.tensor([[2.0, 0, 5, 0], [1, 8, 2, 0]], dtype=torch.float64)
+    # the third channel is constant at this client, the fourth everywhere: what is left is the layer's eps
+    local = torch.tensor([[[1.0, -2, 3, 0], [4, 0.5, 1e-3, 1e-3]]], dtype=torch.float64)
+    pooled = torch.tensor([[2.0, 0, 5, 0], [1, 8, 2, 1e-3]], dtype=torch.float64)
     corrected = correct(kind, local, correction(kind, local, pooled))
     torch.testing.assert_close(corrected, pooled.unsqueeze(0), rtol=1e-12, atol=1e-12)
     assert kind == "gradients" or bool((corrected[:, 1] >= 0).all())

@@ -135,6 +135,14 @@ def test_freezes_at_the_latest_after_a_share_of_the_run(latest: float, after: in
     assert distance(found, Federation(make_model()).run(FixBN(freeze_round=after), 6)) == 0
 
 
+@pytest.mark.parametrize("make", [lambda after: FixBN(freeze_round=after), lambda after: FedTANII(m=after)])
+def test_says_that_a_freeze_is_too_late(make: Any, caplog: pytest.LogCaptureFixture) -> None:
+    for after in (1, 2):
+        caplog.clear()
+        Federation(make_model()).run(make(after), 2)
+        assert ("nothing is ever frozen" in caplog.text) == (after == 2)
+
+
 def test_says_when_it_never_fires(caplog: pytest.LogCaptureFixture) -> None:
     Federation(make_model()).run(FixBN(freeze_round="auto", window=2, threshold=0.0, latest=1.0), 4)
     assert any("never fired in 4 rounds" in record.getMessage() for record in caplog.records)
@@ -197,6 +205,11 @@ def test_the_rate_under_frozen_statistics(case: str, make: Any) -> None:
     strategy.num_rounds = 5
     rates = [strategy.instruct(Instruction(server_round=number, lr=0.1)).lr for number in range(1, 6)]
     assert rates == pytest.approx(wanted)
+
+
+def test_a_network_that_is_frozen_from_the_start_has_the_rate_as_given() -> None:
+    rates = [FixBN(freeze_round=0).instruct(Instruction(server_round=number, lr=0.1)).lr for number in (1, 2)]
+    assert rates == [0.1, 0.1]
 
 
 def test_a_loop_that_has_a_rate_of_its_own_gets_none_and_a_warning(caplog: pytest.LogCaptureFixture) -> None:

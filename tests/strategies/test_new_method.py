@@ -111,12 +111,12 @@ WORKS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["inprocess", "stacked", "workers"])
+@pytest.mark.parametrize("kind", ["inprocess", "stacked", "sums", "workers"])
 @pytest.mark.parametrize("feature", WORKS)
 def test_what_it_never_heard_of_works(feature: str, kind: str) -> None:
     options = WORKS[feature]
     instruction: dict[str, Any] = {"momentum": 0.9} if feature == "kept optimizers" else {}
-    if kind == "workers" and Pushed(**options).needs_single_replies:
+    if kind in ("sums", "workers") and Pushed(**options).needs_single_replies:
         kind = "inprocess"
     by_hand = run(ByHand(**options, fraction_evaluate=0.0), **instruction)
     assert distance(run(Pushed(**options, fraction_evaluate=0.0), kind, **instruction), by_hand) < 1e-9

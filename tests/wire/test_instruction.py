@@ -9,7 +9,7 @@ from flwr.app import ConfigRecord
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedbn_flwr.client import read_instruction
+from fedbn_flwr.client.rules import read_instruction
 from fedbn_flwr.wire import Instruction, wire_key
 
 FIELDS = {item.name: item for item in fields(Instruction) if item.name != "rule_keys"}

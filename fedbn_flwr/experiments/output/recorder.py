@@ -47,6 +47,8 @@ class Standing:
     best_round: int = 0
     #: why the run ends before its last round; empty while it goes on
     stopped_by: str = ""
+    #: what the method keeps as it is of BN, as the wire says it
+    frozen: str = "none"
     seconds: float = 0.0
     training: Traffic = field(default_factory=Traffic)
     evaluation: Traffic = field(default_factory=Traffic)
@@ -119,7 +121,7 @@ class Journal:
 
     def record(self, now: Round, score: Score) -> None:
         """Write the row of a round with these scores."""
-        missing = self._missing(now)
+        missing, self._standing.frozen = self._missing(now), now.instruction.freeze
         row = {"round": now.number, **self._training(now, missing), **self._traffic(), **now.measured}
         self._files.round({**row, **score})
         for sink in self._sinks:
@@ -168,6 +170,7 @@ class Journal:
             **(experiment.choice.summary() if experiment.choice else {}),
             **({"rounds-skipped": skipped} if skipped else {}),
             **({"left-out": left_out} if left_out else {}),
+            **({"frozen": standing.frozen} if standing.frozen != "none" else {}),
             **({"model-for-each-node": True} if self._strategy.personal else {}),
             **({"stopped-after": standing.round, "stopped-by": standing.stopped_by} if standing.stopped_by else {}),
         }

@@ -27,6 +27,8 @@ VERSIONED = ("flwr", "matplotlib", "numpy", "pillow", "ray", "scikit-learn", "to
 CONFIG, SUMMARY = "config.json", "summary.json"
 #: a file for each node with the entries of its own model that differ from the server's
 PERSONAL = "personal"
+#: what `model.safetensors` says of itself, from the summary
+ABOUT = ("mean", "std", "class-names", "frozen")
 #: said of `model.safetensors` where nodes have models of their own
 NOT_WHOLE = "model.safetensors has at most the mean of what nodes keep; `export_personal` makes a node's model"
 
@@ -78,10 +80,10 @@ class RunFolder:
     def finish(self, summary: Mapping[str, Any], arrays: ArrayRecord | None) -> None:
         """Write the model, if a round made one, and what it is; the summary comes last, as a sign of the end."""
         if arrays is not None:
+            about = {key: summary[key] for key in ABOUT if key in summary}
+            about |= {"note": NOT_WHOLE} if summary.get("model-for-each-node") else {}
             # one entry, because safetensors writes several in any order
-            normalization = {"normalization": as_json({key: summary.get(key, ()) for key in ("mean", "std")})}
-            about = {"note": NOT_WHOLE} if summary.get("model-for-each-node") else normalization
-            write_bytes(self.path / "model.safetensors", save(from_record(arrays), about))
+            write_bytes(self.path / "model.safetensors", save(from_record(arrays), {"about": as_json(about)}))
         write_json(self.path / SUMMARY, summary)
 
     def _keep_rounds(self, count: int) -> None:

@@ -11,8 +11,8 @@ from inspect import getdoc
 from pathlib import Path
 from typing import Any
 
-from fedbn_flwr.client import pick_device
 from fedbn_flwr.data import AUGMENTATIONS, DATASETS, PARTITIONS
+from fedbn_flwr.device import pick_device
 from fedbn_flwr.experiments.choice import metric_of
 from fedbn_flwr.experiments.engines import engine_named
 from fedbn_flwr.experiments.material import expected_steps, load_data, rounds_within_budget

@@ -1,6 +1,7 @@
 """The results of runs, for Python: a table, a picture, curves, paired differences and models."""
 
 import shutil
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -29,6 +30,9 @@ from fedbn_flwr.state.record_files import SUFFIX, read_records
 
 #: a method as text, and a seed
 Key = tuple[str, int]
+
+
+FROZEN = "{} trained with frozen BN statistics, which its weights need: adapted to others, accuracy may fall far"
 
 
 class Results:
@@ -82,15 +86,20 @@ class Results:
     ) -> nn.Module:
         """Return the model that a run has trained, in evaluation mode; by default that of the first run.
 
-        It takes inputs as training had them: `preprocess` makes them. With `adapt`, unlabeled inputs of a site that
-        did not take part, it has BN statistics of these. A method with a model for each node is a UsageError without
-        `adapt`; with it, the nodes' mean is adapted.
+        It takes inputs as training had them: `preprocess` makes them. With `adapt`, raw unlabeled inputs of a site that
+        did not take part, it has BN statistics of these, which a model that learned under frozen ones cannot use: a
+        warning says so. A method with a model for each node is a UsageError without `adapt`; with it, the nodes' mean
+        is adapted.
         """
         key = self._key_of(method, seed)
         if self._runs[key].experiment.strategy_class.personal and adapt is None:
             raise UsageError(f"{key[0]!r} has a model for each node: `models` returns them, or `adapt` fits their mean")
         model = self._filled(key, read_weights(self._runs[key].folder / "model.safetensors"))
-        return model if adapt is None else norm.adapt(model, adapt)
+        if adapt is None:
+            return model
+        if (self._runs[key].finished() or {}).get("frozen") in ("statistics", "both"):
+            warnings.warn(FROZEN.format(key[0]), stacklevel=2)
+        return norm.adapt(model, adapt, prepare=self.preprocess(*key))
 
     def models(self, method: Method = "", seed: int | None = None) -> dict[int | str, nn.Module]:
         """Return each node's own model, in evaluation mode; by default those of the first run.

@@ -45,9 +45,7 @@ class WorkersGrid(LocalGrid):
     that it has, and makes its grid when that is wanted first. If it dies, so does the run. The others are processes of
     this machine, or what `start` starts when it is called with a worker's number and threads.
 
-    With `average_by`, "examples" or "uniform" as the option `weighting` of strategies, a worker averages the replies of
-    its nodes to training messages, `in_process.PORTION` of them at most or those of a layer-wise step. The mean is the
-    reply to the first of the messages, and the others have none.
+    Where the workers' grids average replies (`average_by` of `StackedGrid`), there is a mean of each worker's nodes.
 
     Other workers start, import and make their grids while the caller goes on; the first messages wait for them. Close
     the grid, or use it as a context manager, and no process is left.
@@ -62,10 +60,8 @@ class WorkersGrid(LocalGrid):
         threads: int = 1,
         here: bool = False,
         start: Callable[[int, int], WorkerHandle] = Worker,
-        average_by: str = "",
     ) -> None:
         super().__init__()
-        self._average_by = average_by
         self._make_grid, self._num_nodes = make_grid, num_nodes
         self._num_workers = max(min(workers, num_nodes), 1)
         self._workers: list[WorkerHandle] = []
@@ -191,7 +187,7 @@ class WorkersGrid(LocalGrid):
         self._open(worker)
 
     def _open(self, worker: WorkerHandle) -> None:
-        worker.ask("open", (self._make_grid, self._partitions(worker.index), self._average_by))
+        worker.ask("open", (self._make_grid, self._partitions(worker.index)))
 
     def _partitions(self, index: int) -> range:
         """Return a worker's partitions: every n-th, because neighbours may be alike in size, and all should be busy."""

@@ -1,18 +1,16 @@
 """What a worker does for its grid."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from flwr.app import Context, Message, MessageType, RecordDict
+from flwr.app import Context, Message, RecordDict
 from flwr.serverapp import Grid
 
 from fedbn_flwr.layerwise import Answer, Requests
 from fedbn_flwr.layerwise.exchange import ExchangeError, pool_requests
-from fedbn_flwr.simulation.in_process import in_portions
-from fedbn_flwr.simulation.processes.averaged_replies import average_replies
-from fedbn_flwr.transports import NodesTransport, Participant, open_step
+from fedbn_flwr.transports import NodesTransport, Participant, is_unable, open_step
 
 #: makes the grid of some partitions' nodes; it is pickled, and called in the worker
 GridFactory = Callable[[Sequence[int]], Grid]
@@ -33,34 +31,26 @@ class Service:
     def __init__(self) -> None:
         #: the grid of the worker's nodes, once it is made
         self.grid: Any = None
-        self._weighting = ""
         self._step: NodesTransport | None = None
+        #: the messages that opened the step
+        self._asked: Sequence[Message] = ()
         #: of the nodes in the step, where their requests are to be pooled
         self._weights: tuple[float, ...] = ()
 
-    def open(self, payload: tuple[GridFactory, Sequence[int], str]) -> None:
-        """Make the grid that later requests are about; the last item says how replies of training are averaged."""
-        make_grid, partitions, self._weighting = payload
+    def open(self, payload: tuple[GridFactory, Sequence[int]]) -> None:
+        """Make the grid that later requests are about."""
+        make_grid, partitions = payload
         self.grid = make_grid(partitions)
 
-    def deliver(self, messages: list[Message]) -> list[Message | None]:
+    def deliver(self, messages: Sequence[Message]) -> list[Message | None]:
         """Return the answers, in the order of the messages; None where an answer is in the mean of several."""
-        answers = list[Message | None]()
-        for portion in in_portions(messages):
-            replies = {reply.metadata.reply_to_message_id: reply for reply in self.grid.send_and_receive(portion)}
-            ordered = [replies[message.metadata.message_id] for message in portion]
-            is_training = all(message.metadata.message_type == MessageType.TRAIN for message in portion)
-            answers += self._averaged(ordered) if is_training else ordered
-        return answers
-
-    def _averaged(self, replies: Sequence[Message]) -> list[Message | None]:
-        return average_replies(replies, self._weighting) if self._weighting else [*replies]
+        return _in_place(messages, self.grid.send_and_receive(messages))
 
     # ---- layer-wise steps, as `WorkersTransport` asks ------------------------------------------------------------
 
     def open_step(self, messages: list[Message]) -> Opened | None:
         """Take this worker's nodes to the first exchange of a step; None if they cannot take it together."""
-        self._step = open_step(self.grid, messages)
+        self._step, self._asked = open_step(self.grid, messages), messages
         self._weights = ()
         if self._step is None:
             return None
@@ -87,7 +77,7 @@ class Service:
 
     def replies(self, _: None) -> list[Message | None]:
         """Return the nodes' replies at the end of a step, as `deliver` does."""
-        return self._averaged(self._current_step.replies())
+        return _in_place(self._asked, self._current_step.replies())
 
     @property
     def _current_step(self) -> NodesTransport:
@@ -116,10 +106,16 @@ class Service:
         self.grid.remember(*payload)
 
 
+def _in_place(messages: Sequence[Message], replies: Iterable[Message]) -> list[Message | None]:
+    """Return the replies in the places of the messages that they answer."""
+    by_question = {reply.metadata.reply_to_message_id: reply for reply in replies}
+    return [by_question.get(message.metadata.message_id) for message in messages]
+
+
 def respond(service: Service, name: str, payload: Any) -> tuple[str, Any]:
-    """Return what went wrong, if anything, and the answer."""
+    """Return what went wrong, if anything, and the answer; of a failure, whether the worker cannot do this at all."""
     try:
         return "", getattr(service, name)(payload)
     except Exception as error:
         logging.getLogger("flwr").debug("A worker failed", exc_info=error)
-        return f"{type(error).__name__}: {error}", None
+        return f"{type(error).__name__}: {error}", is_unable(error)

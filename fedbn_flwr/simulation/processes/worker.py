@@ -22,7 +22,9 @@ _PATIENCE = 1.0
 
 
 class WorkerError(RuntimeError):
-    """A worker cannot do what it was asked for."""
+    """A worker has failed; `unable` if it cannot do at all what it was asked for."""
+
+    unable = True
 
 
 class WorkerDiedError(RuntimeError):
@@ -56,7 +58,9 @@ class WorkerHandle(ABC):
                 raise self._died() from None
             self._unanswered, self._alive = self._unanswered - 1, True
             if failure:
-                raise WorkerError(f"worker {self.index}: {failure}")
+                error = WorkerError(f"worker {self.index}: {failure}")
+                error.unable = value
+                raise error
         return value
 
     def restart(self) -> bool:

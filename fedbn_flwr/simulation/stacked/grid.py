@@ -16,9 +16,11 @@ from fedbn_flwr.client.training import make_optimizer
 from fedbn_flwr.layerwise import Exchange, SuspendedStep
 from fedbn_flwr.layerwise.steps import Lockstep, Replicas
 from fedbn_flwr.server.grids import identify
-from fedbn_flwr.simulation.in_process import InProcessGrid, Job, RunConfig, Trained, job_reply, one_by_one
+from fedbn_flwr.simulation.in_process import InProcessGrid, RunConfig, one_by_one
+from fedbn_flwr.simulation.replies import Job, ReplyPool, Trained
 from fedbn_flwr.simulation.stacked.layers import CannotStackError
 from fedbn_flwr.simulation.stacked.memory_budget import StepMemory, clients_that_fit, largest_useful_stack
+from fedbn_flwr.simulation.stacked.model import Stacks
 from fedbn_flwr.simulation.stacked.training import train_together
 from fedbn_flwr.transports import Participant
 
@@ -36,6 +38,9 @@ class StackedGrid(InProcessGrid):
 
     At most `chunk` clients are stacked; by default as many as speed up a step and fit into half of the machine's
     memory. (Free memory does not count, or the bits of a run would depend on what else runs.)
+
+    With `average_by`, "examples" or "uniform" as the option `weighting` of strategies, the replies to the training
+    messages of a push are one: their mean answers the first of the messages, and the others have no answer.
     """
 
     def __init__(
@@ -47,8 +52,10 @@ class StackedGrid(InProcessGrid):
         state_dir: Path | None = None,
         *,
         chunk: int = 0,
+        average_by: str = "",
     ) -> None:
         super().__init__(client_app, num_nodes, run_config, partitions, state_dir)
+        self._average_by = average_by
         #: of the nodes, and so of the memory
         self._share = 1.0 if partitions is None else len(partitions) / num_nodes
         self._chunk = chunk
@@ -56,7 +63,7 @@ class StackedGrid(InProcessGrid):
         self._memory: dict[int, StepMemory] = {}
         self._logged: set[str] = set()
         #: copies of models, for steps that wait in the middle of a pass
-        self._structures = Replicas()
+        self._structures, self._make_stack = Replicas(), Stacks().make
 
     def _hands_to_clients(self) -> bool:
         hands = super()._hands_to_clients()
@@ -75,7 +82,7 @@ class StackedGrid(InProcessGrid):
             if len(stack) == 1:
                 continue
             try:
-                replies = train_together(stack, stack[0].client.model)
+                together = train_together(stack, stack[0].client.model, self._make_stack)
             except CannotStackError as reason:
                 self._log_once(str(reason))
             except Exception as error:
@@ -83,13 +90,11 @@ class StackedGrid(InProcessGrid):
                 failures.setdefault(type(error).__name__, f"{type(error).__name__}: {error}")
             else:
                 trained |= {job.place for job in stack}
-                yield list(zip(stack, replies, strict=True))
-        if others := [job for job in jobs if job.place not in trained]:
-            for replies_alone in one_by_one(others):
-                if replies_alone:
-                    for kind, failure in failures.items():
-                        self._log_once(failure, WARNING, kind)
-                yield replies_alone
+                yield together
+        for alone in one_by_one([job for job in jobs if job.place not in trained]):
+            for kind, failure in failures.items():
+                self._log_once(failure, WARNING, kind)
+            yield alone
 
     def _cut(self, jobs: Sequence[Job], layerwise: bool = False) -> list[list[Job]]:
         """Return stacks of jobs that go together, those with similar numbers of steps, the largest numbers first."""
@@ -157,26 +162,28 @@ class StackedGrid(InProcessGrid):
             return None
         return StackedTransport(self, stacks)
 
-    def _train_in_step(self, stack: Sequence[Job], exchange: Exchange) -> list[Message]:
-        """Train a stack, on a copy of the model."""
+    def _train_in_step(self, stack: Sequence[Job], pool: ReplyPool, exchange: Exchange) -> list[Message | None]:
+        """Train a stack, on a copy of the model; return its clients' replies, None where they are in the pool."""
         model = stack[0].client.model
         structure = self._structures.take(model)
         try:
-            replies = train_together(stack, structure, exchange)
+            return list(pool.add(train_together(stack, structure, self._make_stack, exchange)).values())
         finally:
             self._structures.give_back(model, structure)
-        return [job_reply(job, reply) for job, reply in zip(stack, replies, strict=True)]
 
-    def _close_step(self, replies: Iterable[tuple[Job, Message]]) -> list[Message]:
-        """Keep what nodes remember; return the replies in the order of the messages that opened the step."""
-        ordered = sorted(replies, key=lambda each: each[0].place)
-        for job, reply in ordered:
+    def _close_step(self, trained: Iterable[tuple[Job, Message | None]], pool: ReplyPool) -> list[Message]:
+        """Keep what nodes remember; return the replies."""
+        replies: list[Message] = []
+        for job, reply in trained:
             self._keep(job.node, job.context)
+            replies += [reply] if reply else []
+        replies += pool.means().values()
+        for reply in replies:
             identify(reply)
-        return [reply for _, reply in ordered]
+        return replies
 
 
-class StackedTransport(Lockstep[Message]):
+class StackedTransport(Lockstep[Message | None]):
     """A `NodesTransport` of stacked nodes in this process: all clients of a stack ask at once, and nothing is packed.
 
     A stack trains in streams of its clients' own.
@@ -186,14 +193,16 @@ class StackedTransport(Lockstep[Message]):
         jobs = [job for stack in stacks for job in stack]
         everyone = [Participant(job.client.partition_id, job.node, len(job.client.indices)) for job in jobs]
         order = sorted(range(len(jobs)), key=everyone.__getitem__)
+        pool = ReplyPool(grid._average_by)
         # the seed is not used: stacked clients draw from their own streams
-        super().__init__([SuspendedStep(partial(grid._train_in_step, stack), seed=0) for stack in stacks], order)
+        steps = [SuspendedStep(partial(grid._train_in_step, stack, pool), seed=0) for stack in stacks]
+        super().__init__(steps, order)
         self.participants = [everyone[position] for position in order]
-        self._jobs, self._grid = [jobs[position] for position in order], grid
+        self._jobs, self._pool, self._grid = [jobs[position] for position in order], pool, grid
 
-    def replies(self) -> list[Message]:
-        """Return the nodes' replies."""
-        return self._grid._close_step(zip(self._jobs, super().replies(), strict=True))
+    def replies(self) -> list[Message]:  # type: ignore[override]
+        """Return the nodes' replies, or their mean."""
+        return self._grid._close_step(zip(self._jobs, super().replies(), strict=True), self._pool)
 
 
 def _stack_key(job: Job) -> Hashable:

@@ -19,7 +19,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from fedbn_flwr.client.image_order import ANY_ORDER
 from fedbn_flwr.layerwise.shared_batch_norm import SharedBatchNorm, Use
-from fedbn_flwr.norm.detect import replaced_forwards
+from fedbn_flwr.norm.detect import after_norm, replaced_forwards
 from fedbn_flwr.randomness import OwnRandomness
 
 try:
@@ -61,7 +61,7 @@ class CannotStackError(RuntimeError):
 class StackedLayers:
     """The layers of a model that are called once for all clients, inside `vmap`, and the order of its images.
 
-    They are BN whose forward is torch's own, and dropout. Other layers that draw at random are refused by `vmap`.
+    They are BN, with what timm puts behind it, and dropout. Other layers that draw at random are refused by `vmap`.
 
     On a CPU, grouped convolutions and BN are mostly faster where the channels of all clients lie side by side. Only
     chains of torch's own layers are put into this order: a forward of a model's own may need the usual one, and other
@@ -72,7 +72,7 @@ class StackedLayers:
     def __init__(self, model: nn.Module) -> None:
         layers = list(model.modules()) if is_available() else []
         batch_norm = [layer for layer in layers if isinstance(layer, _BatchNorm)]
-        self._batch_norm = [layer for layer in batch_norm if type(layer).forward is _BatchNorm.forward]
+        self._batch_norm = {layer: behind for layer in batch_norm if (behind := after_norm(layer))}
         dropouts = [layer for layer in layers if isinstance(layer, _DropoutNd) and type(layer) in _MASKING]
         self._dropouts = [layer for layer in dropouts if layer.p > 0]
         kinds = {type(layer) for layer in layers}
@@ -95,7 +95,7 @@ class StackedLayers:
         A layer whose `forward` somebody else has replaced stays as it is.
         """
         forwards: dict[nn.Module, Callable[[Tensor], Tensor]] = {
-            **{layer: partial(_normalized, layer) for layer in self._batch_norm},
+            **{layer: partial(_normalized, layer, behind) for layer, behind in self._batch_norm.items()},
             **{layer: partial(_dropped, layer, streams) for layer in self._dropouts if layer.training},
             # a pool's own forward would loop over the clients, and warn of it
             **dict.fromkeys(self._pools, _mean),
@@ -110,7 +110,7 @@ class StackedLayers:
 # ---- batch normalization ---------------------------------------------------------------------------------------------
 
 
-def _normalized(layer: _BatchNorm, inputs: Tensor) -> Tensor:
+def _normalized(layer: _BatchNorm, behind: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
     """Take all clients through one BN layer at once: one call that takes their channels side by side."""
     moving = layer.training and layer.track_running_stats
     if moving and layer.momentum is None:
@@ -128,7 +128,7 @@ def _normalized(layer: _BatchNorm, inputs: Tensor) -> Tensor:
     mean, variance, weight, bias = (_in_a_row(value) for value in entries)
     of_batch, momentum = layer.training or mean is None, layer.momentum or 0.0
     outputs = F.batch_norm(by_client.flatten(1, 2), mean, variance, weight, bias, of_batch, momentum, layer.eps)
-    return wrapped_images(outputs.view_as(by_client))
+    return behind(wrapped_images(outputs.view_as(by_client)))
 
 
 def _in_a_row(value: Tensor | None) -> Tensor | None:

@@ -1,5 +1,6 @@
 """The models of several clients as one module: every parameter and buffer has a row for each client."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from fedbn_flwr.client import training
+from fedbn_flwr.client.captured import KEPT
 from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.randomness import OwnRandomness
 from fedbn_flwr.simulation.stacked.layers import CannotStackError, StackedLayers
@@ -46,12 +48,22 @@ class Stack(nn.Module):
         self._names = {name: first[id(value)] for name, value in entries.items()}
         self._slots = _Slots(structure, self._names)
         self._layers = StackedLayers(structure)
+        self._entries = entries
         rows = stacked(states, entries)
         self._parameters_of_all = {
             name: nn.Parameter(self._rows(value, rows.get(name)), requires_grad=value.requires_grad)
             for name, value in structure.named_parameters()
         }
         self._buffers_of_all = {name: self._rows(value, rows.get(name)) for name, value in structure.named_buffers()}
+
+    @torch.no_grad()
+    def load(self, states: Sequence[State]) -> None:
+        """Overwrite what the stack holds, in the tensors that it has; what learns is what learns in the structure."""
+        rows, values = stacked(states, self._entries), {**self._parameters_of_all, **self._buffers_of_all}
+        given = [rows.get(name, self._entries[name].expand(value.shape)) for name, value in values.items()]
+        torch._foreach_copy_(list(values.values()), given)
+        for name, parameter in self._parameters_of_all.items():
+            parameter.requires_grad_(self._entries[name].requires_grad)
 
     def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Iterate over the parameters, stacked."""
@@ -112,6 +124,28 @@ class Stack(nn.Module):
         chosen = {name: value[rows] for name, value in self._parameters_of_all.items()}
         # copies: autograd would refuse to use views of buffers of which other clients' rows have changed since
         return chosen | {name: value[rows].clone() for name, value in self._buffers_of_all.items()}
+
+
+class Stacks:
+    """Makes stacks; on an accelerator of the latest ones again, whose tensors are where captured steps expect them."""
+
+    def __init__(self) -> None:
+        #: by the id of a structure, which a stack keeps alive, and the number of clients
+        self._latest: OrderedDict[tuple[int, int], Stack] = OrderedDict()
+
+    def make(self, structure: nn.Module, states: Sequence[State]) -> Stack:
+        """Return a stack of clients that start from these states."""
+        key = id(structure), len(states)
+        if key in self._latest:
+            self._latest.move_to_end(key)
+            self._latest[key].load(states)
+            return self._latest[key]
+        stack = Stack(structure, states)
+        if any(value.device.type != "cpu" for _, value in stack.named_parameters()):
+            self._latest[key] = stack
+            if len(self._latest) > KEPT:
+                self._latest.popitem(last=False)
+        return stack
 
 
 class _Slots:

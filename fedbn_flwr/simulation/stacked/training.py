@@ -10,22 +10,26 @@ import torch
 from torch import Tensor, nn
 
 from fedbn_flwr import state, wire
-from fedbn_flwr.client import BNClient, Reply, training
+from fedbn_flwr.client import BNClient, captured, training
 from fedbn_flwr.client.batch_plan import BatchLoader, augment_together, load_groups
 from fedbn_flwr.client.reply import Metrics
 from fedbn_flwr.client.rules import Session, rules_for
 from fedbn_flwr.layerwise import Exchange, shared_statistics
 from fedbn_flwr.layerwise.carried import CorrectedClients
 from fedbn_flwr.randomness import OwnRandomness
-from fedbn_flwr.simulation.in_process import Job
+from fedbn_flwr.simulation.replies import Job, Trained
 from fedbn_flwr.simulation.stacked.layers import apply_shared
 from fedbn_flwr.simulation.stacked.model import Rows, Stack, StackedMemory, stacked
 from fedbn_flwr.state import State
-from fedbn_flwr.state.flat import FlatState
 from fedbn_flwr.wire import Instruction
 
+#: makes a stack like a model, of clients that start from these states
+MakeStack = Callable[[nn.Module, Sequence[State]], Stack]
 
-def train_together(jobs: Sequence[Job], structure: nn.Module, exchange: Exchange | None = None) -> list[Reply]:
+
+def train_together(
+    jobs: Sequence[Job], structure: nn.Module, make_stack: MakeStack = Stack, exchange: Exchange | None = None
+) -> Trained:
     """Train the clients of jobs of one instruction at once; return what each would reply alone, up to rounding.
 
     Nobody's memory changes unless all come to their end.
@@ -36,7 +40,7 @@ def train_together(jobs: Sequence[Job], structure: nn.Module, exchange: Exchange
     stays = state.group_keys(structure, instruction.stays)
     with training.frozen(structure, instruction), training.products(instruction):
         structure.train()
-        stack = Stack(structure, _states(clients, received, stays, structure))
+        stack = make_stack(structure, _states(clients, received, stays, structure))
         memory = StackedMemory([client.memory for client in clients])
         optimizer = training.make_optimizer(stack, instruction)
         groups = {name: [records[name] for records in received] for name in received[0] if name != wire.ARRAYS}
@@ -48,15 +52,9 @@ def train_together(jobs: Sequence[Job], structure: nn.Module, exchange: Exchange
     memory.write()
     unsent = stays | state.group_keys(structure, instruction.omit)
     shared = {name: value for name, value in stack.state_dict().items() if name not in unsent}
-    records = {
-        name: FlatState.copies_of(values, stack.clients)
-        for name, values in {wire.ARRAYS: shared, **session.records}.items()
-    }
     metrics = _metrics(clients, stack, instruction, losses.tolist())
-    return [
-        client.reply(metrics[row], instruction, {name: states[row] for name, states in records.items()})
-        for row, client in enumerate(clients)
-    ]
+    replies = [client.reply(metrics[row], instruction, {}) for row, client in enumerate(clients)]
+    return Trained(jobs, replies, {wire.ARRAYS: shared, **session.records})
 
 
 def _metrics(
@@ -95,7 +93,10 @@ def _learn(clients: Sequence[BNClient], stack: Stack, session: Session, exchange
     rules = rules_for(instruction)
     for rule in rules:
         rule.begin(session)
-    losses = training.train(batches, batches.loss_of, session.optimizer, [rule.adjust for rule in rules])
+    gradients = captured.gradients(
+        session, batches.loss_of, clients[0].loss_function, clients[0].captured, batches.tensors_of, batches.batch_of
+    )
+    losses = training.train(batches, gradients, session.optimizer, [rule.adjust for rule in rules])
     batches.restore()
     for rule in rules:
         rule.finish(session)
@@ -149,7 +150,7 @@ class StackedBatches:
 
     def loss_of(self, parts: list[Part]) -> tuple[Tensor, int | Tensor]:
         """Return every client's loss and number of samples, zeros where a client takes no step."""
-        if len(parts) == 1 and parts[0].rows == slice(0, self.stack.clients):
+        if self.tensors_of(parts):
             return self._losses(parts[0]), parts[0].targets.shape[1]
         counts = torch.zeros(self.stack.clients, dtype=torch.int64)
         losses: Tensor | float = 0.0
@@ -160,6 +161,15 @@ class StackedBatches:
             losses = of_part.new_zeros(self.stack.clients).index_add(0, rows, of_part) + losses
         assert isinstance(losses, Tensor)
         return losses, counts
+
+    def tensors_of(self, parts: list[Part]) -> training.Batch | None:
+        """Return the inputs and targets of all clients, None if not all take the step or have batches of one size."""
+        whole = len(parts) == 1 and parts[0].rows == slice(0, self.stack.clients)
+        return (parts[0].inputs, parts[0].targets) if whole else None
+
+    def batch_of(self, inputs: Tensor, targets: Tensor) -> list[Part]:
+        """Return a step of all clients."""
+        return [Part(slice(0, self.stack.clients), inputs, targets)]
 
     def restore(self) -> None:
         """Put back what clients had at their own ends, since the optimizer has gone on moving their rows."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.helpers.checkout import ROOT
+from tests.helpers.checkout import ROOT, run
 from tests.helpers.runs import OPTIONS
 
 RECIPE = {
@@ -49,6 +49,8 @@ def test_rows_are_of_seeds_that_chose_no_rate_and_what_has_one_is_not_run_again(
     runs, rates = table("runs"), table("rates")
     assert [(row["method"], row["seed"]) for row in runs] == [("BN", "10"), ("GN", "10"), ("BN", "11"), ("GN", "11")]
     assert {(row["recipe"], row["setting"], row["learning rate"]) for row in runs} == {("tiny", "skewed", "10")}
+    assert {row["commit"] for row in runs} == {measure.commit()}
+    assert run("git", "-c", "safe.directory=*", "rev-parse", "HEAD").startswith(measure.commit())
     tried = [(row["method"], row["seeds"], [rate for rate in ("0.003", "3", "10") if row[rate]]) for row in rates]
     assert tried == [
         (method, seed, new) for method in ("BN", "GN") for new in (["0.003", "3"], ["10"]) for seed in ("0", "1")

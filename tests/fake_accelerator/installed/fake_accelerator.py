@@ -1,6 +1,7 @@
 """A simulated accelerator: torch's device `fake`, with the CPU's memory behind it and operations that run on the CPU.
 
-It refuses what a GPU refuses: operations on tensors of two devices, the CPU's generators, `numpy()`, use after a fork.
+It refuses what a GPU refuses: operations on tensors of two devices, the CPU's generators, `numpy()`, use after a fork,
+and while a graph is captured, waits, host reads, generators and copies between host and device.
 Its results have the CPU's bits. An observer is told of kernels, copies and waits. It shows neither speed nor what an
 accelerator rounds in another way. Two variables of the environment change it: with `FAKE_ACCELERATOR_FLOAT64=0` it has
 no float64, and it fails in processes of multiprocessing while the file exists that `FAKE_ACCELERATOR_FAILS` names.
@@ -13,7 +14,8 @@ import ctypes
 import multiprocessing
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, partial, partialmethod
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,6 +40,8 @@ _ATEN = torch.ops.aten
 #: is told of "kernel", "to device", "to host" or "wait", the name of the operation, and the bytes of a copy
 Observer = Callable[[str, str, int], None]
 observer: Observer | None = None
+#: of the graph that is captured: operations, and their arguments and results in the CPU's memory
+_tape: list[tuple[Any, Any, Any, Any]] | None = None
 _libraries: list[torch.library.Library] = []
 _pinned: set[int] = set()
 
@@ -58,6 +62,41 @@ def _retag(tensor: Tensor, device_type: int) -> Tensor:
     _DLTensor.from_address(_pointer(capsule, b"dltensor")).device_type = device_type
     made: Tensor = torch._C._from_dlpack(capsule)
     return made
+
+
+class _Stream:
+    """A stream, behind which everything has always ended."""
+
+    def __init__(self, device: Any = None) -> None:
+        pass
+
+    def wait_stream(self, other: "_Stream") -> None:
+        pass
+
+
+class _Graph:
+    """A graph of operations, which runs them again in the same memory."""
+
+    def __init__(self) -> None:
+        self.tape: list[tuple[Any, Any, Any, Any]] = []
+
+    def pool(self) -> tuple[int, int]:
+        return 0, 1
+
+    def replay(self) -> None:
+        _note("kernel", "graph")
+        for op, given, named, results in self.tape:
+            _write(results, op(*given, **named))
+
+
+def _write(targets: Any, values: Any) -> None:
+    """Put what an operation returned where it was when it was recorded."""
+    if isinstance(targets, Tensor):
+        if targets.numel() and targets.data_ptr() != values.data_ptr():
+            targets.copy_(values)
+    elif isinstance(targets, list | tuple):
+        for target, value in zip(targets, values, strict=True):
+            _write(target, value)
 
 
 class _Module:
@@ -111,7 +150,33 @@ class _Module:
 
     def set_rng_state(self, state: Tensor, device: Any = None) -> None:
         self.start()
+        _refuse_in_graphs("a generator is changed")
         self.generator.set_state(state)
+
+    CUDAGraph, Stream = _Graph, _Stream
+    _current: Any = _Stream()
+
+    def current_stream(self, device: Any = None) -> _Stream:
+        current: _Stream = self._current
+        return current
+
+    @contextmanager
+    def stream(self, stream: _Stream) -> Iterator[None]:
+        before, self._current = self._current, stream
+        try:
+            yield
+        finally:
+            self._current = before
+
+    @contextmanager
+    def graph(self, graph: _Graph, *, pool: Any, stream: _Stream, capture_error_mode: str) -> Iterator[None]:
+        global _tape
+        with self.stream(stream):
+            _tape = graph.tape
+            try:
+                yield
+            finally:
+                _tape = None
 
     def get_device_name(self, device: Any = None) -> str:
         return "simulated accelerator"
@@ -131,6 +196,11 @@ def _note(kind: str, name: str, size: int = 0) -> None:
         observer(kind, name, size)
 
 
+def _refuse_in_graphs(what: str) -> None:
+    if _tape is not None:
+        raise RuntimeError(f"fake error: operation not permitted when stream is capturing: {what}")
+
+
 def _is_here(tensor: Tensor) -> bool:
     return tensor.device.type == NAME
 
@@ -147,6 +217,7 @@ def _run(op: Any, *args: Any, **options: Any) -> Any:
     def to_cpu(argument: Any, written: bool, tensor: Tensor) -> Tensor:
         if not _is_here(tensor):
             if name in _INDEXING and argument == "indices":
+                _refuse_in_graphs(f"{full} with the host's indices")
                 _note("to device", full, tensor.nbytes)
             elif not relaxed or written or tensor.dim():
                 raise RuntimeError(
@@ -155,6 +226,7 @@ def _run(op: Any, *args: Any, **options: Any) -> Any:
                 )
             return tensor
         if name in _INDEXING and argument == "indices" and tensor.dtype in (torch.bool, torch.uint8):
+            _refuse_in_graphs(f"the host waits for a mask of {full}")
             _note("wait", f"{full} with a mask")
         if id(tensor) not in table:
             # an output that the operation may give another size needs memory that can grow
@@ -175,9 +247,14 @@ def _run(op: Any, *args: Any, **options: Any) -> Any:
     named = {key: convert(by_name[key], value) for key, value in options.items()}
     if "generator" in by_name and len(given) <= list(by_name).index("generator"):
         named["generator"] = _module.generator
+        _refuse_in_graphs(f"{full} draws")
+    if name in _WAITING:
+        _refuse_in_graphs(f"the host waits for {full}")
     if name not in _VIEWS:
         _note("wait" if name in _WAITING else "kernel", full)
     results = op(*given, **named)
+    if _tape is not None and name not in _VIEWS:
+        _tape.append((op, given, named, results))
     for own, cpu in table.values():
         if own.shape != cpu.shape:
             own.data = _retag(cpu, _FAKE)
@@ -224,11 +301,14 @@ def _copy(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
         _note("kernel", "copy_")
     else:
         host = target if _is_here(source) else source
+        _refuse_in_graphs("a copy between host and device")
         blocks = not (non_blocking and host.untyped_storage().data_ptr() in _pinned)
         name = "copy_" if blocks else "copy_ without blocking"
         _note("to host" if _is_here(source) else "to device", name, source.nbytes)
     here, there = (_retag(tensor, _CPU) if _is_here(tensor) else tensor for tensor in (source, target))
     there.copy_(here)
+    if _tape is not None:
+        _tape.append((Tensor.copy_, (there, here), {}, there))
     return target
 
 
@@ -243,6 +323,7 @@ def _copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor], non_blockin
 
 def _item(tensor: Tensor) -> Any:
     _module.start()
+    _refuse_in_graphs("the host reads a number")
     _note("wait", "item")
     return _retag(tensor, _CPU).item()
 

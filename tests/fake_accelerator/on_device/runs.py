@@ -165,3 +165,14 @@ def test_a_run_that_died_goes_on_with_the_same_bits(tmp_path: Path) -> None:
         main(command("run", results_dir=str(tmp_path / "run"), **options))
     assert main(["run", "--resume", str(tmp_path / "run")]) == 0
     assert results(tmp_path / "run") == results(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("method", ["fedtan", "fixbn:freeze-round=3"])
+def test_a_run_with_captured_steps_that_died_has_the_bits_of_one_without(method: str, tmp_path: Path) -> None:
+    options = {"method": method, "model": "small-cnn", "device": "fake", "rounds": "5", "checkpoint_every": "2"}
+    with dying(0) as whole:
+        assert main(command("run", results_dir=str(tmp_path / "eager"), captured="false", **options)) == 0
+    with dying(int(0.9 * whole.count)), pytest.raises(Death):
+        main(command("run", results_dir=str(tmp_path / "run"), **options))
+    assert main(["run", "--resume", str(tmp_path / "run")]) == 0
+    assert results(tmp_path / "run") == results(tmp_path / "eager")

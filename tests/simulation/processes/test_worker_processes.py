@@ -76,7 +76,7 @@ def test_images_are_decoded_by_this_process_while_it_is_a_worker() -> None:
         return obeying(2, partitions)
 
     share = OwnShare(0, 1)
-    share.ask("open", (noting, [0], ""))
+    share.ask("open", (noting, [0]))
     share.answer()
     assert processes == [os.getpid()]
     assert decoding_process() != os.getpid()

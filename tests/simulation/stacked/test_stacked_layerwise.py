@@ -155,6 +155,25 @@ def test_too_large_values_in_one_of_several_workers() -> None:
     assert all(torch.equal(together[name], others[name]) for name in others)
 
 
+class Broken(StackedGrid):
+    """A grid with a mistake, which its clients do not make one by one."""
+
+    def _train_in_step(self, *_: Any) -> Any:
+        raise KeyError("a mistake")
+
+
+def broken_nodes(partitions: Sequence[int]) -> StackedGrid:
+    return Broken(client_app(Federation(make_model()).client), len(SIZES), partitions=partitions)
+
+
+@pytest.mark.parametrize("workers", [False, True])
+def test_an_engine_with_a_mistake_ends_the_run(workers: bool) -> None:
+    """And goes not on by messages for ever, as one does that cannot take the step at all."""
+    grid = WorkersGrid(broken_nodes, len(SIZES), 2, start=OwnShare) if workers else broken_nodes(range(len(SIZES)))
+    with pytest.raises(Exception, match="a mistake"):
+        Federation(make_model()).run(quiet(FedTAN), 2, grid)
+
+
 def test_a_node_without_data_is_named() -> None:
     alone, together = both(lambda: quiet(FedTAN), rounds=2, nodes={"sizes": (7, 0, 5)})
     assert difference(alone, together) == 0

@@ -1,0 +1,202 @@
+"""Steps that are captured and replayed, against the same steps by autograd."""
+
+from collections.abc import Callable
+from typing import Any
+
+import fake_accelerator  # type: ignore[import-not-found]
+import pytest
+import torch
+from torch import nn
+
+from fedbn_flwr.client import BNClient, captured
+from fedbn_flwr.simulation.in_process import InProcessGrid
+from fedbn_flwr.strategies import BaseStrategy, FedAvg, FedTAN, FixBN
+from tests.fake_accelerator.on_device.methods import CASES
+from tests.helpers.engine_comparison import Stacked, Watch, watching
+from tests.helpers.harness import ALONE, Federation, distance, make_float32_model, make_model
+
+#: clients with equal batches
+SIZES = (8, 12, 8, 12)
+GRIDS = (InProcessGrid, Stacked)
+HALVED: dict[str, Any] = {"lr_schedule": "0.5@2,0.5@3"}
+
+
+@pytest.fixture(autouse=True)
+def _layers_of_tests_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(captured, "KNOWN", (*captured.KNOWN, "tests", __name__.partition(".")[0]))
+
+
+class Counted:
+    """How often graphs are replayed, inside the block."""
+
+    def __enter__(self) -> "Counted":
+        self.replays = 0
+        fake_accelerator.observer = self._note
+        return self
+
+    def _note(self, kind: str, name: str, _: int) -> None:
+        self.replays += name == "graph"
+
+    def __exit__(self, *_: object) -> None:
+        fake_accelerator.observer = None
+
+
+def eager(client: BNClient, _: int) -> BNClient:
+    client.captured = False
+    return client
+
+
+def ends(
+    make: Callable[[], BaseStrategy],
+    model: Callable[[], nn.Module],
+    grid: type[InProcessGrid],
+    rounds: int = 3,
+    **options: Any,
+) -> tuple[float, int, Watch]:
+    """Return how far a run with replays ends from one without, the number of replays, and what was logged."""
+    with Counted() as none:
+        wanted = Federation(model(), SIZES, device="fake", grid=grid, wrap=eager).run(make(), rounds, **options)
+    assert not none.replays
+    with Counted() as counted, watching() as watch:
+        ended = Federation(model(), SIZES, device="fake", grid=grid).run(make(), rounds, **options)
+    return distance(wanted, ended), counted.replays, watch
+
+
+def said(watch: Watch) -> list[str]:
+    return [text.partition(": ")[2] for text in watch.messages if "not captured" in text]
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("name", CASES)
+def test_replayed_steps_have_the_bits_of_eager_ones(name: str, grid: type[InProcessGrid]) -> None:
+    make, norm = CASES[name]
+
+    def changing() -> BaseStrategy:
+        strategy = make()
+        strategy.schedule = FedAvg(**HALVED).schedule
+        return strategy
+
+    apart, replays, watch = ends(changing, lambda: make_model(norm), grid)
+    assert apart == 0
+    if name == "fbn":  # its hooks are called in every pass
+        assert said(watch) == ["what BatchNorm2d does is not torch's alone"]
+        return
+    assert not said(watch)
+    # three rounds of three steps, of which the first is not replayed where layers wait; a capture is tried once
+    layerwise = name.startswith(("fedtan", "feddna"))
+    sides = len(SIZES) if grid is InProcessGrid else 1
+    assert replays >= 3 * sides * (2 if layerwise else 3)
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_forward_is_not_called_in_replayed_steps(grid: type[InProcessGrid], monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, forward = [], nn.Conv2d.forward
+
+    def counted(layer: nn.Conv2d, inputs: torch.Tensor) -> torch.Tensor:
+        calls.append(layer)
+        return forward(layer, inputs)
+
+    monkeypatch.setattr(nn.Conv2d, "forward", counted)
+    nodes = Federation(make_model(), SIZES, device="fake", grid=grid)
+    nodes.run(FedAvg(fraction_evaluate=0.0), 1)
+    # two layers, in a step by autograd and in one that is captured
+    assert len(calls) == 2 * 2
+    nodes.run(FedAvg(fraction_evaluate=0.0), 2)
+    assert len(calls) == 2 * 2
+
+
+CHANGES: dict[str, tuple[Callable[[], BaseStrategy], dict[str, Any]]] = {
+    "statistics that freeze": (lambda: FixBN(freeze_round=2), {"rounds": 4}),
+    "fewer clients in some rounds": (lambda: FedAvg(fraction_train=0.6, **ALONE), {"rounds": 5}),
+    "bfloat16": (FedAvg, {"precision": "bf16"}),
+}
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("case", CHANGES)
+def test_what_changes_is_captured_again(case: str, grid: type[InProcessGrid]) -> None:
+    make, options = CHANGES[case]
+    model = make_float32_model if case == "bfloat16" else make_model
+    apart, replays, watch = ends(make, model, grid, **options)
+    assert (apart, said(watch)) == (0, [])
+    assert replays
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_a_capture_that_is_dropped_is_made_again(grid: type[InProcessGrid], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Epochs have a smaller last batch: two captures take turns where there is room for one."""
+    options = {"local_steps": 0, "local_epochs": 1, "batch_size": 3}
+    monkeypatch.setattr(captured, "KEPT", 1)
+    monkeypatch.setattr(f"{__name__}.SIZES", (8, 8))
+    apart, _, watch = ends(FedAvg, make_model, grid, **options)
+    assert (apart, said(watch)) == (0, [])
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_a_capture_that_computes_something_else_is_not_used(
+    grid: type[InProcessGrid], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = fake_accelerator._Graph
+    monkeypatch.setattr(graph, "replay", lambda self: [op(*given, **named) for op, given, named, _ in self.tape[:-3]])
+    apart, _, watch = ends(FedAvg, make_model, grid)
+    assert (apart, said(watch)) == (0, ["replayed it has other values"])
+
+
+class Reading(nn.Module):
+    """Reads a number in every pass."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs if inputs.sum().item() else 2 * inputs
+
+
+def with_layer(layer: nn.Module) -> Callable[[], nn.Module]:
+    def make() -> Any:
+        model: Any = make_model()
+        model.net.insert(3, layer)
+        return model
+
+    return make
+
+
+def test_what_cannot_be_captured_goes_on_as_before() -> None:
+    reasons = {
+        "it draws at random": with_layer(nn.Dropout(0.2)),
+        "the host reads a number": with_layer(Reading()),
+    }
+    for words, model in reasons.items():
+        apart, replays, watch = ends(FedAvg, model, InProcessGrid)
+        assert (apart, replays) == (0, 0)
+        [reason] = said(watch)
+        assert words in reason
+    apart, replays, watch = ends(FedAvg, with_layer(nn.Dropout(0.2)), Stacked)
+    assert (apart, replays, len(said(watch))) == (0, 0, 1)
+
+
+def test_layers_of_a_users_own_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(captured, "KNOWN", ("torch",))
+    apart, replays, watch = ends(FedAvg, make_model, InProcessGrid)
+    assert (apart, replays, said(watch)) == (0, 0, ["what Double does is not torch's alone"])
+
+
+def test_clients_with_other_batches_take_their_steps_by_autograd() -> None:
+    apart, replays, watch = ends(FedTAN, make_model, Stacked, batch_size=8, local_steps=0, local_epochs=1)
+    assert (apart, said(watch)) == (0, ["clients have batches of different sizes"])
+    assert not replays
+
+
+def test_a_step_that_fails_leaves_captures_as_they_were() -> None:
+    """A node with labels out of range is left out; the others' steps are replayed in every round."""
+
+    def wrap(client: BNClient, index: int) -> BNClient:
+        if index == 1:
+            client.loss_function = failing
+        return client
+
+    def failing(outputs: Any, targets: Any) -> Any:
+        raise ValueError("no loss")
+
+    for grid in GRIDS:
+        nodes = Federation(make_model(), SIZES, device="fake", grid=grid, wrap=wrap)
+        with Counted() as counted:
+            nodes.run(FedAvg(**ALONE), 3)
+        assert counted.replays
