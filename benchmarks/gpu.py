@@ -22,10 +22,11 @@ import torch
 
 from benchmarks.bench import GPU, Bench
 from benchmarks.cases import DEFAULT, FASTEST, Case, Variant
-from benchmarks.engines import open_grid, play
+from benchmarks.engines import play
 from benchmarks.results import table
 from fedbn_flwr.device import accelerator, accelerator_name
 from fedbn_flwr.experiments.config import Config
+from fedbn_flwr.experiments.engines import open_grid
 from fedbn_flwr.plugins.options import options_of
 
 ROOT = Path(__file__).parents[1]

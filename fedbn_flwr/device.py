@@ -15,6 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+#: whether deterministic algorithms fill fresh memory
+_MEMORY: Any = torch.utils.deterministic
+
 
 def accelerator() -> torch.device | None:
     """Return the kind of the accelerator; None if there is none."""
@@ -44,7 +47,7 @@ def set_up_accelerator(device: torch.device, deterministic: bool) -> None:
         torch.backends.cudnn.benchmark = False
     # with it, cuDNN's algorithms are deterministic too
     torch.set_deterministic_debug_mode("warn" if deterministic else "default")
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    _MEMORY.fill_uninitialized_memory = False
     if device.index:
         torch.get_device_module(device).set_device(device.index)
 
@@ -52,15 +55,15 @@ def set_up_accelerator(device: torch.device, deterministic: bool) -> None:
 @contextmanager
 def settings_restored() -> Iterator[None]:
     """Put torch's settings of this process back at the end of the block, as far as runs change them."""
-    cudnn, memory = torch.backends.cudnn, torch.utils.deterministic
+    cudnn = torch.backends.cudnn
     threads, mode, index = torch.get_num_threads(), torch.get_deterministic_debug_mode(), _current_index()
-    tries, fills = cudnn.benchmark, memory.fill_uninitialized_memory
+    tries, fills = cudnn.benchmark, _MEMORY.fill_uninitialized_memory
     try:
         yield
     finally:
         torch.set_num_threads(threads)
         torch.set_deterministic_debug_mode(mode)
-        cudnn.benchmark, memory.fill_uninitialized_memory = tries, fills
+        cudnn.benchmark, _MEMORY.fill_uninitialized_memory = tries, fills
         if _current_index() != index:
             started().set_device(index)
 

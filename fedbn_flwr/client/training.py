@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from inspect import unwrap
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar, cast, get_args
 
 import torch
 import torch.nn.functional as F
@@ -87,12 +87,13 @@ def autocast(instruction: Instruction, device: torch.device) -> AbstractContextM
     return torch.autocast(device.type, torch.bfloat16) if instruction.precision == "bf16" else nullcontext()
 
 
-#: torch's settings of how GPUs multiply float32; those before torch 2.9 have another name
-_PRODUCTS: list[Any] = [torch.backends.cuda.matmul, torch.backends.cudnn]
-_SETTING, _IEEE, _TF32 = "allow_tf32", False, True
-if hasattr(torch.backends.cuda.matmul, "fp32_precision"):
-    _PRODUCTS = [torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn]
-    _SETTING, _IEEE, _TF32 = "fp32_precision", "ieee", "tf32"
+_CUDA, _CUDNN = cast(Any, torch.backends.cuda), cast(Any, torch.backends.cudnn)
+#: torch's settings of how GPUs multiply float32, and their name and values; before torch 2.9 there are older ones
+_PRODUCTS, _SETTING, _IEEE, _TF32 = (
+    ([_CUDA.matmul, _CUDNN.conv, _CUDNN.rnn], "fp32_precision", "ieee", "tf32")
+    if hasattr(_CUDA.matmul, "fp32_precision")
+    else ([_CUDA.matmul, _CUDNN], "allow_tf32", False, True)
+)
 #: what the settings were when each of the steps began that are not done
 _BEFORE: list[list[Any]] = []
 _LOCK = threading.Lock()

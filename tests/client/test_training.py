@@ -1,5 +1,7 @@
 """The precision of local training, and what it says of batches on which BN cannot train."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -38,7 +40,8 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_the_weights_in_float32() -> Non
     assert losses[0] != losses[1]
 
 
-PRODUCTS = (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn)
+CUDNN: Any = torch.backends.cudnn
+PRODUCTS = (torch.backends.cuda.matmul, CUDNN.conv, CUDNN.rnn)
 
 
 def precisions() -> list[str]:

@@ -1,9 +1,12 @@
 """A model for workers, too, that refuses a pass on a device which need not repeat its bits."""
 
 import os
+from typing import Any
 
 import torch
 from torch import nn
+
+MEMORY: Any = torch.utils.deterministic
 
 
 class Repeating(nn.Sequential):
@@ -14,7 +17,7 @@ class Repeating(nn.Sequential):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         asked = torch.get_deterministic_debug_mode() == 1 and os.environ.get("CUBLAS_WORKSPACE_CONFIG") == ":4096:8"
-        if inputs.device.type == "fake" and (not asked or torch.utils.deterministic.fill_uninitialized_memory):
+        if inputs.device.type == "fake" and (not asked or MEMORY.fill_uninitialized_memory):
             raise RuntimeError("the device may give other bits the next time")
-        output: torch.Tensor = super().forward(inputs)
+        output: torch.Tensor = super().forward(inputs)  # type: ignore[no-untyped-call]
         return output

@@ -20,6 +20,7 @@ from tests.helpers.harness import SIZES
 from tests.helpers.runs import command, results, rounds
 
 DEVICE = os.environ.get("DEVICE", "fake")
+CUDNN: Any = torch.backends.cudnn
 
 COLD = """
 import copy, torch, torch.nn.functional as F
@@ -108,9 +109,9 @@ class Noting(nn.Sequential):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         if inputs.device.type == "fake":
-            cuda, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn.conv
-            self.seen.add((torch.is_grad_enabled(), self[2].training, cuda.fp32_precision, cudnn.fp32_precision))
-        output: torch.Tensor = super().forward(inputs)
+            multiplies = torch.backends.cuda.matmul.fp32_precision, CUDNN.conv.fp32_precision
+            self.seen.add((torch.is_grad_enabled(), self[2].training, *multiplies))
+        output: torch.Tensor = super().forward(inputs)  # type: ignore[no-untyped-call]
         return output
 
 
@@ -127,7 +128,7 @@ def test_all_passes_of_a_run_multiply_in_its_precision(precision: str, wanted: s
     # a stack's memory is found out by a step whose values nobody sees
     seen = Noting.seen - {(*training, "none", "tf32")}
     assert seen == {(*modes, wanted, wanted) for modes in (training, gathering, evaluating)}
-    assert torch.backends.cudnn.conv.fp32_precision == "tf32"
+    assert CUDNN.conv.fp32_precision == "tf32"
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedtan"])
