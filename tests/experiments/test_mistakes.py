@@ -40,7 +40,7 @@ COMMANDS: list[tuple[str, str, str]] = [
     ("run", "--round 5", "unknown option '--round'; did you mean '--rounds'?"),
     ("run", "--freezeround=3", "unknown option '--freezeround'; did you mean '--freeze-round'?"),
     ("run", "--method FedAvg", "unknown strategy 'FedAvg'; did you mean 'fedavg'?"),
-    ("run", "fedbn", "unknown option 'fedbn'; known: ... (all: `fedbn-flwr run --help-all`)"),
+    ("run", "fedbn", "unknown option 'fedbn'; known: --freeze-bn, ... (all: `fedbn-flwr run --help-all`)"),
     ("run", "--engine spark", "unknown engine 'spark'; known: stacked, inprocess, ray"),
     ("run", "--device gpu", "unknown device 'gpu'; known: auto, cpu"),
     ("run", "--device cuda:99", "device 'cuda:99' is not available here"),
