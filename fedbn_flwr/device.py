@@ -7,11 +7,14 @@ What only CUDA has is where it is used: `CUDA_VISIBLE_DEVICES` in `fedbn_flwr/ex
 
 import logging
 import os
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
+
+#: rows of a tensor that follow each other, or the numbers of chosen ones
+Rows = slice | tuple[int, ...]
 
 
 def accelerator() -> torch.device | None:
@@ -55,6 +58,17 @@ def accelerator_name(device: str = "auto") -> str:
         return ""
     name: str = getattr(torch.get_device_module(found), "get_device_name", lambda: found.type)()
     return name
+
+
+@lru_cache(maxsize=1024)
+def constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return numbers on a device, where they stay: to send them at each use would be a copy that is waited for."""
+    return torch.tensor(values, dtype=dtype, device=device)
+
+
+def index_on(rows: Rows, device: torch.device) -> slice | Tensor:
+    """Return what picks rows from tensors on a device."""
+    return rows if isinstance(rows, slice) else constant(rows, torch.int64, device)
 
 
 @cache
