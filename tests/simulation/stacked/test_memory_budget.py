@@ -90,10 +90,11 @@ def never() -> StepMemory:
         (CPU, 1_000_001, never, 1, 1),
         # large activations are stacked in fives, and only where steps are layer-wise
         (CPU, 1, lambda: LARGE, 1, 5),
-        # a GPU stacks whatever fits
-        (CUDA, 1_000_001, never, 512, 512),
+        # a GPU stacks all that are prepared together, whatever their activations
+        (CUDA, 1_000_000, never, 100, 100),
+        (CUDA, 1_000_001, never, 1, 1),
     ],
-    ids=["small", "many parameters", "large activations", "gpu"],
+    ids=["small", "many parameters", "large activations", "gpu", "many parameters, gpu"],
 )
 def test_the_largest_useful_stack(
     device: torch.device, parameters: int, step: Callable[[], StepMemory], plain: int, layerwise: int
