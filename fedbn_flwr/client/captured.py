@@ -1,12 +1,12 @@
 """The forward and backward pass of a step on an accelerator: recorded once, and replayed in every step that is equal.
 
 Most of a small model's step on a GPU is Python that launches hundreds of short operations; a graph of them is launched
-at once. Rules, optimizers and rates stay outside. A step that was captured has the bits of the same step by autograd,
-and proves it where it runs: at its first use both are taken on the same batch, and if they differ it is not used.
+at once. Rules, optimizers and rates stay outside. A captured step has the bits of the same step by autograd, and proves
+it where it runs: at its first use both are taken on the same batch, and if they differ it is not used.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from logging import INFO
@@ -39,12 +39,11 @@ class CapturedStep:
     batch: Batch
     gradients: Sequence[Tensor | None]
     loss: Tensor
-    count: int | Tensor
+    count: int | Tensor = 0
 
     def replay(self, batch: Batch, learned: Sequence[nn.Parameter]) -> tuple[Tensor, int | Tensor]:
         """Take the passes on another batch."""
-        for mine, given in zip(self.batch, batch, strict=True):
-            mine.copy_(given)
+        _put(self.batch, batch)
         self.graph.replay()
         for parameter, gradient in zip(learned, self.gradients, strict=True):
             parameter.grad = gradient
@@ -58,110 +57,129 @@ class _Captures:
         self.steps: OrderedDict[Hashable, CapturedStep | None] = OrderedDict()
         self.reasons: set[str] = set()
 
+    def say(self, reason: str) -> None:
+        """Say once why steps are taken by autograd."""
+        if reason not in self.reasons:
+            self.reasons.add(reason)
+            log(INFO, "Steps are not captured: %s", " ".join(reason.split()))
+
 
 _OF_MODELS: WeakKeyDictionary[nn.Module, _Captures] = WeakKeyDictionary()
 #: all that are alive share one memory: no two of them are replayed at once, and none keeps anything in it
 _ALIVE: WeakSet[CapturedStep] = WeakSet()
 
 
+def gradients(
+    session: Session,
+    loss_of: Gradients[B],
+    loss_function: LossFunction,
+    is_on: bool,
+    tensors_of: Callable[[B], Batch | None],
+    batch_of: Callable[[Tensor, Tensor], B],
+) -> Gradients[B]:
+    """Return what makes the gradients of a session's steps: replays on an accelerator, where these are on and can be.
+
+    `tensors_of` returns a batch's tensors, None for a batch unlike others, and `batch_of` makes such a batch of them.
+    """
+    optimized = [parameter for group in session.optimizer.param_groups for parameter in group["params"]]
+    learned = list({id(parameter): parameter for parameter in [*optimized, *session.learned().values()]}.values())
+    eager = backward(loss_of, learned)
+    if not is_on or not learned or learned[0].device.type == "cpu":
+        return eager
+    known = _OF_MODELS.setdefault(session.model, _Captures())
+    if reason := _why_not(session.structure or session.model, loss_function, learned[0].device):
+        known.say(reason)
+        return eager
+    return _Replaying(session, learned, loss_of, eager, tensors_of, batch_of, loss_function, known)
+
+
 @dataclass(eq=False)
-class Replaying(Generic[B]):
+class _Replaying(Generic[B]):
     """Makes gradients by replaying captured steps where it can, and else by autograd."""
 
-    #: what holds the entries, and the layers behind them: the model itself, unless it is stacked
-    model: nn.Module
-    layers: nn.Module
+    session: Session
     learned: Sequence[nn.Parameter]
     loss_of: Gradients[B]
-    #: returns a batch's tensors, None for a batch unlike others; and makes such a batch of tensors
+    eager: Gradients[B]
     tensors_of: Callable[[B], Batch | None]
     batch_of: Callable[[Tensor, Tensor], B]
-    #: what else the passes depend on
-    key: Hashable
-    #: whether the next step is unlike the others
-    apart: bool
+    loss_function: LossFunction
+    known: _Captures
 
     def __post_init__(self) -> None:
-        self._eager = backward(self.loss_of, self.learned)
-        self._known = _OF_MODELS.setdefault(self.model, _Captures())
-        self._now: dict[Hashable, CapturedStep | None] = {}
+        #: whether the next step is unlike the others
+        self._apart = self.session.instruction.layerwise != "none"
+        #: of this round
+        self._steps: dict[Hashable, CapturedStep | None] = {}
 
     def __call__(self, batch: B) -> tuple[Tensor, int | Tensor]:
         """Set the gradients, and return the loss and the number of samples."""
-        apart, self.apart = self.apart, False
-        tensors = None if apart else self.tensors_of(batch)
-        if tensors is None:
-            if not apart:
-                self.say("clients have batches of different sizes")
-            return self._eager(batch)
+        apart, self._apart = self._apart, False
+        if apart:
+            return self.eager(batch)
+        if (tensors := self.tensors_of(batch)) is None:
+            self.known.say("clients have batches of different sizes")
+            return self.eager(batch)
         shape = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors)
-        if shape not in self._now:
-            key, steps = (shape, self.key, self._state()), self._known.steps
+        if shape not in self._steps:
+            key, steps = (shape, self._state()), self.known.steps
             if key not in steps:
-                result, steps[key] = self._try(batch, tensors)
-                self._now[shape] = steps[key]
+                result, self._steps[shape] = self._try(batch, tensors)
+                steps[key] = self._steps[shape]
                 if len(steps) > KEPT:
                     steps.popitem(last=False)
                 return result
             steps.move_to_end(key)
-            self._now[shape] = steps[key]
-        step = self._now[shape]
-        return self._eager(batch) if step is None else step.replay(tensors, self.learned)
+            self._steps[shape] = steps[key]
+        step = self._steps[shape]
+        return self.eager(batch) if step is None else step.replay(tensors, self.learned)
 
     def _state(self) -> Hashable:
-        """Return where the entries are, what learns, and how the layers are set."""
-        entries = [*self.model.named_parameters(), *self.model.named_buffers()]
-        learned = {id(parameter) for parameter in self.learned}
+        """Return all else that passes depend on: where the entries are, what learns, and how the layers are set."""
+        model, learned = self.session.model, {id(parameter) for parameter in self.learned}
+        entries = [*model.named_parameters(), *model.named_buffers()]
         return (
             tuple((value.data_ptr(), value.requires_grad, id(value) in learned) for _, value in entries),
             tuple(
                 tuple(value for value in vars(layer).values() if isinstance(value, _PLAIN))
-                for layer in self.layers.modules()
+                for layer in (self.session.structure or model).modules()
             ),
-            torch.are_deterministic_algorithms_enabled(),
+            (self.session.instruction.precision, self.loss_function, torch.are_deterministic_algorithms_enabled()),
         )
 
     def _try(self, batch: B, tensors: Batch) -> tuple[tuple[Tensor, int | Tensor], CapturedStep | None]:
         """Take a step by autograd, capture it, and compare; return what the step returns, and what was captured."""
-        buffers = [value for _, value in self.model.named_buffers()]
-        before = [value.clone() for value in buffers]
-        device = tensors[0].device
-        module, stream = torch.get_device_module(device), _stream(device)
+        buffers, device = [value for _, value in self.session.model.named_buffers()], tensors[0].device
+        module, stream, before = torch.get_device_module(device), _stream(device), _copies(buffers)
         drawn = torch.get_rng_state(), module.get_rng_state(device)
         stream.wait_stream(module.current_stream(device))
         with module.stream(stream), torch.autograd.set_multithreading_enabled(False):
-            loss, count = self._eager(batch)
+            loss, count = self.eager(batch)
         module.current_stream(device).wait_stream(stream)
-        gradients = [parameter.grad for parameter in self.learned]
-        after = [value.clone() for value in buffers]
-        wanted = [loss, *_present(gradients), *after]
-        draws = not all(map(torch.equal, drawn, (torch.get_rng_state(), module.get_rng_state(device))))
-        step, reason = None, "it draws at random" if draws else ""
-        if not reason:
-            try:
-                step = self._capture(tensors, loss, stream)
-                _put(buffers, before)
-                for value in (step.loss, *_present(step.gradients)):
-                    value.fill_(nan)  # what is not written must not pass
-                result = step.replay(tensors, self.learned)
-                if not _agree(wanted, [result[0], *_present(step.gradients), *buffers]):
-                    step, reason = None, "replayed it has other values"
-            except Exception as error:
-                step, reason = None, f"{type(error).__name__}: {error}"
-        if step is None:
-            self.say(reason)
+        made, after = [parameter.grad for parameter in self.learned], _copies(buffers)
+        try:
+            if not all(map(torch.equal, drawn, (torch.get_rng_state(), module.get_rng_state(device)))):
+                raise RuntimeError("it draws at random")
+            step = self._capture(tensors, loss, stream)
+            _put(buffers, before)
+            for value in (step.loss, *_present(step.gradients)):
+                value.fill_(nan)  # what is not written must not pass
+            found, _ = step.replay(tensors, self.learned)
+            if not _agree([loss, *_present(made), *after], [found, *_present(step.gradients), *buffers]):
+                raise RuntimeError("replayed it has other values")
+        except Exception as error:
+            self.known.say(str(error))
             _put(buffers, after)
-            for parameter, gradient in zip(self.learned, gradients, strict=True):
+            for parameter, gradient in zip(self.learned, made, strict=True):
                 parameter.grad = gradient
+            return (loss, count), None
         return (loss, count), step
 
     def _capture(self, tensors: Batch, loss: Tensor, stream: Any) -> CapturedStep:
         """Record both passes: nothing is computed."""
-        module = torch.get_device_module(loss.device)
+        module, inputs, targets = torch.get_device_module(loss.device), *_copies(tensors)
         kept = [None if parameter.grad is None else torch.empty_like(parameter) for parameter in self.learned]
-        step = CapturedStep(
-            module.CUDAGraph(), (tensors[0].clone(), tensors[1].clone()), kept, torch.empty_like(loss), 0
-        )
+        step = CapturedStep(module.CUDAGraph(), (inputs, targets), kept, torch.empty_like(loss))
         pool = next((other.graph.pool() for other in _ALIVE), None)
         with (
             module.graph(step.graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
@@ -175,34 +193,6 @@ class Replaying(Generic[B]):
             step.loss.copy_(found.detach())
         _ALIVE.add(step)
         return step
-
-    def say(self, reason: str) -> None:
-        """Say once for each model why its steps are taken by autograd."""
-        if reason not in self._known.reasons:
-            self._known.reasons.add(reason)
-            log(INFO, "Steps are not captured: %s", " ".join(reason.split()))
-
-
-def gradients(
-    session: Session,
-    loss_of: Gradients[B],
-    loss_function: LossFunction,
-    is_on: bool,
-    tensors_of: Callable[[B], Batch | None],
-    batch_of: Callable[[Tensor, Tensor], B],
-) -> Gradients[B]:
-    """Return what makes the gradients of a session's steps: `Replaying` on an accelerator, unless it is not on."""
-    optimized = [parameter for group in session.optimizer.param_groups for parameter in group["params"]]
-    learned = list({id(parameter): parameter for parameter in [*optimized, *session.learned().values()]}.values())
-    if not is_on or not learned or learned[0].device.type == "cpu":
-        return backward(loss_of, learned)
-    layers, instruction = session.structure or session.model, session.instruction
-    key, apart = (instruction.precision, loss_function), instruction.layerwise != "none"
-    replaying = Replaying(session.model, layers, learned, loss_of, tensors_of, batch_of, key, apart)
-    if reason := _why_not(layers, loss_function, learned[0].device):
-        replaying.say(reason)
-        return backward(loss_of, learned)
-    return replaying
 
 
 def _why_not(layers: nn.Module, loss_function: LossFunction, device: torch.device) -> str:
@@ -218,32 +208,35 @@ def _why_not(layers: nn.Module, loss_function: LossFunction, device: torch.devic
     return ""
 
 
+def _is_known(thing: Any) -> bool:
+    return str(thing.__module__).partition(".")[0] in KNOWN
+
+
 @cache
 def _stream(device: torch.device) -> Any:
     """Return the stream on which steps are captured, and on which libraries are made ready for that."""
     return torch.get_device_module(device).Stream(device)
 
 
-def _is_known(thing: Any) -> bool:
-    return str(thing.__module__).partition(".")[0] in KNOWN
-
-
-def _present(values: Sequence[Tensor | None]) -> list[Tensor]:
+def _present(values: Iterable[Tensor | None]) -> list[Tensor]:
     return [value for value in values if value is not None]
 
 
-def _put(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+def _copies(values: Iterable[Tensor]) -> list[Tensor]:
+    return [value.clone() for value in values]
+
+
+def _put(targets: Iterable[Tensor], values: Iterable[Tensor]) -> None:
     for target, value in zip(targets, values, strict=True):
         target.copy_(value)
 
 
-def _agree(wanted: Sequence[Any], found: Sequence[Any]) -> bool:
+def _agree(wanted: Sequence[Tensor], found: Sequence[Tensor]) -> bool:
     """Compare in bits where the run is deterministic, else with the square root of what their dtype rounds to."""
-    if torch.are_deterministic_algorithms_enabled():
-        return all(map(torch.equal, wanted, found))
-    for one, other in zip(wanted, found, strict=True):
-        exact = not one.is_floating_point()
-        within = 0.0 if exact else torch.finfo(one.dtype).eps ** 0.5 * float(one.abs().max() if one.numel() else 0)
-        if not torch.allclose(one, other, rtol=0, atol=within):
-            return False
-    return True
+    return all(map(torch.equal if torch.are_deterministic_algorithms_enabled() else _alike, wanted, found))
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    if not one.is_floating_point() or not one.numel():
+        return torch.equal(one, other)
+    return torch.allclose(one, other, rtol=0, atol=float(one.abs().max()) * torch.finfo(one.dtype).eps ** 0.5)
