@@ -27,7 +27,10 @@ PROJECTS = {
         "The project has its own strategy, a global evaluation that keeps the best model, and a classification head "
         "that stays on each node in its `context.state`. Only the base class of the strategy changes."
     ),
-    "lightning": "A LightningModule, trained by Lightning's `Trainer`, whose optimizer calls the loss as a closure.",
+    "lightning": (
+        "A network of timm, as ImageNet has left it, fine-tuned by Lightning's `Trainer`, whose optimizer calls the "
+        "loss as a closure."
+    ),
     "numpy-client": (
         "FedBN by the names of layers, as in Flower's baseline: a `NumPyClient` and Flower's older server. Names of "
         "BN layers and their files are removed: the strategy finds BN by type, and the node's state keeps it. Lists of "

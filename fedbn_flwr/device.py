@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from torch import Tensor
 
 #: whether deterministic algorithms fill fresh memory
 _MEMORY: Any = torch.utils.deterministic
+#: rows of a tensor that follow each other, or the numbers of chosen ones
+Rows = slice | tuple[int, ...]
 
 
 def accelerator() -> torch.device | None:
@@ -97,6 +99,17 @@ def accelerator_name(device: str = "auto") -> str:
         return ""
     name: str = getattr(torch.get_device_module(found), "get_device_name", lambda: found.type)()
     return name
+
+
+@lru_cache(maxsize=1024)
+def constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return numbers on a device, where they stay: to send them at each use would be a copy that is waited for."""
+    return torch.tensor(values, dtype=dtype, device=device)
+
+
+def index_on(rows: Rows, device: torch.device) -> slice | Tensor:
+    """Return what picks rows from tensors on a device."""
+    return rows if isinstance(rows, slice) else constant(rows, torch.int64, device)
 
 
 @cache

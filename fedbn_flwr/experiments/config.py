@@ -23,7 +23,7 @@ class Config:
     norm_options: Annotated[Pairs, "options of the normalizer, e.g. r_max=3,d_max=5 for brn"] = ()
     groups: Annotated[int, "number of groups of group normalization", Range(1)] = 2
     normalize_features: Annotated[bool, "scale features to a mean square of 1 before the classifier (FN)"] = False
-    model: Annotated[str, "model: a name, timm:NAME, torchvision:NAME, or package.module:function"] = "small-cnn"
+    model: Annotated[str, "model: a name, or package.module:function; or timm:NAME, torchvision:NAME"] = "small-cnn"
     dataset: Annotated[str, "data set: a name, synthetic:n=..., folder:PATH, package.module:function, or sites"] = (
         "digits"
     )
@@ -138,7 +138,8 @@ class Config:
     ] = 0
     chunk: Annotated[
         int,
-        "most clients in a stack; 0: as many as speed up a step (20, 5 or 1 on a CPU) and fit into half of the memory",
+        "most clients in a stack; 0: as many as speed up a step (20, 5 or 1 on a CPU) and fit into half of the memory, "
+        "or a quarter of a GPU's",
         Range(0),
     ] = 0
     captured: Annotated[bool, "on a GPU, record a step once and replay it in equal steps: the same bits, sooner"] = True

@@ -81,6 +81,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedbn_flwr.device import Rows, index_on
 from fedbn_flwr.layerwise.exchange import MOST, Answer, Combiner, Kind, Requests, combine, why_unusable
 
 #: by kind and layer, what takes each client's local values to the global ones: a row for each client
@@ -168,13 +169,16 @@ class CorrectedClients:
 
     def __init__(self, received: Mapping[str, Tensor], clients: int) -> None:
         self._received, self._clients = read_corrections(received), clients
-        self._parts: list[tuple[slice | Tensor, Corrected]] = []
+        self._parts: list[tuple[Rows, Corrected]] = []
 
-    def exchange(self, rows: slice | Tensor = slice(None)) -> Corrected:
+    def exchange(self, rows: Rows = slice(None)) -> Corrected:
         """Return the exchange of the clients in these rows."""
         exchange = Corrected(
             {
-                kind: {layer: Answer(answer.tensor[rows], answer.count) for layer, answer in by_layer.items()}
+                kind: {
+                    layer: Answer(answer.tensor[index_on(rows, answer.tensor.device)], answer.count)
+                    for layer, answer in by_layer.items()
+                }
                 for kind, by_layer in self._received.items()
             }
         )
@@ -187,7 +191,8 @@ class CorrectedClients:
         for rows, exchange in self._parts:
             for name, value in pack_values(exchange.requests).items():
                 shape = self._clients, *value.shape[1:]
-                whole.setdefault(name, torch.empty(shape, dtype=value.dtype, device=value.device))[rows] = value
+                entry = whole.setdefault(name, torch.empty(shape, dtype=value.dtype, device=value.device))
+                entry[index_on(rows, value.device)] = value
         return whole
 
 

@@ -135,7 +135,8 @@ def _choose(model: nn.Module, patterns: Sequence[str]) -> None:
             )
         chosen |= dict.fromkeys(matching, pattern == asked)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(parameter.requires_grad and chosen[name])
+        if not chosen[name]:
+            parameter.requires_grad_(False)
 
 
 def _maker(name: str, image_size: int, pretrained: bool) -> Make:

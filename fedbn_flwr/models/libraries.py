@@ -75,6 +75,7 @@ def _unknown(library: str, name: str, known: Iterable[str]) -> UsageError:
     )
 
 
+#: the libraries by name, each with what it says of a network of its own
 LIBRARIES = {"timm": _timm, "torchvision": _torchvision}
 
 

@@ -194,7 +194,7 @@ class BaseStrategy(FlowerFedAvg):
         self.freeze_bn = freeze_bn
         if freeze_bn and self.needs not in ("none", "affine"):
             about = f"{type(self).__name__} with statistics={self.statistics}"
-            raise ValueError(f"freeze_bn keeps BN statistics as they are, and {about} is about how they change")
+            raise ValueError(f"freeze_bn keeps BN statistics as they are, so {about} would be another method")
         if freeze_bn and self.needs == "none":
             self.needs = "all-statistics"
         #: the groups whose means the method gets

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedbn_flwr.device import where_exact
+from fedbn_flwr.device import constant, where_exact
 
 #: name, dtype and shape of one array
 Entry = tuple[str, np.dtype[Any], tuple[int, ...]]
@@ -189,13 +189,7 @@ def _sum_rows(weights: tuple[float, ...], rows: Tensor) -> Tensor:
     if not rows.is_floating_point():
         return rows.amax(0)
     rows = where_exact(rows)
-    return _column(weights, rows.device) @ rows.double()
-
-
-@lru_cache(maxsize=64)
-def _column(weights: tuple[float, ...], device: torch.device) -> Tensor:
-    """Return weights on a device, where they stay: the same clients come again in every round."""
-    return torch.tensor(weights, dtype=torch.float64, device=device)
+    return constant(weights, torch.float64, rows.device) @ rows.double()
 
 
 def _to_host(values: Tensor) -> NDArray[Any]:

@@ -49,6 +49,8 @@ def test_models_data_and_loops_are_not_touched(project: str, tmp_path: Path) -> 
 
 NODES = 3
 OPTIONS: dict[str, Any] = {"num-server-rounds": 3, "local-epochs": 1, "learning-rate": 0.05, "batch-size": 32}
+#: whose weights would be downloaded
+OPTIONS["pretrained"] = False
 #: strategies, with their options: for a loop of one's own, a head in the node's state, a closure, lists of arrays
 OBEYED = [
     ("quickstart", "FixBN", "freeze_round=1, "),
@@ -166,7 +168,8 @@ def flower(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 def test_flwr_run_completes(project: str, kind: str, flower: FlowerCommand, tmp_path: Path) -> None:
     app = copied(project, tmp_path / project, kind)  # Flower refuses underscores in the app's folder
     options = ("--federation-config", "num-supernodes=2 client-resources-num-cpus=1")
-    shown, status = flower.run(app, *options, num_server_rounds=2)
+    config: dict[str, Any] = {"pretrained": False} if project == "lightning" else {}
+    shown, status = flower.run(app, *options, num_server_rounds=2, **config)
     assert status == "finished:completed", shown
     assert "ROUND 2" in shown
     assert "Traceback" not in shown

@@ -106,6 +106,19 @@ def test_where_bn_stands_still_a_single_last_sample_is_a_batch() -> None:
     assert sizes == [4, 1]
 
 
+def test_a_bn_layer_of_which_no_parameter_learns_keeps_its_statistics_and_uses_them() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(36), nn.Linear(36, 3), nn.BatchNorm1d(3), nn.Linear(3, CLASSES))
+    fixed = model[1].requires_grad_(False)
+    values, seen = random_state(model), list[tuple[Tensor, Tensor]]()
+    fixed.register_forward_hook(lambda _, inputs, outputs: seen.append((inputs[0], outputs)))
+    after = arrays(trained(toy_client(model), values))
+    assert all(torch.equal(after[key], values[key]) for key in values if key.startswith("1."))
+    assert not any(torch.equal(after[f"3.{key}"], values[f"3.{key}"]) for key in ("running_mean", "running_var"))
+    inputs, outputs = seen[0]
+    mean, variance, weight, bias = (values[f"1.{key}"] for key in ("running_mean", "running_var", "weight", "bias"))
+    torch.testing.assert_close(outputs, (inputs - mean) / (variance + 1e-5).sqrt() * weight + bias)
+
+
 # ---- one model for all clients of a process --------------------------------------------------------------------------
 
 

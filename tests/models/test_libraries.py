@@ -13,7 +13,7 @@ from fedbn_flwr.models import build
 from fedbn_flwr.norm import bn_layers
 from fedbn_flwr.plugins import warn_once
 from tests.helpers.layerwise_references import heterogeneous_batches, made
-from tests.helpers.runs import run, run_in
+from tests.helpers.runs import rounds, run, run_in
 from tests.layerwise.test_shared_statistics import assert_centralized
 
 timm = pytest.importorskip("timm", reason="the extra timm is not installed")
@@ -212,6 +212,26 @@ def test_only_the_chosen_parameters_learn(
     assert changed & {name for name in before if "running" in name} == entries
     kept, layers = len(bn_layers(model)) - len(moving), len(bn_layers(model))
     assert f"{kept} of {layers} BN layers keep their statistics, as none of their parameters learns" in caplog.text
+
+
+def test_layers_that_keep_their_statistics_exchange_nothing(tmp_path: Path) -> None:
+    given = {**SMALL, "trainable": "!blocks.*,!conv_stem.*", "model": NETWORK, "results_dir": str(tmp_path)}
+    assert run("run", method="fedtan", **given) == 0
+    (row,) = rounds(tmp_path)
+    # the statistics of both layers, the gradients by those of the second, as nothing learns before the first, the model
+    assert row["exchanges"] == 4
+
+
+def test_exact_statistics_are_of_layers_that_learn(tmp_path: Path) -> None:
+    path = tmp_path / "weights.safetensors"
+    before = save_network(path, num_classes=4)
+    given = {**SMALL, "trainable": "bn2.*,classifier.*", "init_from": str(path)}
+    for statistics in ("running", "exact"):
+        method, folder = f"fedavg:statistics={statistics}", str(tmp_path / statistics)
+        assert run("run", model=NETWORK, method=method, results_dir=folder, **given) == 0
+    running, exact = (weights_of_run(tmp_path / statistics) for statistics in ("running", "exact"))
+    moved = {name for name in before if not torch.equal(exact[name], running[name])}
+    assert moved == {"bn2.running_mean", "bn2.running_var"}
 
 
 def test_methods_of_bn_need_a_layer_that_learns(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -106,6 +106,31 @@ def test_a_model_in_float32_stays_in_float32(name: str) -> None:
     assert {value.dtype for value in after.values()} <= {torch.float32, torch.int64}
 
 
+#: whose models have no BN that stands still; `fixbn:freeze-round=0` is FixBN's own
+MOVING = {"fedtan", "feddna", "fedtan-ii", "fedwon", "fedbn", "silobn", "fednorm", "heterofl", "hbn", "fbn"}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_bn_stays_as_the_model_brings_it_or_that_is_refused(name: str) -> None:
+    if name in MOVING or name == "fixbn":
+        with pytest.raises(ValueError if name in MOVING else TypeError, match=r"would be another method|no option"):
+            make(name, freeze_bn=True)
+        return
+    nodes = federation(name)
+    before = {key: value.clone() for key, value in nodes.model.state_dict().items()}
+    after = nodes.run(make(name, freeze_bn=True))
+    still, affine = norm.statistics_keys(nodes.model), norm.affine_keys(nodes.model)
+    assert all(torch.equal(after[key], before[key]) for key in [*still, *norm.counter_keys(nodes.model)])
+    if TABLE[name][2] == "none":
+        assert not any(torch.equal(after[key], before[key]) for key in affine)
+        assert distance(after, plain(name)) > 1e-6
+
+
+def test_frozen_bn_is_fixbn_frozen_from_the_start() -> None:
+    frozen, fixed = (federation("fedavg").run(made) for made in (FedAvg(freeze_bn=True), FixBN(freeze_round=0)))
+    assert all(torch.equal(frozen[key], value) for key, value in fixed.items())
+
+
 @pytest.mark.parametrize("name", TABLE)
 def test_same_seed_same_bits(name: str) -> None:
     again = federation(name).run(make(name))

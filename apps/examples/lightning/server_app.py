@@ -16,7 +16,7 @@ def main(grid: Grid, context: Context) -> None:
     strategy = FixBN(freeze_round=0.5, fraction_evaluate=1.0)
     result = strategy.start(
         grid=grid,
-        initial_arrays=ArrayRecord(Net().state_dict()),
+        initial_arrays=ArrayRecord(Net(pretrained=context.run_config["pretrained"]).state_dict()),
         train_config=ConfigRecord({"lr": context.run_config["learning-rate"]}),
         num_rounds=context.run_config["num-server-rounds"],
     )

@@ -37,7 +37,7 @@ class StackedGrid(InProcessGrid):
     each client's own, layers that `torch.func.vmap` refuses.
 
     At most `chunk` clients are stacked; by default as many as speed up a step and fit into half of the machine's
-    memory. (Free memory does not count, or the bits of a run would depend on what else runs.)
+    memory, or a quarter of a GPU's. (Free memory does not count, or the bits of a run would depend on what else runs.)
 
     With `average_by`, "examples" or "uniform" as the option `weighting` of strategies, the replies to the training
     messages of a push are one: their mean answers the first of the messages, and the others have no answer.

@@ -15,13 +15,11 @@ from torch.func import vmap
 from fedbn_flwr.client import training
 from fedbn_flwr.client.captured import KEPT
 from fedbn_flwr.client.node_memory import Memory
+from fedbn_flwr.device import Rows, index_on
 from fedbn_flwr.randomness import OwnRandomness
 from fedbn_flwr.simulation.stacked.layers import CannotStackError, StackedLayers
 from fedbn_flwr.state import State
 from fedbn_flwr.state.flat import FlatState, to_device
-
-#: rows of a stack that follow each other, or chosen ones
-Rows = slice | Tensor
 
 #: targets of this class do not count in torch's cross entropy
 _IGNORED_CLASS = -100
@@ -110,20 +108,21 @@ class Stack(nn.Module):
                 now = {name: self._slots.read(name) for name in buffers}
             return result, {name: value for name, value in now.items() if value is not entries[name]}
 
-        values = self._entries_of(rows)
+        index = index_on(rows, batch[0].device)
+        values = self._entries_of(index)
         result, replaced = vmap(one)(self._layers.images(batch[0]), batch[1], values)
         for name in buffers:
             # other buffers may have been changed in their places; those of some rows are copies
             if values[name] is not self._buffers_of_all[name] or name in replaced:
-                self._buffers_of_all[name][rows] = replaced.get(name, values[name]).detach()
+                self._buffers_of_all[name][index] = replaced.get(name, values[name]).detach()
         return _cross_entropies(result, batch[1]) if afterwards else result
 
-    def _entries_of(self, rows: Rows) -> dict[str, Tensor]:
-        if isinstance(rows, slice) and rows == slice(0, self.clients):
+    def _entries_of(self, index: slice | Tensor) -> dict[str, Tensor]:
+        if isinstance(index, slice) and index == slice(0, self.clients):
             return {**self._parameters_of_all, **self._buffers_of_all}
-        chosen = {name: value[rows] for name, value in self._parameters_of_all.items()}
+        chosen = {name: value[index] for name, value in self._parameters_of_all.items()}
         # copies: autograd would refuse to use views of buffers of which other clients' rows have changed since
-        return chosen | {name: value[rows].clone() for name, value in self._buffers_of_all.items()}
+        return chosen | {name: value[index].clone() for name, value in self._buffers_of_all.items()}
 
 
 class Stacks:

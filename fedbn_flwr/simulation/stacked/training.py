@@ -14,12 +14,13 @@ from fedbn_flwr.client import BNClient, captured, training
 from fedbn_flwr.client.batch_plan import BatchLoader, augment_together, load_groups
 from fedbn_flwr.client.reply import Metrics
 from fedbn_flwr.client.rules import Session, rules_for
+from fedbn_flwr.device import Rows, constant
 from fedbn_flwr.layerwise import Exchange, shared_statistics
 from fedbn_flwr.layerwise.carried import CorrectedClients
 from fedbn_flwr.randomness import OwnRandomness
 from fedbn_flwr.simulation.replies import Job, Trained
 from fedbn_flwr.simulation.stacked.layers import apply_shared
-from fedbn_flwr.simulation.stacked.model import Rows, Stack, StackedMemory, stacked
+from fedbn_flwr.simulation.stacked.model import Stack, StackedMemory, stacked
 from fedbn_flwr.state import State
 from fedbn_flwr.wire import Instruction
 
@@ -156,8 +157,9 @@ class StackedBatches:
         losses: Tensor | float = 0.0
         for part in parts:
             of_part = self._losses(part)
-            counts[part.rows] = part.targets.shape[1]
-            rows = torch.tensor(_numbers(part.rows), device=of_part.device)
+            numbers = tuple(_numbers(part.rows))
+            counts[list(numbers)] = part.targets.shape[1]
+            rows = constant(numbers, torch.int64, of_part.device)
             losses = of_part.new_zeros(self.stack.clients).index_add(0, rows, of_part) + losses
         assert isinstance(losses, Tensor)
         return losses, counts
@@ -221,10 +223,7 @@ class StackedBatches:
 
 def _numbers(rows: Rows) -> Sequence[int]:
     """Return the numbers of the rows."""
-    if isinstance(rows, slice):
-        return range(rows.start, rows.stop)
-    numbers: list[int] = rows.tolist()
-    return numbers
+    return range(rows.start, rows.stop) if isinstance(rows, slice) else rows
 
 
 def _by_size(sizes: Sequence[int]) -> list[Rows]:
@@ -233,5 +232,5 @@ def _by_size(sizes: Sequence[int]) -> list[Rows]:
     for size in dict.fromkeys(sizes):
         rows = [row for row, other in enumerate(sizes) if other == size]
         together = rows[-1] - rows[0] + 1 == len(rows)
-        groups.append(slice(rows[0], rows[-1] + 1) if together else torch.tensor(rows))
+        groups.append(slice(rows[0], rows[-1] + 1) if together else tuple(rows))
     return groups

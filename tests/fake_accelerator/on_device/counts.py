@@ -13,7 +13,7 @@ from fedbn_flwr.client.evaluation import evaluate, mean_loss
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.strategies import BaseStrategy, FedAvg, FedTAN, FedWon, Scaffold
 from tests.fake_accelerator.tally import KINDS, Tally, counting
-from tests.helpers.engine_comparison import Stacked
+from tests.helpers.engine_comparison import SIZES_APART, Stacked
 from tests.helpers.harness import Federation, make_float32_model, make_split
 
 #: layers that exchange, and steps of a round
@@ -68,6 +68,17 @@ def test_a_step_waits_for_nothing_and_a_round_has_few_copies(case: str, grid: ty
     assert a_round["wait"] == (2 * LAYERS if (case, grid) == ("FedTAN", Stacked) else 0)
     if (case, grid) != ("FedTAN", InProcessGrid):  # its messages are the CPU's
         assert (a_round["to device"], a_round["to host"]) == CASES[case][3]
+
+
+def test_rows_of_clients_with_unlike_batches_stay_on_the_device() -> None:
+    def sent(steps: int) -> float:
+        nodes = Federation(make_float32_model(), SIZES_APART, grid=Stacked, device="fake")
+        with counting() as tally:
+            nodes.run(FedAvg(), 2, local_steps=steps)
+        return tally.of("to device")
+
+    sent(1)
+    assert sent(2 * STEPS) == sent(STEPS)
 
 
 def test_rules_launch_few_kernels() -> None:

@@ -56,9 +56,10 @@ def test_a_client_that_cannot_train_needs_its_state_only() -> None:
 
 
 def test_as_many_are_stacked_as_fit_into_half_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into a quarter of a GPU's, which also has it as a captured step."""
     step = StepMemory((10, 20), 7)
-    monkeypatch.setattr("fedbn_flwr.simulation.stacked.memory_budget.total_memory", lambda _: 7 * step.total)
-    assert clients_that_fit(step, CPU) == 3
+    monkeypatch.setattr("fedbn_flwr.simulation.stacked.memory_budget.total_memory", lambda _: 9 * step.total)
+    assert [clients_that_fit(step, device) for device in (CPU, CUDA)] == [4, 2]
     monkeypatch.setattr("fedbn_flwr.simulation.stacked.memory_budget.total_memory", lambda _: 0)
     assert clients_that_fit(step, CPU) == 1
 
@@ -89,10 +90,11 @@ def never() -> StepMemory:
         (CPU, 1_000_001, never, 1, 1),
         # large activations are stacked in fives, and only where steps are layer-wise
         (CPU, 1, lambda: LARGE, 1, 5),
-        # a GPU stacks whatever fits
-        (CUDA, 1_000_001, never, 512, 512),
+        # a GPU stacks all that are prepared together, whatever their activations
+        (CUDA, 1_000_000, never, 100, 100),
+        (CUDA, 1_000_001, never, 1, 1),
     ],
-    ids=["small", "many parameters", "large activations", "gpu"],
+    ids=["small", "many parameters", "large activations", "gpu", "many parameters, gpu"],
 )
 def test_the_largest_useful_stack(
     device: torch.device, parameters: int, step: Callable[[], StepMemory], plain: int, layerwise: int
