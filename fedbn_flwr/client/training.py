@@ -87,12 +87,12 @@ def autocast(instruction: Instruction, device: torch.device) -> AbstractContextM
     return torch.autocast(device.type, torch.bfloat16) if instruction.precision == "bf16" else nullcontext()
 
 
-_CUDA, _CUDNN = cast(Any, torch.backends.cuda), cast(Any, torch.backends.cudnn)
+_MATMUL, _CUDNN = cast(Any, torch.backends.cuda.matmul), cast(Any, torch.backends.cudnn)
 #: torch's settings of how GPUs multiply float32, and their name and values; before torch 2.9 there are older ones
 _PRODUCTS, _SETTING, _IEEE, _TF32 = (
-    ([_CUDA.matmul, _CUDNN.conv, _CUDNN.rnn], "fp32_precision", "ieee", "tf32")
-    if hasattr(_CUDA.matmul, "fp32_precision")
-    else ([_CUDA.matmul, _CUDNN], "allow_tf32", False, True)
+    ([_MATMUL, _CUDNN.conv, _CUDNN.rnn], "fp32_precision", "ieee", "tf32")
+    if hasattr(_MATMUL, "fp32_precision")
+    else ([_MATMUL, _CUDNN], "allow_tf32", False, True)
 )
 #: what the settings were when each of the steps began that are not done
 _BEFORE: list[list[Any]] = []

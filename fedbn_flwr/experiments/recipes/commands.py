@@ -33,7 +33,7 @@ from fedbn_flwr.plugins.options import UsageError, whole_number
 from fedbn_flwr.strategies import REGISTRY, BaseStrategy, CannotTrainError
 
 #: options of a run that may be given to all runs of a recipe
-CHANGES = ("data-root", "device", "precision", "log-to", "workers", "plugins")
+CHANGES = ("data-root", "device", "precision", "deterministic", "log-to", "workers", "plugins")
 #: the column of names is no wider; a longer name moves its own line
 WIDEST = 24
 
