@@ -54,7 +54,7 @@ class BNClient:
         captured: bool = True,
     ) -> None:
         self.device = pick_device(device)
-        self.model = model.to(self.device)
+        self.model = _moved(model, self.device)
         self.train_split, self.test_split, self.num_classes = train, test, num_classes
         self.indices = np.arange(len(train)) if indices is None else indices
         self.partition_id = partition_id
@@ -229,6 +229,13 @@ class BNClient:
         """Make a reply that names this client's partition and the binding keys that it obeyed."""
         metrics[wire.PARTITION_ID] = self.partition_id
         return Reply(len(self.indices), metrics, dict(records), {wire.OBEYED: obeyed_keys(instruction)})
+
+
+def _moved(model: nn.Module, device: torch.device) -> nn.Module:
+    """Move a model, unless its first parameter is there: to look at all takes 0.05 to 0.3 ms of every message."""
+    first = next(model.parameters(), None)
+    is_there = first is not None and first.device.type == device.type and device.index in (None, first.device.index)
+    return model if is_there else model.to(device)
 
 
 def model_names(model: nn.Module) -> dict[str, list[str]]:

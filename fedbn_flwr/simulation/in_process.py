@@ -238,7 +238,7 @@ class InProcessGrid(LocalGrid):
                     replies |= pool.add(trained)
                     for job in trained.jobs:
                         self._keep(job.node, job.context)
-        return replies | pool.means()
+        return replies | pool.mean()
 
     def _prepare(self, messages: Mapping[int, Message]) -> list[Job]:
         """Make the clients of messages, given by place, except those that cannot be made."""

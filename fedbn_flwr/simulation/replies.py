@@ -4,7 +4,7 @@ With the mean, the server receives as much from 1,000 nodes of a process as from
 there are processes. Sums are made in float64, of a stack on its device; the mean has the dtypes of the replies.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -70,64 +70,8 @@ class Trained:
         return {**single, **self.stacked}
 
 
-@dataclass
-class Sum:
-    """Replies that are alike, added up under their weights: arrays by group, and as one more group the metrics."""
-
-    #: whose message the mean answers
-    first: Job
-    report: dict[str, Any]
-    #: by node, its partition and its number of samples
-    nodes: dict[int, int]
-    counts: dict[int, int]
-    weights: dict[str, float]
-    totals: dict[str, FlatArrays]
-
-    @property
-    def kind(self) -> Hashable:
-        """What replies have in common that can be added: names and forms, and what their clients obeyed."""
-        forms = tuple((group, arrays.layout.entries) for group, arrays in sorted(self.totals.items()))
-        return forms, tuple(sorted(self.report.get(wire.OBEYED, [])))
-
-    @property
-    def is_usable(self) -> bool:
-        """Whether no reply had numbers that are not finite or too large; none had a weight below 1."""
-        return all(
-            (abs(total) <= LARGEST).all() for arrays in self.totals.values() for total in arrays.buffers.values()
-        )
-
-    def add(self, other: "Sum") -> None:
-        """Add replies of the same kind."""
-        self.nodes |= other.nodes
-        self.counts |= other.counts
-        for group, arrays in self.totals.items():
-            self.weights[group] += other.weights[group]
-            for dtype, total in arrays.buffers.items():
-                join = np.add if dtype.kind == "f" else np.maximum
-                join(total, other.totals[group].buffers[dtype], out=total)
-
-    def mean(self) -> Message:
-        """Make a message of the mean."""
-        means = {group: self._mean(group) for group in self.totals}
-        metrics = {name: value.tolist() for name, value in means.pop(wire.METRICS).items()}
-        # the least partition is the place of the mean among those of other processes
-        metrics[wire.PARTITION_ID] = min(self.nodes.values())
-        reply = Reply(sum(self.counts.values()), metrics, dict(means), self.report)
-        message = make_message(reply, self.first.message, copy=False)
-        message.content = content = Summed(dict(message.content))
-        content.nodes, content.counts = self.nodes, self.counts
-        return message
-
-    def _mean(self, group: str) -> FlatState:
-        buffers, weight = self.totals[group].buffers, self.weights[group]
-        means = {
-            dtype: (total / weight).astype(dtype) if dtype.kind == "f" else total for dtype, total in buffers.items()
-        }
-        return FlatState(self.totals[group].layout, means)
-
-
 class ReplyPool:
-    """The replies to the training messages of a push: those that can be added up, and messages of the others.
+    """The sum of the replies to the training messages of a push, where these can be added up.
 
     Arrays count by `weighting`, the option of strategies, "examples" or "uniform", and metrics by numbers of samples.
     Without a weighting nothing is added.
@@ -135,44 +79,74 @@ class ReplyPool:
 
     def __init__(self, weighting: str) -> None:
         self._weighting = weighting
-        self._sums: dict[Hashable, Sum] = {}
+        #: whose message the mean answers, and what it has in common with all that are added
+        self._first: Job | None = None
+        self._kind: Any = None
+        #: by node, its partition and its number of samples
+        self._nodes: dict[int, int] = {}
+        self._counts: dict[int, int] = {}
+        #: by group of arrays; metrics are one more
+        self._totals: dict[str, FlatArrays] = {}
 
     def add(self, trained: Trained) -> dict[int, Message | None]:
-        """Take what clients reply; return messages by place, None where a mean will be the answer.
+        """Take what clients reply; return messages by place, None where the mean will be the answer.
 
         What the server may have to refuse by name is not added, and neither is a stack with such a reply: numbers that
-        are not finite, or a weight of 0.
+        are not finite, a weight of 0, or what is unlike the first replies.
         """
         counts = [reply.num_examples or 0 for reply in trained.replies]
-        can_be_added = (
-            all(changes_nothing(job.client) for job in trained.jobs) and 0 < min(counts) <= max(counts) <= MOST
-        )
-        if not (self._weighting and can_be_added and (added := self._sum_of(trained, counts)).is_usable):
+        are_plain = all(changes_nothing(job.client) for job in trained.jobs)
+        if not (self._weighting and are_plain and 0 < min(counts) <= max(counts) <= MOST):
             return trained.messages()
-        if (known := self._sums.setdefault(added.kind, added)) is not added:
-            known.add(added)
+        totals = self._totals_of(trained, counts)
+        kind = trained.replies[0].report, {group: arrays.layout for group, arrays in totals.items()}
+        if not _are_usable(totals) or self._kind not in (None, kind):
+            return trained.messages()
+        self._first, self._kind = self._first or trained.jobs[0], kind
+        self._nodes |= {job.node: job.client.partition_id for job in trained.jobs}
+        self._counts |= {job.node: count for job, count in zip(trained.jobs, counts, strict=True)}
+        self._totals = {group: _added(arrays, self._totals.get(group)) for group, arrays in totals.items()}
         return {job.place: None for job in trained.jobs}
 
-    def means(self) -> dict[int, Message]:
-        """Return the mean of each kind, in the place of the first of its replies."""
-        return {each.first.place: each.mean() for each in self._sums.values()}
+    def mean(self) -> dict[int, Message]:
+        """Return the mean, by the place of the message that it answers; nothing if nothing was added."""
+        if self._first is None:
+            return {}
+        count = sum(self._counts.values())
+        weight = len(self._counts) if self._weighting == "uniform" else count
+        metrics: Any = {name: mean.tolist() for name, mean in _mean(self._totals.pop(wire.METRICS), count).items()}
+        means: dict[str, State] = {group: _mean(arrays, weight) for group, arrays in self._totals.items()}
+        # the least partition is the place of the mean among those of other processes
+        metrics[wire.PARTITION_ID] = min(self._nodes.values())
+        message = make_message(Reply(count, metrics, means, self._kind[0]), self._first.message, copy=False)
+        message.content = content = Summed(dict(message.content))
+        content.nodes, content.counts = self._nodes, self._counts
+        return {self._first.place: message}
 
-    def _sum_of(self, trained: Trained, counts: Sequence[int]) -> Sum:
-        jobs, replies = trained.jobs, trained.replies
+    def _totals_of(self, trained: Trained, counts: Sequence[int]) -> dict[str, FlatArrays]:
         weights = [1] * len(counts) if self._weighting == "uniform" else counts
-        groups = {group: (rows, weights) for group, rows in trained.rows().items()}
-        names = replies[0].metrics.keys() - {wire.PARTITION_ID}
-        columns = {name: [reply.metrics[name] for reply in replies] for name in sorted(names)}
+        totals = {group: FlatState.sum_of(rows, tuple(weights)) for group, rows in trained.rows().items()}
+        columns = {name: [reply.metrics[name] for reply in trained.replies] for name in trained.replies[0].metrics}
         metrics = {name: torch.tensor(column, dtype=torch.float64) for name, column in columns.items()}
-        groups[wire.METRICS] = metrics, counts
-        return Sum(
-            jobs[0],
-            replies[0].report,
-            {job.node: job.client.partition_id for job in jobs},
-            {job.node: count for job, count in zip(jobs, counts, strict=True)},
-            {group: sum(column) for group, (_, column) in groups.items()},
-            {group: FlatState.sum_of(rows, tuple(column)) for group, (rows, column) in groups.items()},
-        )
+        return {**totals, wire.METRICS: FlatState.sum_of(metrics, tuple(counts))}
+
+
+def _are_usable(totals: Mapping[str, FlatArrays]) -> bool:
+    """Whether no reply had numbers that are not finite or too large: no weight is below 1."""
+    return all((abs(total) <= LARGEST).all() for arrays in totals.values() for total in arrays.buffers.values())
+
+
+def _added(arrays: FlatArrays, totals: FlatArrays | None) -> FlatArrays:
+    if totals is not None:
+        for dtype, total in totals.buffers.items():
+            (np.add if dtype.kind == "f" else np.maximum)(total, arrays.buffers[dtype], out=total)
+    return totals or arrays
+
+
+def _mean(totals: FlatArrays, weight: float) -> FlatState:
+    runs = totals.buffers.items()
+    means = {dtype: (total / weight).astype(dtype) if dtype.kind == "f" else total for dtype, total in runs}
+    return FlatState(totals.layout, means)
 
 
 def changes_nothing(client: BNClient) -> bool:

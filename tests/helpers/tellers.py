@@ -46,8 +46,9 @@ def engine(kind: str, federation: Federation, weighting: str = "examples") -> It
     """Open a grid of the federation's nodes: `inprocess`, `stacked`, or with `sums`, also of two `workers`."""
     app, nodes = client_app(federation.client), len(federation.parts)
     if kind != "workers":
-        sums = partial(StackedGrid, average_by=weighting)
-        yield {"inprocess": InProcessGrid, "stacked": StackedGrid, "sums": sums}[kind](app, nodes)
+        sums: Any = partial(StackedGrid, average_by=weighting)
+        grids: dict[str, Any] = {"inprocess": InProcessGrid, "stacked": StackedGrid, "sums": sums}
+        yield grids[kind](app, nodes)
         return
     InProcessGrid(app, nodes)  # makes messages possible here
     make = partial(_adding, app, nodes, weighting)

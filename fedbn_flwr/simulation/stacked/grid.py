@@ -1,6 +1,6 @@
 """The in-process `Grid` that trains clients as one stack of models, where it can."""
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from functools import partial
 from logging import INFO, WARNING
 from pathlib import Path
@@ -171,17 +171,6 @@ class StackedGrid(InProcessGrid):
         finally:
             self._structures.give_back(model, structure)
 
-    def _close_step(self, trained: Iterable[tuple[Job, Message | None]], pool: ReplyPool) -> list[Message]:
-        """Keep what nodes remember; return the replies."""
-        replies: list[Message] = []
-        for job, reply in trained:
-            self._keep(job.node, job.context)
-            replies += [reply] if reply else []
-        replies += pool.means().values()
-        for reply in replies:
-            identify(reply)
-        return replies
-
 
 class StackedTransport(Lockstep[Message | None]):
     """A `NodesTransport` of stacked nodes in this process: all clients of a stack ask at once, and nothing is packed.
@@ -201,8 +190,13 @@ class StackedTransport(Lockstep[Message | None]):
         self._jobs, self._pool, self._grid = [jobs[position] for position in order], pool, grid
 
     def replies(self) -> list[Message]:  # type: ignore[override]
-        """Return the nodes' replies, or their mean."""
-        return self._grid._close_step(zip(self._jobs, super().replies(), strict=True), self._pool)
+        """Let nodes keep what they remember; return their replies, or the mean."""
+        for job in self._jobs:
+            self._grid._keep(job.node, job.context)
+        replies = [*filter(None, super().replies()), *self._pool.mean().values()]
+        for reply in replies:
+            identify(reply)
+        return replies
 
 
 def _stack_key(job: Job) -> Hashable:
