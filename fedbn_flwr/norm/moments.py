@@ -100,9 +100,10 @@ def adapt(
     """Return a copy of a model with the BN statistics of unlabeled inputs; nothing else differs.
 
     `inputs` are a tensor, or batches of any sizes: tensors, or pairs that begin with one, as training had them or as
-    `prepare` makes them. All are kept in memory, and the layers' outputs of one batch. The statistics are those of one forward pass in training mode over all inputs
-    together, with dropout off: each layer sees what the layers before it have normalized with their new statistics, as
-    in the model that is returned. So all batches go through the model once for each layer, and sizes do not matter.
+    `prepare` makes them. All are kept in memory, and the layers' outputs of one batch. The statistics are those of one
+    forward pass in training mode over all inputs together, with dropout off: each layer sees what the layers before it
+    have normalized with their new statistics, as in the model that is returned. So all batches go through the model
+    once for each layer, and sizes do not matter.
 
     A `weight` below 1 mixes (1 - weight) of the model's statistics with the new ones. n / (n + N) with n inputs counts
     the model's as N samples (Schneider et al., NeurIPS 2020). A model without running statistics is a ValueError.
