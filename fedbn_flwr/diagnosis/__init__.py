@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedbn_flwr.layerwise import Answer, Exchange, Kind, Mode, Observer, Requests, combine, lockstep
+from fedbn_flwr.layerwise import Answer, Exchange, Kind, Observer, Requests, combine, lockstep
 from fedbn_flwr.layerwise.exchange import normalized
 from fedbn_flwr.layerwise.shared_statistics import UnlikeBatchNormError, check_layers, shared_statistics
 from fedbn_flwr.norm import bn_layers
@@ -66,6 +66,8 @@ class Measurement:
     deviation: list[float]
     heterogeneity: list[float]
     gradient_norm: float
+    #: `errors["nothing"]` of each draw alone
+    by_draw: list[float]
 
 
 @dataclass(frozen=True)
@@ -121,25 +123,26 @@ def overall(weights: Sequence[float], values: Sequence[float]) -> float:
 def _measure(
     model: nn.Module, draws: Sequence[Sequence[Batch]], shares: Sequence[float], loss_function: LossFunction, seed: int
 ) -> Measurement:
-    sums, distances = SquareSums(), LayerDistances(shares)
+    sums, distances, by_draw = SquareSums(), LayerDistances(shares), list[float]()
     for index, draw in enumerate(draws):
         step = partial(_gradients, model, draw, shares, loss_function, derive(seed, "diagnosis", index))
-        # the paper's three exchanges a layer; "both" below has two and is the same up to rounding
-        exact = step(SHARED["both"], mode="paper")
+        exact = step(SHARED["both"], observe=distances)
         whole = combine("mean", exact, shares)
         sums.add("norm", whole)
         sums.add("heterogeneity", exact - whole)
         for name, kinds in SHARED.items():
-            gradients = step(kinds, observe=distances if name == "both" else None)
+            gradients = exact if name == "both" else step(kinds)
             sums.add(f"error {name}", combine("mean", gradients, shares) - whole)
             if name == "nothing":
                 sums.add("deviation", gradients - exact)
+                by_draw.append(float((combine("mean", gradients, shares) - whole).norm() / whole.norm()))
     return Measurement(
         layers=distances.layers(),
         errors={name: sums.root_ratio(f"error {name}", "norm")[0] for name in SHARED},
         deviation=sums.root_mean("deviation", len(draws)),
         heterogeneity=sums.root_mean("heterogeneity", len(draws)),
         gradient_norm=sums.root_mean("norm", len(draws))[0],
+        by_draw=by_draw,
     )
 
 
@@ -150,7 +153,6 @@ def _gradients(
     loss_function: LossFunction,
     seed: int,
     kinds: Collection[Kind],
-    mode: Mode = "fused",
     observe: Observer | None = None,
 ) -> Tensor:
     """Return the clients' gradients by all parameters (clients x parameters), with some kinds of values shared."""
@@ -158,7 +160,7 @@ def _gradients(
     def step(batch: Batch, exchange: Exchange) -> Tensor:
         shared, other = partial(_shared_only, kinds, exchange), replica(model)
         # not final: running statistics stay as they are, and a client may have one value a channel
-        with shared_statistics(other, shared, mode, final=False):
+        with shared_statistics(other, shared, final=False):
             loss = loss_function(other(batch[0]), batch[1])
             learning = [parameter for parameter in other.parameters() if parameter.requires_grad]
             gradients = torch.autograd.grad(loss, learning, materialize_grads=True)

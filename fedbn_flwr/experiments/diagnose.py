@@ -4,15 +4,15 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from math import isnan, sqrt
 from pathlib import Path
-from statistics import median
+from statistics import median, stdev
 from typing import Any
 
 import torch
 from torch import nn
 
 from fedbn_flwr.client.batch_plan import BatchLoader, batch_sizes, draw
+from fedbn_flwr.client.image_order import channels_last
 from fedbn_flwr.client.training import Batch
-from fedbn_flwr.device import exact
 from fedbn_flwr.diagnosis import Diagnosis, Measurement, check_model, diagnose, overall
 from fedbn_flwr.experiments.checks import check_simulation
 from fedbn_flwr.experiments.config import Config
@@ -146,8 +146,7 @@ def run_diagnosis(options: dict[str, Any]) -> None:
 
 
 def _model(material: Material) -> nn.Module:
-    """Return the model in float64, where FedTAN's error is 0: in float32 rounding turns some ReLUs."""
-    config, model = material.config, material.model.to(exact(material.device), torch.float64).train()
+    config, model = material.config, material.model.to(material.device).train()
     try:
         check_model(model)
     except ValueError as error:
@@ -163,15 +162,15 @@ def participants(config: Config) -> list[int]:
 
 
 def mini_batches(material: Material, client: int, count: int) -> list[Batch]:
-    """Return the first mini-batches that a client would train on, in float64."""
-    config, split, device = material.config, material.data.train, exact(material.device)
+    """Return the first mini-batches that a client would train on."""
+    config, split = material.config, material.data.train
     indices = torch.from_numpy(material.partition[client])
     instruction = Instruction(local_steps=count, batch_size=config.batch_size, replacement=config.replacement)
     generator = torch_generator(config.seed, "diagnosis", "batches", client)
     sizes = batch_sizes(len(indices), instruction, merge_single=True)
     drawn = draw(len(indices), sizes, instruction.replacement, generator)
-    loader = BatchLoader(split, device, config.augmentation, indices[drawn], sizes, generator)
-    return [(inputs if split.has_ids else inputs.double(), targets) for inputs, targets in loader]
+    loader = BatchLoader(split, material.device, config.augmentation, indices[drawn], sizes, generator)
+    return [(channels_last(inputs, material.model), targets) for inputs, targets in loader]
 
 
 def count_domains(material: Material, clients: Sequence[int]) -> int:
@@ -187,6 +186,14 @@ def excess(diagnosis: Diagnosis) -> float:
     return sqrt(max(actual**2 - chance**2, 0.0))
 
 
+def is_certain(diagnosis: Diagnosis) -> bool:
+    """Return whether the threshold is more than 2 standard errors away, by how much the mini-batches differ."""
+    pairs = zip(diagnosis.actual.by_draw, diagnosis.shuffled.by_draw, strict=True)
+    squares = [actual**2 - chance**2 for actual, chance in pairs]
+    distance = abs(excess(diagnosis) ** 2 - SMALL_EXCESS**2)
+    return len(squares) > 1 and distance > 2 * stdev(squares) / sqrt(len(squares))
+
+
 def suggestion(diagnosis: Diagnosis, domains: int = 0, local_steps: int = 5) -> str:
     """Return one line of advice; a rule of thumb, not a promise. `domains` is as in `count_domains`."""
     size, error = median(diagnosis.batch_sizes), excess(diagnosis)
@@ -196,6 +203,9 @@ def suggestion(diagnosis: Diagnosis, domains: int = 0, local_steps: int = 5) -> 
             "needs none: FedWon (fedwon), or GN with standardized weights (fedavg+gn-ws)."
         )
     reason = f"Clients' differences put the mean gradient off by {error:.0%} of its size, beyond chance."
+    count = len(diagnosis.actual.by_draw)
+    if not is_certain(diagnosis):
+        return f"{reason} To suggest a method, more mini-batches than {count} are needed (--batches)."
     if error < SMALL_EXCESS:
         return f"{reason} This suggests that BN is fine as it is (fedavg)."
     if domains > 1:

@@ -1,6 +1,7 @@
 """The command `diagnose`: what it concludes, what it writes, and its mistakes."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -58,15 +59,29 @@ def test_on_iid_digits_bn_is_fine_and_on_one_class_a_client_it_is_not(tmp_path: 
     ],
 )
 def test_suggestion(size: float, error: float, chance: float, steps: int, domains: int, wanted: str) -> None:
-    found, shuffled = (Measurement([], {"nothing": value}, [], [], 1.0) for value in (error, chance))
+    found, shuffled = (Measurement([], {"nothing": value}, [], [], 1.0, [value] * 2) for value in (error, chance))
     line = suggestion(Diagnosis([1.0], [size], found, shuffled), domains, steps)
     assert wanted in line
     assert "his suggests" in line
 
 
+@pytest.mark.parametrize(
+    # by hand: 0.5^2 is 0.09 above the threshold's square, and so is the mean of 0.1^2 and 0.7^2, plus or minus 0.24
+    ("draws", "is_certain"),
+    [([0.5], False), ([0.5, 0.5], True), ([0.1, 0.7], False), ([0.1, 0.7] * 20, True)],
+)
+def test_mini_batches_that_disagree_suggest_nothing(draws: list[float], is_certain: bool) -> None:
+    error = math.sqrt(sum(value**2 for value in draws) / len(draws))
+    found = Measurement([], {"nothing": error}, [], [], 1.0, draws)
+    shuffled = Measurement([], {"nothing": 0.0}, [], [], 1.0, [0.0] * len(draws))
+    line = suggestion(Diagnosis([1.0], [32], found, shuffled))
+    assert ("his suggests" in line) == is_certain
+    assert (f"more mini-batches than {len(draws)} are needed" in line) != is_certain
+
+
 @pytest.mark.parametrize(("partition", "is_suggested"), [("domain:1", True), ("classes:2", False)])
 def test_clients_of_one_domain_each_get_models_of_their_own(tmp_path: Path, partition: str, is_suggested: bool) -> None:
-    common = {"dataset": "digits-domains", "model": "mlp", "batches": "1"}
+    common = {"dataset": "digits-domains", "model": "mlp", "batches": "4"}
     line = diagnosis(tmp_path, partition=partition, clients="5", **common)["suggestion"]
     assert all((name in line) == is_suggested for name in ("fedbn", "standalone", "fednorm"))
 
@@ -85,7 +100,7 @@ def test_the_command_writes_numbers_and_a_picture(tmp_path: Path, capsys: pytest
     assert sum(written["weights"]) == pytest.approx(1)
     assert written["actual"]["errors"]["nothing"] > 0.01
     assert written["actual"]["errors"]["both"] < 1e-10
-    assert {"layers", "errors", "deviation", "heterogeneity", "gradient-norm"} == set(written["shuffled"])
+    assert {"layers", "errors", "deviation", "heterogeneity", "gradient-norm", "by-draw"} == set(written["shuffled"])
     assert (tmp_path / "diagnosis.png").stat().st_size > 10_000
     shown = " ".join(capsys.readouterr().out.split())
     assert written["suggestion"] in shown
