@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from io import BytesIO
+from itertools import count
 from logging import WARNING
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -50,15 +51,18 @@ LOSSES = {"train-loss": "training loss", "loss-deviation": "standard deviation o
 AXES = {"rounds": "round", "exchanges": "exchanges", "bytes": "MB sent, as papers count"}
 #: the range of values from which on a scale is logarithmic
 DECADE = 10
-STAGE = "stage 2"
-LEGEND_COLUMNS = 6
-#: eight colours that differ for all kinds of colour vision (Okabe and Ito), dark enough for lines on white
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9", "#8A8A00")
+#: methods that look the same in all pictures; one with `bn-ws` has the colour of the same without it
+FIXED = (
+    *("fedavg", "fedavg+gn", "fixbn", "fedbn", "fedtan", "fedtan:carry=true", "centralized", "fedwon"),
+    *("fedavg+bn-ws", "fedavg+gn-ws", "fixbn+bn-ws", "silobn", "fedtan+bn-ws", "fedtan+bn-ws:carry=true"),
+)
+#: eight colours that differ for all kinds of colour vision (seven of Okabe and Ito), dark enough for lines on white
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9", "#661100")
 STROKES = ("solid", (0, (5, 1.5)), (0, (1, 1)), (0, (5, 1.5, 1, 1.5)), (0, (3, 1, 1, 1, 1, 1)))
 MARKERS = "osD^vPX*"
 HATCHES = ("", "///", "...", "xxx", "\\\\\\", "+++", "ooo", "---")
-#: inches: on a phone's 390 points, 11-point text stays 11 pixels high
-SIZE = (5.2, 3.9)
+#: inches without the legend: on a phone's 390 points, 11-point text stays 11 pixels high, and 7 with two panels
+SIZE, WIDE = (5.2, 3.3), (8.0, 3.6)
 DPI = 200
 FONT: dict[Any, Any] = {
     "font.size": 11,
@@ -97,6 +101,14 @@ def _figure_class() -> Any:
             with styled():
                 self.savefig(path, format=form, metadata=UNDATED.get(form))
 
+        def add_legend(self, axes: Any) -> None:
+            """Put the legend of axes below them, in columns that fit, and make room for it."""
+            handles, labels = axes.get_legend_handles_labels()
+            if labels:
+                columns = max(1, int(self.get_figwidth() / (0.75 + 0.085 * max(map(len, labels)))))
+                self.set_figheight(self.get_figheight() + 0.21 * -(-len(labels) // columns))
+                self.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
+
         def _repr_png_(self) -> bytes:
             file = BytesIO()
             self.save(file, "png")
@@ -106,12 +118,12 @@ def _figure_class() -> Any:
 
 
 @contextmanager
-def figure(path: Path, panels: int = 1, size: tuple[float, float] = (11, 4.3)) -> Iterator[tuple[Any, Any]]:
+def figure(path: Path | IO[bytes], panels: int = 1, size: Sequence[float] = WIDE, form: str = "") -> Iterator[Any]:
     """Open a figure with panels side by side, and write it as a file at the end; yield figure and panels."""
     with styled() as figure_class:
-        picture = figure_class(figsize=size, dpi=130, layout="constrained")
+        picture = figure_class(figsize=size, dpi=DPI, layout="constrained")
         yield picture, picture.subplots(1, panels)
-        picture.save(path)
+        picture.save(path, form)
 
 
 def file_name(text: str) -> str:
@@ -133,15 +145,9 @@ class Picture:
     def file(self, kind: str) -> bytes:
         """Return the picture, with the legend below, as a file of a kind that matplotlib knows, such as `png`."""
         file = BytesIO()
-        with styled() as figure_class:
-            figure = figure_class(figsize=(SIZE[0], self.height), dpi=DPI, layout="constrained")
-            axes = figure.add_subplot()
+        with figure(file, 1, (SIZE[0], self.height), kind) as (picture, axes):
             self.paint(axes)
-            handles, labels = axes.get_legend_handles_labels()
-            if labels:
-                columns = 1 if max(map(len, labels)) > 24 else 2 if max(map(len, labels)) > 14 else 3
-                figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
-            figure.save(file, kind)
+            picture.add_legend(axes)
         return file.getvalue()
 
 
@@ -153,40 +159,51 @@ class Mark(NamedTuple):
 
 
 #: by a method's label
-Marks = Mapping[str, Sequence[Mark]]
+Marks, Looks = Mapping[str, Sequence[Mark]], Mapping[str, int]
 
 
-def line_style(index: int, count: int, points: int = 0) -> dict[str, Any]:
-    """Return how the line of the method with this index is drawn; lines that coincide stay visible by their widths.
+def looks_of(runs: Frame) -> dict[str, int]:
+    """Return the number of each label's look: a fixed one, or one that is free in these runs."""
+    methods = dict(zip(runs["label"], runs["method"], strict=True))
+    first = {method: label for label, method in reversed(methods.items())}
+    looks = {first[method]: look for look, method in enumerate(FIXED) if method in first}
+    free = (look for look in count() if look not in looks.values())
+    return {label: looks[label] if label in looks else next(free) for label in methods}
 
-    Neighbouring lines have their markers at other points.
+
+def line_style(look: int, place: int = 0, points: int = 0) -> dict[str, Any]:
+    """Return how a line with this look and so many points is drawn, at its place among lines.
+
+    Lines that coincide stay visible by their widths, and neighbours have their markers at other points.
     """
     step = max(1, points // 8)
     return {
-        "color": COLOURS[index % len(COLOURS)],
-        "linestyle": STROKES[index % len(STROKES)],
-        "marker": MARKERS[(index + index // 8) % 8],
-        "markevery": (index % step, step),
-        "linewidth": 2.6 - 1.4 * index / max(count - 1, 1),
+        "color": COLOURS[look % len(COLOURS)],
+        "linestyle": STROKES[look % len(STROKES)],
+        "marker": MARKERS[(look + look // 8) % 8],
+        "markevery": (place % step, step),
+        "linewidth": max(2.6 - 0.2 * place, 1.2),
         "markersize": 6.5,
         "markeredgecolor": "white",
         "markeredgewidth": 0.6,
     }
 
 
-def bar_style(index: int) -> dict[str, Any]:
-    """Return how the bars of the method with this index are drawn."""
-    colour, hatch = COLOURS[index % 8], HATCHES[(index + index // 8) % 8]
+def bar_style(look: int) -> dict[str, Any]:
+    """Return how bars with this look are drawn."""
+    colour, hatch = COLOURS[look % 8], HATCHES[(look + look // 8) % 8]
     return {"color": colour, "hatch": hatch, "edgecolor": "white", "linewidth": 0.5}
 
 
-def draw_runs(axes: Any, points: Frame, **style: Any) -> None:
-    """Draw the mean of runs at the points that they have in common, and their range: columns `run`, `x` and `y`."""
-    lines = points.groupby(["x", "run"])["y"].last().unstack().dropna()
-    (line,) = axes.plot(lines.index, lines.mean(axis=1), **style)
-    if lines.shape[1] > 1:
-        ends = lines.min(axis=1), lines.max(axis=1)
-        axes.fill_between(lines.index, *ends, color=line.get_color(), alpha=0.15, linewidth=0)
+def draw_lines(axes: Any, points: Frame, looks: Looks) -> None:
+    """Draw the mean of each label's runs at the points that they share, and their range: `label`, `run`, `x`, `y`."""
+    for label, own in points.groupby("label", sort=False):
+        lines = own.groupby(["x", "run"])["y"].last().unstack().dropna()
+        style = line_style(looks[label], [*looks].index(label), len(lines))
+        axes.plot(lines.index, lines.mean(axis=1), label=label, **style)
+        if lines.shape[1] > 1:
+            ends = lines.min(axis=1), lines.max(axis=1)
+            axes.fill_between(lines.index, *ends, color=style["color"], alpha=0.15, linewidth=0)
 
 
 def points_of(rounds: Frame, key: str, x: Any = None) -> Frame:
@@ -203,22 +220,19 @@ def plot_curves(runs: Frame) -> Any:
     ended, score = finished(runs), score_of(runs)
     if not len(ended):
         raise UsageError("there is no picture: no run has finished")
-    rounds = rounds_of(ended.assign(label=ended["method"]))
-    methods = rounds["label"].unique()
+    ended = ended.assign(label=ended["method"])
+    rounds, looks = rounds_of(ended), looks_of(ended)
     with styled() as figure_class:
-        height = 4.3 + 0.2 * -(-len(methods) // LEGEND_COLUMNS)
-        picture = figure_class(figsize=(11, height), dpi=130, layout="constrained")
+        picture = figure_class(figsize=WIDE, dpi=DPI, layout="constrained")
         panels = picture.subplots(1, 2)
         labels = {score: f"test {heading_of(score)}", "train-loss": "training loss"}
         for panel, (key, label) in zip(panels, labels.items(), strict=True):
-            for index, (method, own) in enumerate(points_of(rounds, key).groupby("label", sort=False)):
-                draw_runs(panel, own, label=method, **line_style(index, len(methods), own["run"].value_counts().min()))
+            draw_lines(panel, points_of(rounds, key), looks)
             panel.set(xlabel="round", ylabel=label, xlim=(0, None))
             panel.grid(alpha=0.3)
         panels[1].set_yscale("log")
         picture.suptitle(title_of(typical(ended)))
-        shown = panels[0].get_legend_handles_labels()
-        picture.legend(*shown, loc="outside lower center", ncols=LEGEND_COLUMNS, frameon=False)
+        picture.add_legend(panels[0])
     return picture
 
 
@@ -246,7 +260,8 @@ def curves(runs: Frame) -> Iterator[Picture]:
 def _curves(runs: Frame, rounds: Frame, layers: Frame, few: bool) -> Iterator[Picture | None]:
     setting, score, first = runs["setting"].iloc[0], score_of(runs), runs.drop_duplicates("label")
     marks = {run["label"]: marks_of(run["folder"], rounds[rounds["run"] == at]) for at, run in first.iterrows()}
-    draw, exchanges = partial(_picture, setting=setting, marks=marks), column(rounds, "exchanges").fillna(0)
+    draw = partial(_picture, setting=setting, marks=marks, looks=looks_of(runs))
+    exchanges = column(rounds, "exchanges").fillna(0)
     sums = pd.DataFrame({"exchanges": exchanges, "bytes": column(rounds, "paper-bytes").fillna(0) / MEGABYTE})
     positions = {"rounds": rounds["round"], **sums.groupby(rounds["run"]).cumsum()}
     for kind in AXES if few else ["rounds"]:
@@ -254,8 +269,7 @@ def _curves(runs: Frame, rounds: Frame, layers: Frame, few: bool) -> Iterator[Pi
             points, caption = points_of(rounds, score, positions[kind]), f"{score.replace('-', ' ')} against {kind}"
             yield draw(points, f"{score}-{kind}", caption, AXES[kind], heading_of(score))
     for key, text in LOSSES.items() if few else ():
-        stages = key == "loss-deviation" and any(mark.text == STAGE for each in marks.values() for mark in each)
-        yield draw(points_of(rounds, key), key, text + f" and the round of {STAGE}" * stages, "round", text, log=True)
+        yield draw(points_of(rounds, key), key, text, "round", text, log=True)
     for key, text in DYNAMICS.items() if few else ():
         points = points_of(layers, key).groupby(["label", "run", "x"], sort=False, as_index=False).mean()
         points["y"] /= scale_of(key)
@@ -263,24 +277,20 @@ def _curves(runs: Frame, rounds: Frame, layers: Frame, few: bool) -> Iterator[Pi
 
 
 def _picture(
-    points: Frame, name: str, caption: str, x: str, y: str, setting: str, marks: Marks, log: bool = False
+    points: Frame, name: str, caption: str, x: str, y: str, setting: str, marks: Marks, looks: Looks, log: bool = False
 ) -> Picture | None:
     """Draw lines, if one has two points: the mean of a method's runs, and their range."""
     runs = points.groupby("run")
     if not len(points) or runs.size().max() < 2:
         return None
     points = points[runs["x"].transform("max") > 0]
-    counts = points.groupby("label")["run"].agg(lambda runs: runs.value_counts().min())
-    styles = {label: line_style(index, len(marks), counts.get(label, 0)) for index, label in enumerate(marks)}
 
     def paint(axes: Any) -> None:
-        for label, own in points.groupby("label", sort=False):
-            draw_runs(axes, own, label=label, **styles[label])
+        draw_lines(axes, points, looks)
         axes.set(xlabel=x, ylabel=y)
         if x == "round":
             axes.xaxis.get_major_locator().set_params(integer=True)
-            drawn = {label: marks[label] for label in points["label"].unique()}
-            draw_marks(axes, drawn, {label: style["color"] for label, style in styles.items()})
+            draw_marks(axes, {label: marks[label] for label in points["label"].unique()}, looks)
         if log and points["y"].max() > DECADE * points["y"].min() > 0:
             axes.set_yscale("log")
         ends = points.groupby("run")["x"].max()
@@ -305,26 +315,20 @@ def marks_of(folder: str | Path, rounds: Frame) -> list[Mark]:
     frozen = round_of(freeze_at, last) if freeze_at is not None else fired
     stage = next(iter(rounds["round"][column(rounds, "fedbs-stage") == 2]), 1) - 1
     drops = [("learning rate", change.start(last, frozen)) for change in strategy.schedule]
-    return [
-        Mark(text, int(after)) for text, after in (("freeze", frozen), *drops, (STAGE, stage)) if after and after < last
-    ]
+    changes = [("freeze", frozen), *drops, ("stage 2", stage)]
+    return [Mark(text, int(after)) for text, after in changes if after and after < last]
 
 
-def draw_marks(axes: Any, marks: Marks, colours: Mapping[str, str]) -> None:
-    """Draw a line at every mark inside the axes, in the colour of the method if only one has it, else in grey."""
-    labels: dict[Mark, list[str]] = {}
-    for label, each in marks.items():
-        for mark in dict.fromkeys(each):
-            labels.setdefault(mark, []).append(label)
+def draw_marks(axes: Any, marks: Marks, looks: Looks) -> None:
+    """Draw a line at every mark, in the colour of the method if only one has it, else in grey, and name it above."""
     first, last = axes.get_xlim()
-    for after in sorted({mark.after for mark in labels if first < mark.after + 0.5 < last}):
-        here = {mark.text: names for mark, names in labels.items() if mark.after == after}
-        owners = {name for names in here.values() for name in names}
-        colour = colours[owners.pop()] if len(owners) == 1 else "#555555"
+    for after in sorted({mark.after for each in marks.values() for mark in each if first < mark.after + 0.5 < last}):
+        here = [(label, mark.text) for label, each in marks.items() for mark in each if mark.after == after]
+        owners, texts = dict(here), dict.fromkeys(text for _, text in here)
+        colour = "#555555" if len(owners) > 1 else COLOURS[looks[here[0][0]] % 8]
         axes.axvline(after + 0.5, color=colour, linestyle=(0, (2, 2)), linewidth=1, zorder=1)
-        place = {"xycoords": ("data", "axes fraction"), "rotation": 90, "va": "top", "ha": "right"}
-        said = axes.annotate(", ".join(here), (after + 0.5, 0.99), color=colour, fontsize=8, **place)
-        said.set_in_layout(False)
+        place = {"xycoords": ("data", "axes fraction"), "rotation": 25, "rotation_mode": "anchor"}
+        axes.annotate(", ".join(texts), (after + 0.5, 1.02), color=colour, fontsize=8, **place)
 
 
 def _logarithmic(axes: Any) -> None:
@@ -344,15 +348,17 @@ def bars(runs: Frame, paper: Paper) -> Iterator[Picture]:
     methods = dict(zip(runs["label"], runs["method"], strict=True))
     at = values.index.get_level_values("setting")
     for setting in [*settings][:SETTINGS]:
-        yield from _domains(setting, values[at == setting].droplevel("setting"))
+        yield from _domains(setting, values[at == setting].droplevel("setting"), looks_of(runs))
     accuracies = values[values.index.get_level_values("column") == "accuracy"].droplevel("column")
     for setting in settings:
         yield from _freeze_rounds(setting, methods, accuracies)
     places = pd.DataFrame([*settings.values()], [*settings])
-    yield from _maps(places, _normalizers(methods), accuracies["mean"].to_dict())
+    labels = {text: label for label, text in methods.items()}
+    pair = [labels[text] for text in ("fedavg+gn", "fedavg") if text in labels]
+    yield from _maps(places, pair, accuracies["mean"].to_dict())
 
 
-def _domains(setting: str, values: Frame) -> Iterator[Picture]:
+def _domains(setting: str, values: Frame, looks: Looks) -> Iterator[Picture]:
     """Draw the accuracy by domain, where all methods have it."""
     methods = [label for name, label in values.index if name == AVERAGE]
     names = [name for name in values.index.unique("column") if name != AVERAGE and name not in QUANTITIES]
@@ -367,7 +373,7 @@ def _domains(setting: str, values: Frame) -> Iterator[Picture]:
             own = shown.xs(label, level="label").loc[order]
             at = np.arange(len(order)) + (index - (len(methods) - 1) / 2) * width
             whiskers = {"yerr": own["deviation"] if own["deviation"].any() else None, "error_kw": {"elinewidth": 1}}
-            axes.bar(at, own["mean"], width, label=label, **whiskers, **bar_style(index))
+            axes.bar(at, own["mean"], width, label=label, **whiskers, **bar_style(looks[label]))
         axes.grid(alpha=0.3, axis="y")
         axes.set_axisbelow(True)
         axes.set_xticks(range(len(order)), order, rotation=20 if len(order) > 4 else 0)
@@ -391,7 +397,7 @@ def _freeze_rounds(setting: str, methods: Mapping[str, str], accuracies: Frame) 
     own = accuracies.loc[[(setting, shares[share]) for share in sorted(shares)]]
 
     def paint(axes: Any) -> None:
-        axes.errorbar(sorted(shares), own["mean"], own["deviation"], capsize=3, **line_style(0, 1))
+        axes.errorbar(sorted(shares), own["mean"], own["deviation"], capsize=3, **line_style(0))
         axes.set(xlabel="round of the freeze, as a share of all (or as given)", ylabel="accuracy, %")
         axes.grid(alpha=0.3)
 
@@ -399,12 +405,12 @@ def _freeze_rounds(setting: str, methods: Mapping[str, str], accuracies: Frame) 
     yield Picture(file_name(f"freeze-{setting}"), caption, paint, setting=setting)
 
 
-def _maps(places: Frame, pair: tuple[str, str] | None, means: Mapping[tuple[str, str], float]) -> Iterator[Picture]:
+def _maps(places: Frame, pair: Sequence[str], means: Mapping[tuple[str, str], float]) -> Iterator[Picture]:
     """Draw accuracy with GN minus that with BN over local steps and another axis, as in FixBN's Figure 2.
 
     `places` has the label of each setting on each axis, `pair` the labels of both methods.
     """
-    if not pair or column(places, "local-steps").nunique() < 2:
+    if len(pair) != 2 or column(places, "local-steps").nunique() < 2:
         return
     others = places.drop(columns="local-steps").nunique()
     down = others.idxmax() if len(others) else ""
@@ -437,13 +443,3 @@ def _map(table: Any, rows: Sequence[str], columns: Sequence[str], caption: str, 
         axes.tick_params(length=0)
 
     return Picture(file_name(f"gn-minus-bn-{name}"), caption, paint, height=1.2 + 0.42 * len(rows))
-
-
-def _normalizers(methods: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return the labels of FedAvg with GN and with BN; None if one is not there."""
-    kinds = dict[str, str]()
-    for label, text in methods.items():
-        with suppress(ValueError):  # a plug-in that is not there
-            strategy, norm, options = parse(text)
-            kinds |= {norm or "bn": label} if strategy == "fedavg" and not options else {}
-    return (kinds["gn"], kinds["bn"]) if {"gn", "bn"} <= kinds.keys() else None

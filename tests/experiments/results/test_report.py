@@ -16,7 +16,7 @@ from PIL import Image
 
 from fedbn_flwr.experiments import main
 from fedbn_flwr.experiments.recipes.paper import QUANTITIES
-from fedbn_flwr.experiments.results.plots import bar_style, bars, draw_marks, line_style, marks_of
+from fedbn_flwr.experiments.results.plots import COLOURS, bar_style, bars, draw_marks, line_style, looks_of, marks_of
 from fedbn_flwr.experiments.results.rows import pd, read_parts
 from tests.helpers.matrix_files import (
     ROUNDS,
@@ -219,7 +219,7 @@ def test_what_single_methods_record_is_drawn(tmp_path: Path) -> None:
     lines = [{"round": n, "layer": f"bn{m}", **dict.fromkeys(keys, 1.0 / n)} for n in range(1, 5) for m in (1, 2)]
     (tmp_path / "one/dynamics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     page = write_page(tmp_path / "one", out=tmp_path / "page")
-    assert "Standard deviation of the clients' losses and the round of stage 2" in page.pictures
+    assert "Standard deviation of the clients' losses" in page.pictures
     assert [alt[:3] for alt in page.pictures if alt.endswith("mean of all layers")] == [
         "(a)",
         "(a)",
@@ -279,10 +279,32 @@ def test_bars_by_domain_are_of_domains(tmp_path: Path) -> None:
 
 
 def test_every_one_of_many_methods_has_a_look_of_its_own() -> None:
-    lines = [line_style(index, 30) for index in range(30)]
+    lines = [line_style(look) for look in range(30)]
     assert len({(line["color"], line["linestyle"]) for line in lines}) == 30
     assert len({(line["color"], line["marker"]) for line in lines}) == 30
     assert len({(bar["color"], bar["hatch"]) for bar in map(bar_style, range(30))}) == 30
+
+
+def test_a_method_looks_the_same_in_every_study() -> None:
+    """Whatever it is called there, and whatever else is there; of the same method twice, the second differs."""
+    one = pd.DataFrame({"label": ["mine", "FixBN", "BN"], "method": ["fedprox", "fixbn", "fedavg"]})
+    other = pd.DataFrame({"label": ["fedavg", "again", "fixbn"], "method": ["fedavg", "fedavg", "fixbn"]})
+    looks, others = looks_of(one), looks_of(other)
+    assert (looks["BN"], looks["FixBN"]) == (others["fedavg"], others["fixbn"])
+    assert len({*looks.values()}) == len({*others.values()}) == 3
+
+
+def test_colours_remain_apart_with_red_green_blindness() -> None:
+    """By CIE 1976's distance in L*a*b*, in which 2.3 is just seen, under deuteranopia as Machado (2009) models it."""
+    levels = np.array([[int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)] for colour in COLOURS])
+    linear = np.where(levels <= 0.04045, levels / 12.92, ((levels + 0.055) / 1.055) ** 2.4)
+    deuteranopia = [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.01182, 0.04294, 0.968881]]
+    white_xyz = [[0.412456, 0.357576, 0.180438], [0.212673, 0.715152, 0.072175], [0.019334, 0.119192, 0.950304]]
+    for seen in (linear, (linear @ np.transpose(deuteranopia)).clip(0, 1)):
+        x, y, z = np.cbrt(seen @ np.transpose(white_xyz) / np.sum(white_xyz, axis=1)).T
+        lab = np.stack([116 * y, 500 * (x - y), 200 * (y - z)], axis=-1)
+        apart = np.linalg.norm(lab[:, None] - lab, axis=-1)
+        assert apart[~np.eye(len(lab), dtype=bool)].min() > 15
 
 
 def test_the_map_is_gn_minus_bn(tmp_path: Path) -> None:
@@ -359,7 +381,10 @@ def test_freezes_and_rate_drops_are_marked(method: str, expected: list[tuple[str
     figure = Figure()
     axes = figure.add_subplot()
     axes.plot([1, 20], [0, 1])
-    draw_marks(axes, {method: marks}, {method: "#0072B2"})
+    draw_marks(axes, {method: marks}, {method: 0})
+    # their names stand above the axes, not on lines
+    figure.draw_without_rendering()
+    assert all(text.get_window_extent().y0 >= axes.bbox.y1 for text in axes.texts)
     assert [float(np.asarray(line.get_xdata())[0]) for line in axes.lines[1:]] == sorted(
         {after + 0.5 for _, after in expected}
     )
