@@ -95,8 +95,9 @@ def measure(seconds: float, models: Sequence[str], clients: Sequence[int], varia
     with TemporaryDirectory() as name:
         bench, cases = Bench(settings, Path(name)), settings.cases()
         left = bench.measure(cases)
-    print(f"{left} of {len(cases)} cases were not measured")
-    return FAILED if any("error" in row for row in bench.rows) else PASSED
+    errors = {row["error"] for row in bench.rows if "error" in row}
+    print(f"{left} of {len(cases)} cases were not measured", *errors, sep="\n")
+    return FAILED if errors else PASSED
 
 
 def last() -> int:
