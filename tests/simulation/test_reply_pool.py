@@ -1,5 +1,7 @@
 """Replies that are added up where clients train: their mean, which stay as they are, and who gets single ones."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Message, RecordDict
+from torch import nn
 
 from fedbn_flwr import state, wire
-from fedbn_flwr.client import Reply
+from fedbn_flwr.client import BNClient, Reply
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.experiments.engines import open_grid
 from fedbn_flwr.experiments.material import Material
@@ -17,13 +20,13 @@ from fedbn_flwr.experiments.method import resolve
 from fedbn_flwr.server.grids import ask_nodes
 from fedbn_flwr.simulation import StackedGrid
 from fedbn_flwr.simulation.replies import ReplyPool, Trained
-from fedbn_flwr.strategies import FedAvg, register_strategy
+from fedbn_flwr.strategies import FedAvg, FedBN, register_strategy
 from fedbn_flwr.wire.pooled import Summed
-from tests.helpers.engine_comparison import asked
-from tests.helpers.harness import INSTRUCTION, SIZES, Federation, make_model
+from tests.helpers.engine_comparison import EXACT, asked, memories, memory_difference, quiet, watching
+from tests.helpers.harness import INSTRUCTION, SIZES, Federation, distance, make_float32_model, make_model
 from tests.helpers.registered import registries_restored
 from tests.helpers.runs import OPTIONS
-from tests.helpers.tellers import engine
+from tests.helpers.tellers import engine, telling
 
 
 def replies(nodes: Federation, **options: Any) -> list[Message]:
@@ -34,18 +37,22 @@ def replies(nodes: Federation, **options: Any) -> list[Message]:
 
 @pytest.mark.parametrize("weighting", ["examples", "uniform"])
 @pytest.mark.parametrize("chunk", [1, 2, 4], ids=["one by one", "two stacks", "one stack"])
-def test_the_mean_of_stacks_is_that_of_single_replies(chunk: int, weighting: str) -> None:
-    single = replies(Federation(make_model()), chunk=chunk)
-    (mean,) = replies(Federation(make_model()), chunk=chunk, average_by=weighting)
+@pytest.mark.parametrize("model", [make_model, make_float32_model])
+def test_the_mean_of_stacks_is_that_of_single_replies(
+    model: Callable[[], nn.Module], chunk: int, weighting: str
+) -> None:
+    single = replies(Federation(model()), chunk=chunk)
+    (mean,) = replies(Federation(model()), chunk=chunk, average_by=weighting)
     assert isinstance(mean.content, Summed)
     assert mean.content.counts == dict(zip(range(1000, 1004), SIZES, strict=True))
     shares = np.array([1] * 4 if weighting == "uniform" else SIZES) / (4 if weighting == "uniform" else sum(SIZES))
     rows = [state.view_arrays(reply.content.array_records[wire.ARRAYS]) for reply in single]
     for name, value in state.view_arrays(mean.content.array_records[wire.ARRAYS]).items():
         values = np.stack([row[name] for row in rows])
-        wanted = np.tensordot(shares, values, 1) if value.dtype.kind == "f" else values.max(0)
+        wanted = np.tensordot(shares, values.astype(np.float64), 1) if value.dtype.kind == "f" else values.max(0)
         assert value.dtype == values.dtype
-        np.testing.assert_allclose(value, wanted, rtol=0, atol=1e-12)
+        # numbers of float32 are rounded once
+        np.testing.assert_allclose(value, wanted.astype(value.dtype), rtol=0, atol=1e-12)
     losses: list[Any] = [reply.content[wire.METRICS][wire.TRAIN_LOSS] for reply in single]
     assert mean.content[wire.METRICS][wire.TRAIN_LOSS] == pytest.approx(np.average(losses, weights=SIZES), rel=1e-15)
 
@@ -92,6 +99,32 @@ def test_what_is_unlike_the_first_replies_stays_as_it_is() -> None:
     assert all(pool.add(unlike).values())
     (mean,) = pool.mean().values()
     np.testing.assert_array_equal(state.view_arrays(mean.content.array_records[wire.ARRAYS])["weight"], [1.5, 2.0])
+
+
+@pytest.mark.parametrize(("strategy", "case"), [(FedAvg, "nan"), (FedAvg, "none"), (FedBN, "nan"), (FedBN, "none")])
+def test_a_node_that_cannot_be_added_is_refused_by_name(strategy: type[FedAvg], case: str) -> None:
+    """Also beside others in a stack, which count as if it had not been there."""
+
+    def spoil(client: BNClient, index: int) -> BNClient:
+        if index == 1 and case == "nan":
+            client.train_split = replace(client.train_split, inputs=client.train_split.inputs * float("nan"))
+        return client
+
+    wrap = spoil if case == "nan" else telling({1: lambda _: 0})
+    ends = {}
+    for kind in ("inprocess", "sums"):
+        nodes, method = Federation(make_model(), wrap=wrap), quiet(strategy)
+        with watching() as watch, engine(kind, nodes) as grid:
+            ends[kind] = (
+                nodes.run(method, 2, grid),
+                memories(grid),
+                [reply.num_examples for reply in method.training.replies],
+            )
+        named = [text for text in watch.warnings if "Node 1001 is left out of this round" in text]
+        assert len(named) == (2 if case == "nan" else 0)
+    assert distance(ends["sums"][0], ends["inprocess"][0]) < EXACT
+    assert memory_difference(ends["sums"][1], ends["inprocess"][1]) < EXACT
+    assert ends["sums"][2] == ends["inprocess"][2] == ([7, 20, 5] if case == "nan" else [7, 0, 20, 5])
 
 
 AUTO = {"method": "fixbn:freeze-round=auto"}

@@ -3,12 +3,15 @@
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from torch import nn
 
 from benchmarks.kernels import step_and_round
 from fedbn_flwr import state
+from fedbn_flwr.client import BNClient
 from fedbn_flwr.client.evaluation import evaluate, mean_loss
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.strategies import BaseStrategy, FedAvg, FedTAN, FedWon, Scaffold
@@ -112,3 +115,13 @@ def test_loading_a_model_is_one_copy_a_dtype() -> None:
         state.load(model, values)
         state.load(model, dict(values))
     assert tally.of("to device") == 2 * len({value.dtype for value in values.values()})
+
+
+def test_a_model_is_sent_to_the_device_once() -> None:
+    model, split = make_float32_model(), make_split()
+    with counting() as tally:
+        clients = [BNClient(model, split, device=name) for name in ("fake", "fake:0", "fake")]
+    assert {client.model for client in clients} == {model}
+    assert tally.of("to device") == len(model.state_dict())
+    with patch.object(nn.Module, "to", side_effect=AssertionError("to look at every tensor takes long")):
+        BNClient(model, split, device="fake")
