@@ -10,7 +10,6 @@ and so are the weights, under the Apache License 2.0.
 from importlib.util import find_spec
 from pathlib import Path
 
-import numpy as np
 import timm
 import torch
 from safetensors.torch import save_file
