@@ -17,7 +17,7 @@ from fedbn_flwr.experiments.method import Experiment
 from fedbn_flwr.experiments.output.scoring import LOWER_IS_BETTER
 from fedbn_flwr.experiments.output.sinks import check_sinks
 from fedbn_flwr.layerwise.shared_statistics import check_layers
-from fedbn_flwr.norm.detect import FunctionalBatchNorm, keeps_statistics
+from fedbn_flwr.norm.detect import FunctionalBatchNorm
 from fedbn_flwr.plugins import warn_once
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.strategies import BaseStrategy, Layerwise
@@ -89,9 +89,6 @@ def check_model(material: Material, strategy: BaseStrategy) -> None:
         lacking = "the model's forward calls F.batch_norm, which it finds in layers only"
     if lacking:
         raise UsageError(f"method {config.method!r} would be another one: {lacking}")
-    layers = norm.bn_layers(model).values()
-    if kept := sum(map(keeps_statistics, layers)):
-        warn_once(f"{kept} of {len(layers)} BN layers keep their statistics, as none of their parameters learns")
     if isinstance(strategy, Layerwise):
         try:
             check_layers(model.train())

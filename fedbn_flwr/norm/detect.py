@@ -45,7 +45,7 @@ def lacks(model: nn.Module, need: str) -> str:
         return f"the method brings a normalizer of its own, and the model has {', '.join(sorted(kinds))}: {made}"
     kind, entry = ("affine parameters", "weight") if need == "affine" else ("running statistics", "running_mean")
     layers = bn_layers(model)
-    if layers and need != "affine" and all(map(keeps_statistics, layers.values())):
+    if layers and all(map(keeps_statistics, layers.values())):
         return "none of the model's BN layers has a parameter that learns, so all of them keep their statistics"
     without = [name for name, layer in layers.items() if need != "bn" and getattr(layer, entry) is None]
     if without and (need == "all-statistics" or len(without) == len(layers)):

@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.norm.detect import bn_layers, keeps_statistics
+from fedbn_flwr.plugins import warn_once
 
 
 class _StatisticsHold:
@@ -43,9 +44,11 @@ def freeze(model: nn.Module, statistics: bool = True, affine: bool = False) -> I
     With frozen statistics a layer computes y = gamma (x - mean) / sqrt(var + eps) + beta in training too,
     with the running mean and variance as constants (eval mode, `model.train()` or not). At the end it is in the mode
     that `model.train()` or `model.eval()` last asked for. Blocks nest. Layers of which no parameter learns have frozen
-    statistics in any case.
+    statistics in any case, and a log line says so once.
     """
     layers = bn_layers(model)
+    if (kept := sum(map(keeps_statistics, layers.values()))) and not statistics:
+        warn_once(f"{kept} of {len(layers)} BN layers keep their statistics, as none of their parameters learns")
     for name, layer in layers.items():
         if statistics and layer.running_mean is None:
             raise ValueError(f"BN layer {name!r} has no running statistics, so they cannot be frozen")

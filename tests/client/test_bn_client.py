@@ -17,6 +17,7 @@ from fedbn_flwr.client import BNClient, Reply
 from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.data import Split
 from fedbn_flwr.device import pick_device
+from fedbn_flwr.plugins import warn_once
 from fedbn_flwr.randomness import torch_generator
 from fedbn_flwr.state import State
 from fedbn_flwr.wire import FREEZES, STAYS, Instruction
@@ -106,7 +107,10 @@ def test_where_bn_stands_still_a_single_last_sample_is_a_batch() -> None:
     assert sizes == [4, 1]
 
 
-def test_a_bn_layer_of_which_no_parameter_learns_keeps_its_statistics_and_uses_them() -> None:
+def test_a_bn_layer_of_which_no_parameter_learns_keeps_its_statistics_and_uses_them(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    warn_once.cache_clear()
     model = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(36), nn.Linear(36, 3), nn.BatchNorm1d(3), nn.Linear(3, CLASSES))
     fixed = model[1].requires_grad_(False)
     values, seen = random_state(model), list[tuple[Tensor, Tensor]]()
@@ -117,6 +121,7 @@ def test_a_bn_layer_of_which_no_parameter_learns_keeps_its_statistics_and_uses_t
     inputs, outputs = seen[0]
     mean, variance, weight, bias = (values[f"1.{key}"] for key in ("running_mean", "running_var", "weight", "bias"))
     torch.testing.assert_close(outputs, (inputs - mean) / (variance + 1e-5).sqrt() * weight + bias)
+    assert caplog.messages == ["1 of 2 BN layers keep their statistics, as none of their parameters learns"]
 
 
 # ---- one model for all clients of a process --------------------------------------------------------------------------

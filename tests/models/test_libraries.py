@@ -75,12 +75,18 @@ def test_torchvisions(tmp_path: Path) -> None:
 # ---- methods ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("engine", ["stacked", "inprocess"])
 @pytest.mark.parametrize("network", [NETWORK, "timm:test_resnet"])
-def test_methods_of_bn(network: str, engine: str, tmp_path: Path) -> None:
-    methods = "fedavg,fixbn:freeze-round=0,fedtan,fedtan:carry=true"
-    words = "compare", "--methods", methods, "--engine", engine
-    assert run(*words, model=network, results_dir=str(tmp_path), **SMALL) == 0
+def test_methods_of_bn_and_stacks(network: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    methods = "fedavg", "fixbn:freeze-round=0", "fedtan", "fedtan:carry=true"
+    for engine in ("stacked", "inprocess"):
+        words, chunk = ("compare", "--methods", ",".join(methods), "--engine", engine), "2" * (engine == "stacked")
+        assert run(*words, model=network, chunk=chunk or "0", results_dir=str(tmp_path / engine), **SMALL) == 0
+    assert "Clients train one after another" not in caplog.text
+    for method in methods:
+        name = method.replace(":", "_")
+        (stacked,), (alone,) = ([*(tmp_path / engine).glob(f"{name}-seed*")] for engine in ("stacked", "inprocess"))
+        found, wanted = weights_of_run(stacked), weights_of_run(alone)
+        assert all(torch.allclose(found[key], wanted[key], rtol=1e-3, atol=1e-4) for key in wanted)
 
 
 def test_a_network_without_bn_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -236,7 +242,7 @@ def test_exact_statistics_are_of_layers_that_learn(tmp_path: Path) -> None:
 
 def test_methods_of_bn_need_a_layer_that_learns(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     given = {**SMALL, "trainable": "head", "model": NETWORK, "results_dir": str(tmp_path)}
-    for method in ("fedtan", "fixbn", "fedbn", "fedavg:statistics=exact"):
+    for method in ("fedtan", "fixbn", "fedbn", "mtfl", "fedavg:statistics=exact"):
         assert run("run", method=method, **given) == 2
         text = f"method '{method}' would be another one: none of the model's BN layers has a parameter that learns"
         assert text in capfd.readouterr().err
