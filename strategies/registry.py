@@ -37,10 +37,14 @@ def register_strategy(name: str) -> Callable[[type[S]], type[S]]:
 def prepare(model: nn.Module, method: str | type[BaseStrategy], **options: Any) -> nn.Module:
     """Return the model with the normalizers that a method brings: FedWon's, HBN's, HeteroFL's; others' stay.
 
-    `method` is a strategy, or its name; `options` are those of its constructor. The model's normalizers are replaced
-    in place. The server's initial model and the nodes' models are both made so.
+    `method` is a strategy, or its name, with a normalizer or without (`fedavg+gn`); `options` are those of its
+    constructor. The model's normalizers are replaced in place. The server's initial model and the nodes' models are
+    both made so.
     """
-    if isinstance(method, str) and method not in REGISTRY:
-        raise ValueError(f"unknown strategy {method!r}; {did_you_mean(method, REGISTRY)}")
-    own = (REGISTRY[method] if isinstance(method, str) else method).own_norm(options)
+    name, _, kind = method.partition("+") if isinstance(method, str) else ("", "", "")
+    if isinstance(method, str) and name not in REGISTRY:
+        raise ValueError(f"unknown strategy {name!r}; {did_you_mean(name, REGISTRY)}")
+    own = (method if isinstance(method, type) else REGISTRY[name]).own_norm(options) or ((kind, {}) if kind else None)
+    if own and kind not in ("", own[0]):
+        raise ValueError(f"{name} sets its own normalizer {own[0]!r}, not {kind!r}")
     return model if own is None else norm.replace(model, own[0], **own[1])

@@ -12,7 +12,7 @@ from torch import Tensor
 from fedbn_flwr.data.decoding import Fit, read_image
 from fedbn_flwr.data.sets import mnist
 from fedbn_flwr.data.sets.catalog import CATALOG
-from fedbn_flwr.data.sets.listing import SUFFIXES, FileList, folders
+from fedbn_flwr.data.sets.listing import SUFFIXES, FileList, folders, require
 from fedbn_flwr.data.splits import Data, Split
 from fedbn_flwr.plugins import extra
 
@@ -72,7 +72,7 @@ def from_folder(path: Path, side: int | None, workers: int = 0) -> Data:
 
 def list_folder(path: Path) -> tuple[list[FileList], list[str], list[str]]:
     """List the files of both splits, or of one that is to be split; the classes; the domains if there are several."""
-    names, roles = folders(path), ["train", "test"]
+    names, roles = folders(require(path, "the folder that folder:PATH names")), ["train", "test"]
     domains = [] if "train" in names else [name for name in names if (path / name / "train").is_dir()]
     if not domains and "train" not in names:
         domains, roles = [name for name in names if folders(path / name)], [""]

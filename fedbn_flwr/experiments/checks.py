@@ -60,6 +60,13 @@ def check_task(config: Config, loaded: data.Data) -> None:
     if not (task.has_classes or config.objective):
         able = f"{', '.join(OBJECTIVES)} or package.module:function"
         raise UsageError(f"{loaded.name} has float targets, which need objective={able}; classes are integers from 0")
+    if task.has_classes and loaded.num_classes == 1:
+        raise UsageError(f"{loaded.name} has one class only, {', '.join(loaded.class_names) or 0}")
+    splits = loaded.train, loaded.test
+    if all(map(len, splits)) and loaded.train.inputs.is_floating_point():
+        train, test = (float(split.inputs.abs().max()) for split in splits)
+        if max(train, test) > 50 * min(train, test):
+            warn_once(f"{loaded.name}: training inputs reach {train:g}, test inputs {test:g}: are they on one scale?")
     if config.class_metrics and (targets := UNCLASSED.get(loaded.task)):
         raise UsageError(f"class-metrics are of labels, and {loaded.name} has {targets}")
     task.check_augmentation(config.augmentation)

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from pkgutil import iter_modules
+from traceback import extract_tb
 from typing import TypeVar
 
 import torch
@@ -168,7 +169,13 @@ def _custom_model(spec: str) -> Make:
         raise ValueError(f"model {spec!r} must need no argument other than {', '.join(_OFFERED)}: {error}") from error
 
     def make(*values: int) -> nn.Module:
-        model = factory(**{name: value for name, value in zip(_OFFERED, values, strict=True) if name in accepted})
+        offered = zip(_OFFERED, values, strict=True)
+        try:
+            model = factory(**{name: value for name, value in offered if name in accepted})
+        except Exception as error:  # of whatever kind a user's function raises
+            place = extract_tb(error.__traceback__)[-1]
+            what = f"{type(error).__name__}: {error} ({place.filename}, line {place.lineno})"
+            raise ValueError(f"model {spec!r} cannot be made: {what}") from error
         if not isinstance(model, nn.Module):
             raise ValueError(f"model {spec!r} returned a {type(model).__name__}, not a torch.nn.Module")
         return model

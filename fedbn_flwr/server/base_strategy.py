@@ -2,6 +2,7 @@
 
 import time
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,6 +17,7 @@ from flwr.serverapp.strategy import Result
 from flwr.serverapp.strategy.strategy_utils import log_strategy_start_info
 
 from fedbn_flwr import wire
+from fedbn_flwr.plugins import warn_once
 from fedbn_flwr.plugins.options import Range
 from fedbn_flwr.server.constructor_options import MomentumKind, OptimizerKind, StatisticsKind, check_constructor
 from fedbn_flwr.server.exact_statistics import GATHERED, with_exact_statistics
@@ -354,6 +356,9 @@ class BaseStrategy(FlowerFedAvg):
         for reply in usable:
             self.partitions |= reply.nodes
             state.obeyed |= dict.fromkeys(now.expected.binding, True)
+        numbers = Counter(partition for reply in usable for partition in reply.nodes.values())
+        if shared := [number for number, count in numbers.items() if count > 1]:
+            warn_once(f"several nodes say that they are partition {shared[0]}: give each client its own partition_id")
         if few := self.averager.refuse_few(len(usable), server_round):
             now.refused, now.replies = [*few, *now.refused], []
         if not now.replies:

@@ -313,6 +313,12 @@ def test_prepare_leaves_a_model_alone_whose_method_brings_no_normalizer() -> Non
         prepare(make(), "fedwin")
 
 
+def test_prepare_puts_in_the_normalizer_that_a_method_names() -> None:
+    assert any(isinstance(layer, nn.GroupNorm) for layer in prepare(make(), "fedavg+gn").modules())
+    with pytest.raises(ValueError, match="fedwon sets its own normalizer 'wsconv', not 'gn'"):
+        prepare(make(), "fedwon+gn")
+
+
 # ---- what cannot be obeyed -------------------------------------------------------------------------------------------
 
 

@@ -49,7 +49,7 @@ def make() -> nn.Module:
 def bn_client(context: Context, **options: Any) -> BNClient:
     index = int(context.node_config["partition-id"])
     known: dict[str, Any] = {"test": make_split(), "num_classes": CLASSES, "memory": context.state, "device": "cpu"}
-    return BNClient(make(), make_split(), indices=parts()[index], partition_id=index, **{**known, **options})
+    return BNClient(make(), make_split(), indices=parts()[index], **{"partition_id": index, **known, **options})
 
 
 def start(strategy: BaseStrategy, app: FlowerClientApp, rounds: int = 2, **config: Any) -> state.State:
@@ -196,6 +196,13 @@ def test_a_mod_may_answer_in_a_nodes_place(flower_log: pytest.LogCaptureFixture)
     start(FedAvg(fraction_train=0.4, fraction_evaluate=0.0), foreign_app([], mods=[refuse]), rounds=1)
     nodes = ", ".join(map(str, range(1000, 1000 + NODES)))
     assert f"Nodes {nodes} are drawn by id, without a description: no queries" in flower_log.text
+
+
+def test_says_that_clients_share_a_number(flower_log: pytest.LogCaptureFixture) -> None:
+    for client in (bn_client, lambda context: bn_client(context, partition_id=7)):
+        assert "several nodes say that they are partition" not in flower_log.text
+        start(FedAvg(fraction_evaluate=0.0), client_app(client), rounds=1)
+    assert "several nodes say that they are partition 7: give each client its own partition_id" in flower_log.text
 
 
 # ---- mods ------------------------------------------------------------------------------------------------------------

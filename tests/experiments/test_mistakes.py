@@ -28,7 +28,7 @@ ROWS = f"--dataset {HERE}:rows_of_numbers --model {HERE}:perceptron"
 
 #: command, words, what its one line says
 COMMANDS: list[tuple[str, str, str]] = [
-    ("run", "--dataset folder:/nowhere", "/nowhere"),
+    ("run", "--dataset folder:/nowhere", "/nowhere is missing: the folder that folder:PATH names"),
     ("run", f"--dataset {__name__}:flawed", "flawed: test sample 7 has a value that is not a finite number"),
     ("run", "--partition classes:9", "classes:9"),
     ("run", "--model nowhere.at:all", "cannot import 'nowhere.at'"),
@@ -78,6 +78,12 @@ COMMANDS: list[tuple[str, str, str]] = [
         for method in ("fedtan", "feddna:carry=true")
     ),
     ("diagnose", f"--model {HERE}:held", "all BN layers are in eval mode in training"),
+    ("run", f"--model {HERE}:broken", f"model '{HERE}:broken' cannot be made: KeyError: 'width' ("),
+    (
+        "compare",
+        f"--methods fedavg,fedavg+bn-ws --model {HERE}:own_convolution",
+        "method 'fedavg+bn-ws': layer '0' is a OwnConvolution, whose weight cannot be standardized",
+    ),
     ("run", f"--model {HERE}:deaf", f"model '{HERE}:deaf' cannot take inputs of the shape (1, 8, 8)"),
     ("run", f"--model {HERE}:narrow", f"model '{HERE}:narrow' has 3 outputs for 4 classes"),
     ("run", f"--model {HERE}:frozen", f"model '{HERE}:frozen' has no parameter that learns"),
@@ -117,7 +123,8 @@ COMMANDS: list[tuple[str, str, str]] = [
     ("reproduce", "nowhere.yaml", "recipe nowhere: cannot be read"),
     ("reproduce", "fixbn/table5 --only LN", "recipe fixbn/table5 has no 'LN'; it has: Centralized+BN, "),
     ("reproduce", "fixbn/table5 --side-by-side 0", "--side-by-side must be at least 1, got 0"),
-    ("report", "nowhere", "nowhere is not a folder of results"),
+    ("report", "nowhere", "nowhere is missing"),
+    ("report", __file__, "test_mistakes.py is not a folder of results"),
     ("report", str(Path(__file__).parent), "holds no results of `fedbn-flwr run`, `compare` or `reproduce`"),
     ("report", "nowhere --format html,latx", "unknown format 'latx'; did you mean 'latex'"),
     ("list", "fixbm", "unknown name 'fixbm'; did you mean 'fixbn'?"),
@@ -304,6 +311,7 @@ OWN_DATA: list[tuple[Any, str]] = [
     ((GOOD, (spoiled(float("-inf")), Y)), "test sample 7 has a value that is not a finite"),
     ((GOOD, (torch.zeros(9, 3, 9, 9), Y[:9])), "model 'mlp' cannot take test inputs of the shape (3, 9, 9)"),
     ((GOOD, (X[:0], Y[:0])), "own data has no test samples"),
+    (((X, Y * 0), (X, Y * 0)), "own data has one class only, 0"),
     (((X.long(), Y), (X.long(), Y)), "cannot take integers (ids: other numbers are float32) of the shape"),
 ]
 

@@ -92,6 +92,13 @@ def test_the_reported_accuracy_by_hand_from_raw_data(kind: str, tmp_path: Path) 
     assert all(value > 0 for value in kept["std"])
 
 
+def test_says_that_test_data_have_another_scale(tmp_path: Path, flower_log: pytest.LogCaptureFixture) -> None:
+    images, labels = pair(40, 1)
+    for scale in (1, 255):
+        run("fedavg", data=((images, labels), (images * scale, labels)), partition="iid", **QUICK)
+        assert ("are they on one scale?" in flower_log.text) == (scale == 255)
+
+
 def test_raw_data_on_another_scale_than_in_training_are_refused() -> None:
     images, labels = pair(40, 1)
     raw = as_bytes(images)

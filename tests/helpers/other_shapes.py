@@ -85,6 +85,21 @@ def held(num_classes: int, in_channels: int) -> nn.Module:
     return Held(*layers, nn.Linear(8, num_classes))
 
 
+class OwnConvolution(nn.Conv2d):
+    """A convolution whose forward may do anything."""
+
+
+def own_convolution(num_classes: int, in_channels: int) -> nn.Module:
+    """Return a network with a convolution of a kind of its own, which nothing can take the place of."""
+    layers = OwnConvolution(in_channels, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    return nn.Sequential(*layers, nn.Linear(8, num_classes))
+
+
+def broken() -> nn.Module:
+    """Fail."""
+    raise KeyError("width")
+
+
 def deaf(num_classes: int) -> nn.Module:
     """Return a network for inputs of 7 numbers alone."""
     return nn.Sequential(nn.Flatten(), nn.Linear(7, num_classes))

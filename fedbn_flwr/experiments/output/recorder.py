@@ -201,12 +201,13 @@ class Journal:
         late = "was left out" if 0 in refused else f"did not answer in {self._config.timeout:g} s"
         silent = sorted({*now.nodes} - {node for reply in now.replies for node in reply.nodes})
         missing = {names.get(node, node): "was left out" if node in refused else late for node in silent}
+        for node in sorted(self._grid.unfit):
+            missing.setdefault(names.get(node, node), "was refused")
         if names:
             connected = self._grid.get_node_ids() if self._config.fraction_train < 1 else ()
             here = {names.get(node) for node in (*now.nodes, *connected)}
-            unfit, away = {names.get(node) for node in self._grid.unfit}, {*self._config.sites, *names.values()}
-            for who in sorted(away - {*here, *missing}):
-                missing[who] = "was refused" if who in unfit else "was away"
+            for who in sorted({*self._config.sites, *names.values()} - {*here, *missing}):
+                missing[who] = "was away"
         return missing
 
     def _absent(self, missing: Mapping[int | str, str], row: Mapping[str, Any]) -> str:

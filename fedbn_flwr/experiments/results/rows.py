@@ -77,7 +77,7 @@ def read_parts(folders: Sequence[Path]) -> list[Part]:
     parts, alone = list[Part](), list[Part]()
     for folder in dict.fromkeys(folders):
         if not folder.is_dir():
-            raise UsageError(f"{folder} is not a folder of results")
+            raise UsageError(f"{folder} is {'not a folder of results' if folder.exists() else 'missing'}")
         try:
             part = _study(folder) if (folder / STUDY).is_file() else _single(folder)
         except (TypeError, KeyError, AttributeError) as error:

@@ -51,9 +51,12 @@ def terminal(shown: Table) -> None:
         texts["setting"] = texts["setting"].where(texts["setting"] != texts["setting"].shift(), "")
     for line in texts.itertuples(index=False):
         rich.add_row(*map(Text, line))
-    if console.measure(rich, options=console.options.update_width(1000)).maximum > console.width:
+    wide = console.options.update_width(1000)
+    if console.measure(rich, options=wide).maximum > console.width:
         _break(rich)
-    console.print(rich)
+        if (least := console.measure(rich, options=wide).minimum) > console.width:
+            rich.width = least  # rather wider than the terminal than with names in two
+    console.print(rich, crop=False)
     say(f"  {note}" for note in shown.footer)
 
 

@@ -350,4 +350,5 @@ def cautions(runs: Frame) -> list[str]:
     absent, lines = first.get("absent-classes"), list[str]()
     if isinstance(absent, list):
         lines = [f"Caution: {about_absent(absent, first['partition'], first['clients'])}."]
-    return lines + [f"Caution: {len(left)} nodes were missing in rounds; rounds.jsonl names them."] * bool(left)
+    of = f"; scores are means over {', '.join(sites)}" if isinstance(sites := first.get("sites"), dict) else ""
+    return lines + [f"Caution: {len(left)} nodes were missing in rounds{of}; rounds.jsonl names them."] * bool(left)

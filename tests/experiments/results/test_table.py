@@ -91,9 +91,11 @@ def test_what_a_run_has_not_measured_is_no_number(tmp_path: Path) -> None:
     assert not any("loss" in name for name in found["a"])
 
 
-@pytest.mark.parametrize("seeds", [1, 3])
-def test_names_and_numbers_are_whole_in_80_columns(monkeypatch: pytest.MonkeyPatch, seeds: int, tmp_path: Path) -> None:
-    monkeypatch.setattr(console, "width", 80)
+@pytest.mark.parametrize(("seeds", "width"), [(1, 80), (3, 80), (1, 30)])
+def test_names_and_numbers_are_whole_in_80_columns_and_fewer(
+    monkeypatch: pytest.MonkeyPatch, seeds: int, width: int, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(console, "width", width)
     words = shown(tmp_path, runs(seeds, more={"domain-accuracy": {"real": 0.5, "photos": 0.4}})).split()
     for part in ("fixbn", ":freeze-round=0.3", ":frozen-lr=0.05", "fedtan", ":carry=true", "centralized"):
         assert part in words
@@ -136,6 +138,8 @@ def test_what_readers_should_know_of_the_data(tmp_path: Path) -> None:
     text = shown(tmp_path, [ended("a", **about), ended("b")])
     assert "Caution: no client has samples of 2 classes (4, 9): classes:2 with 5 clients." in text
     assert "Caution: 1 nodes were missing in rounds; rounds.jsonl names them." in text
+    text = shown(tmp_path / "sites", [ended("a", **about, sites={"north": {}, "west": {}})])
+    assert "Caution: 1 nodes were missing in rounds; scores are means over north, west; rounds.jsonl" in text
 
 
 def test_domains_that_nobody_trained_with_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
