@@ -40,7 +40,7 @@ class Own(nn.Module):
     ("name", "size", "wanted"),
     [
         *(("small-cnn", 32, True), ("small-cnn", 28, False), ("resnet20", 32, True), ("mobilenetv2", 64, True)),
-        *(("resnet18", 64, False), ("lenet", 32, False), ("mlp", 32, False)),
+        *(("resnet18", 64, False), ("lenet", 32, False), ("mlp", 32, False), ("timm:test_resnet", 32, True)),
     ],
 )
 def test_models_of_this_project(name: str, size: int, wanted: bool) -> None:

@@ -63,7 +63,7 @@ def test_images_are_those_that_the_network_was_trained_with_unless_options_say_o
 
 
 def test_a_transformer_is_made_for_the_size() -> None:
-    assert build("timm:test_vit", image_size=64)(torch.zeros(1, 3, 64, 64)).shape == (1, 10)
+    assert build("timm:test_vit3", image_size=64)(torch.zeros(1, 3, 64, 64)).shape == (1, 10)
 
 
 def test_torchvisions(tmp_path: Path) -> None:
