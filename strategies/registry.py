@@ -37,14 +37,13 @@ def register_strategy(name: str) -> Callable[[type[S]], type[S]]:
 def prepare(model: nn.Module, method: str | type[BaseStrategy], **options: Any) -> nn.Module:
     """Return the model with the normalizers that a method brings: FedWon's, HBN's, HeteroFL's; others' stay.
 
-    `method` is a strategy, or its name, with a normalizer or without (`fedavg+gn`); `options` are those of its
-    constructor. The model's normalizers are replaced in place. The server's initial model and the nodes' models are
-    both made so.
+    `method` is a strategy, or its name (`fedavg+gn` names a normalizer, too); `options` are those of its constructor.
+    The normalizers are replaced in place. The server's initial model and the nodes' models are both made so.
     """
-    name, _, kind = method.partition("+") if isinstance(method, str) else ("", "", "")
+    name, _, kind = method.partition("+") if isinstance(method, str) else (method.__name__, "", "")
     if isinstance(method, str) and name not in REGISTRY:
         raise ValueError(f"unknown strategy {name!r}; {did_you_mean(name, REGISTRY)}")
-    own = (method if isinstance(method, type) else REGISTRY[name]).own_norm(options) or ((kind, {}) if kind else None)
+    own = (REGISTRY[name] if isinstance(method, str) else method).own_norm(options) or ((kind, {}) if kind else None)
     if own and kind not in ("", own[0]):
         raise ValueError(f"{name} sets its own normalizer {own[0]!r}, not {kind!r}")
     return model if own is None else norm.replace(model, own[0], **own[1])

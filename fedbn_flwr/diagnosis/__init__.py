@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fedbn_flwr.layerwise import Answer, Exchange, Kind, Observer, Requests, combine, lockstep
 from fedbn_flwr.layerwise.exchange import normalized
-from fedbn_flwr.layerwise.shared_statistics import UnlikeBatchNormError, check_layers, shared_statistics
+from fedbn_flwr.layerwise.shared_statistics import check_layers, shared_statistics
 from fedbn_flwr.norm import bn_layers
 from fedbn_flwr.randomness import derive, torch_generator
 
@@ -106,10 +106,7 @@ def check_model(model: nn.Module) -> None:
     """Refuse, with a ValueError, a model without BN layers or with variants of BN such as batch renormalization."""
     if not bn_layers(model):
         raise ValueError("the model has no BN layer, so there is nothing to diagnose")
-    try:
-        check_layers(model)
-    except UnlikeBatchNormError as error:
-        raise ValueError(str(error)) from error
+    check_layers(model)
 
 
 def overall(weights: Sequence[float], values: Sequence[float]) -> float:

@@ -39,7 +39,9 @@ def checked_material(experiment: Experiment, strategy: BaseStrategy) -> Material
             material = Material.of(config, loaded)
             check_model(material, strategy)
     except (ValueError, OSError, RuntimeError) as error:  # a model's weights may be those of a server
-        raise UsageError(str(error)) from error
+        about = str(error)
+        is_told = config.norm == "bn" or config.method in about  # the layers of other methods may be possible
+        raise UsageError(about if is_told else f"method {config.method!r}: {about}") from error
     if material is None and experiment.strategy_class.one_node:
         raise UsageError(
             f"method {config.method!r} needs all data in one place, but the data set 'sites' stays at the sites"
@@ -99,7 +101,7 @@ def check_model(material: Material, strategy: BaseStrategy) -> None:
     if isinstance(strategy, Layerwise):
         try:
             check_layers(model.train())
-        except TypeError as error:
+        except ValueError as error:
             raise UsageError(f"method {config.method!r}: {error}") from error
 
 

@@ -145,23 +145,19 @@ def node_names(loaded: Data, partition: Sequence[NDArray[np.int64]]) -> list[int
 
 def fresh_model(config: Config, form: Form) -> nn.Module:
     """The model of an experiment in its initial state, for data of this form."""
-    try:
-        return models.build(
-            config.model,
-            num_classes=form.num_classes,
-            in_channels=form.in_channels,
-            image_size=form.image_size,
-            norm=config.norm,
-            seed=config.seed,
-            init_from=config.init_from or None,
-            groups=config.groups,
-            normalize_features=config.normalize_features,
-            trainable=config.trainable,
-            **dict(config.norm_options),
-        )
-    except ValueError as error:
-        # the layers of other methods may be possible
-        raise ValueError(f"method {config.method!r}: {error}" if config.norm != "bn" else str(error)) from error
+    return models.build(
+        config.model,
+        num_classes=form.num_classes,
+        in_channels=form.in_channels,
+        image_size=form.image_size,
+        norm=config.norm,
+        seed=config.seed,
+        init_from=config.init_from or None,
+        groups=config.groups,
+        normalize_features=config.normalize_features,
+        trainable=config.trainable,
+        **dict(config.norm_options),
+    )
 
 
 def rounds_within_budget(config: Config, clients: int, samples: int) -> Config:

@@ -92,7 +92,7 @@ def _move(layer: _BatchNorm, mean: Tensor, unbiased: Tensor) -> None:
         running.mul_(1 - factor).add_(new.to(running), alpha=factor)
 
 
-class UnlikeBatchNormError(TypeError):
+class UnlikeBatchNormError(ValueError):
     """A BN layer whose statistics cannot be shared, as it computes something else."""
 
 

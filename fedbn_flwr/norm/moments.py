@@ -95,14 +95,14 @@ def adapt(
     model: nn.Module,
     inputs: Tensor | Iterable[Any],
     weight: float = 1.0,
-    prepare: Callable[[Tensor], Tensor] = lambda inputs: inputs,
+    preprocess: Callable[[Tensor], Tensor] = lambda inputs: inputs,
 ) -> nn.Module:
     """Return a copy of a model with the BN statistics of unlabeled inputs; nothing else differs.
 
     `inputs` are a tensor, or batches of any sizes: tensors, or pairs that begin with one, as training had them or as
-    `prepare` makes them. All are kept in memory, and the layers' outputs of one batch. The statistics are those of one
-    forward pass in training mode over all inputs together, with dropout off: each layer sees what the layers before it
-    have normalized with their new statistics, as in the model that is returned. So all batches go through the model
+    `preprocess` makes them. All are kept in memory, and the layers' outputs of one batch. The statistics are those of
+    one forward pass in training mode over all inputs together, with dropout off: each layer sees what the layers before
+    it have normalized with their new statistics, as in the model that is returned. So all batches go through the model
     once for each layer, and sizes do not matter.
 
     A `weight` below 1 mixes (1 - weight) of the model's statistics with the new ones. n / (n + N) with n inputs counts
@@ -113,8 +113,7 @@ def adapt(
     if not 0 < weight <= 1:
         raise ValueError(f"adapt: weight must be above 0 and at most 1, got {weight}")
     with torch.random.fork_rng(devices=[]):  # a loader draws from torch's generator
-        given = [inputs] if isinstance(inputs, Tensor) else inputs
-        batches = [prepare(_inputs_of(batch)) for batch in given]
+        batches = [preprocess(_inputs_of(batch)) for batch in ([inputs] if isinstance(inputs, Tensor) else inputs)]
     if (count := sum(map(len, batches))) < FEWEST:
         if not count:
             raise ValueError("adapt: there are no inputs")

@@ -55,7 +55,7 @@ def test_a_run_is_tested_on_the_domain_as_it_is_and_adapted(method: str, tmp_pat
         plain = found.model()
         assert summary["accuracy"] == evaluate(plain, tested, 4, "cpu").accuracy
         assert summary["domain-accuracy"] == {"light": summary["accuracy"]}
-        by_hand = adapt(plain, unlabeled, prepare=found.preprocess()).state_dict()
+        by_hand = adapt(plain, unlabeled, preprocess=found.preprocess()).state_dict()
         torch.testing.assert_close(found.model(adapt=unlabeled).state_dict(), by_hand, rtol=0, atol=0)
         return
     # the nodes' models, and the mean of them: all that they share is the same

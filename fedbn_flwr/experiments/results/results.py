@@ -32,9 +32,6 @@ from fedbn_flwr.state.record_files import SUFFIX, read_records
 Key = tuple[str, int]
 
 
-FROZEN = "{} trained with frozen BN statistics, which its weights need: adapted to others, accuracy may fall far"
-
-
 class Results:
     """Runs of one or several methods, as they stand in a folder.
 
@@ -98,8 +95,8 @@ class Results:
         if adapt is None:
             return model
         if (self._runs[key].finished() or {}).get("frozen") in ("statistics", "both"):
-            warnings.warn(FROZEN.format(key[0]), stacklevel=2)
-        return norm.adapt(model, adapt, prepare=self.preprocess(*key))
+            warnings.warn(f"{key[0]} trained with frozen statistics: with others, it may fail", stacklevel=2)
+        return norm.adapt(model, adapt, preprocess=self.preprocess(*key))
 
     def models(self, method: Method = "", seed: int | None = None) -> dict[int | str, nn.Module]:
         """Return each node's own model, in evaluation mode; by default those of the first run.

@@ -158,9 +158,8 @@ def show_comparison(runs: Frame) -> None:
             compared = comparison(runs, title)
             hints = [f"{line} `--seeds 3` gives intervals." if line == WEAK else line for line in compared.footer]
             terminal(replace(compared, footer=hints))
-            if len(
-                (domains := by_domain(runs, "accuracy by domain, % (personal models: on their nodes' domain)")).frame
-            ):
+            domains = by_domain(runs, "accuracy by domain, % (personal models: on their nodes' domain)")
+            if len(domains.frame):
                 terminal(domains)
     failed = runs[runs["error"] != ""].itertuples()
     say((f"{run.label}, seed {run.seed}: {run.error}" for run in failed), style="yellow")

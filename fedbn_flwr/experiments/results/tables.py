@@ -343,10 +343,8 @@ def curve_table(runs: Frame) -> Table:
 
 def cautions(runs: Frame) -> list[str]:
     """Return what is to be said of the data of finished runs."""
-    first, left = (
-        typical(runs) if len(runs) else {},
-        {node for own in column(runs, "left-out").dropna() for node in own},
-    )
+    first = typical(runs) if len(runs) else {}
+    left = {node for own in column(runs, "left-out").dropna() for node in own}
     absent, lines = first.get("absent-classes"), list[str]()
     if isinstance(absent, list):
         lines = [f"Caution: {about_absent(absent, first['partition'], first['clients'])}."]

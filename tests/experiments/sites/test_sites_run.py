@@ -340,3 +340,5 @@ def test_images_of_another_size_are_refused_or_made_equal(sites: list[str], tmp_
     with pytest.raises(UsageError, match=r"node 1001: its images are 3x16x16, but 3x8x8 at"):
         run_at_sites(tmp_path / "refused", both)
     run_at_sites(tmp_path / "equal", both, **{"image-size": 8})
+    fewer = run_at_sites(tmp_path / "fewer", [*sites[:2], both[1]], **{"min-nodes": 1, "rounds": 2, "clients": 3})
+    assert (fewer["left-out"], sorted(fewer["sites"])) == ({1002: 2}, ["0", "1"])
