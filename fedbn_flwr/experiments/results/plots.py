@@ -62,7 +62,7 @@ STROKES = ("solid", (0, (5, 1.5)), (0, (1, 1)), (0, (5, 1.5, 1, 1.5)), (0, (3, 1
 MARKERS = "osD^vPX<"
 HATCHES = ("", "///", "...", "xxx", "\\\\\\", "+++", "ooo", "---")
 #: inches without the legend: on a phone's 390 points, 11-point text stays 11 pixels high, and 7 with two panels
-SIZE, WIDE = (5.2, 3.3), (8.0, 3.6)
+SIZE, WIDE = (5.2, 3.6), (8.0, 3.6)
 DPI = 200
 FONT: dict[Any, Any] = {
     "font.size": 11,
