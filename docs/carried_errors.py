@@ -6,6 +6,7 @@ python docs/carried_errors.py docs/carried.png
 import sys
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 
 from fedbn_flwr import data, models
 from fedbn_flwr.diagnosis import replica
+from fedbn_flwr.experiments.results.plots import draw_lines, figure, looks_of
+from fedbn_flwr.experiments.results.rows import pd
 from fedbn_flwr.layerwise import Answer, Exchange, Kind, Requests, lockstep, shared_statistics
 from fedbn_flwr.layerwise.carried import Corrected, carried_corrections
 
@@ -82,7 +85,7 @@ def errors(name: str) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """The relative errors of a run that follows the carried gradient: of each round, and of the mean over rounds."""
     torch.set_num_threads(1)
     model = models.build(name, in_channels=1, image_size=8, seed=0).double().train()
-    found: dict[str, list[float]] = {"FedAvg": [], "carried": []}
+    found: dict[str, list[float]] = {"fedavg": [], "fedtan:carry=true": []}
     over_rounds: dict[str, list[float]] = {way: [] for way in found}
     means: dict[str, Tensor] = {}
     said: list[Said] = []
@@ -106,22 +109,21 @@ def errors(name: str) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
 
 def main() -> None:
     """Draw, and print the medians over the second half of the run."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
     titles = "of each round's gradient", "of the mean over about 20 rounds"
-    figure, panels = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True, layout="constrained")
-    for panel, title, found in zip(panels, titles, errors("small-cnn"), strict=True):
-        for way, values in found.items():
-            panel.plot(range(1, ROUNDS + 1), values, label=way)
-            half = sorted(values[ROUNDS // 2 :])
-            print(f"{title}, {way}: median {half[len(half) // 2]:.2g}, round 2 {values[1]:.2g}", flush=True)
-        panel.set(xlabel="round", title=title, yscale="log")
-    panels[0].set(ylabel="relative error")
-    panels[0].legend()
-    figure.savefig(sys.argv[1], dpi=100)
+    with figure(Path(sys.argv[1]), 2) as (picture, panels):
+        for panel, title, found in zip(panels, titles, errors("small-cnn"), strict=True):
+            points = [(way, 0, n, error) for way, each in found.items() for n, error in enumerate(each, start=1)]
+            frame = pd.DataFrame(points, columns=["label", "run", "x", "y"])
+            draw_lines(panel, frame, looks_of(frame.assign(method=frame["label"])))
+            panel.set(xlabel="round", title=title, yscale="log", ylim=(0.1, 5))
+            panel.set_yticks([0.1, 0.2, 0.5, 1, 2, 4], ["0.1", "0.2", "0.5", "1", "2", "4"])
+            panel.set_yticks([], minor=True)
+            panel.grid(alpha=0.3)
+            for way, values in found.items():
+                half = sorted(values[ROUNDS // 2 :])
+                print(f"{title}, {way}: median {half[len(half) // 2]:.2g}, round 2 {values[1]:.2g}", flush=True)
+        panels[0].set(ylabel="relative error")
+        picture.add_legend(panels[0])
 
 
 if __name__ == "__main__":

@@ -1,193 +1,75 @@
-"""Draws the pictures of docs/results.md from the tables in docs/measured.
+"""Draws the pictures of docs/results.md from the tables in docs/measured: python docs/draw_results.py."""
 
-python docs/draw_results.py
-
-`runs.csv` has the last accuracy of every run of the recipes `here/...`, as their `summary.json` has it. `curves.csv` is
-that of `fedbn-flwr report --format csv`. `seconds.csv` has the median seconds of a round.
-"""
-
-import csv
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from statistics import fmean, stdev
+from collections.abc import Mapping
 from typing import Any
 
-from fedbn_flwr.experiments.results.plots import draw_runs, figure
+from make_results import DOCS, FACTORIAL, NAMES, SITUATIONS, Place, read, runs
+
+from fedbn_flwr.experiments.results.plots import Mark, draw_lines, draw_marks, figure, line_style, looks_of
 from fedbn_flwr.experiments.results.rows import pd
 from fedbn_flwr.experiments.results.values import spread
 
-HERE = Path(__file__).parent
-FOLDER = HERE / "measured"
-SCORE = "accuracy, %"
-#: methods of the pictures, in the order of their colours
-DRAWN = (
-    "FedAvg",
-    "FedAvg+GN",
-    "FixBN",
-    "FedTAN",
-    "FedTAN carried",
-    "FedWon",
-    "SCAFFOLD",
-    "Centralized",
-    "FedAvg+GN-WS",
-    "FedTAN carried+BN-WS",
-)
-#: the same with other statistics, in the picture of long runs
-EXACT = "FedTAN, exact"
-LABELS = ("one class", "two classes", "Dirichlet 0.1", "Dirichlet 0.3", "i.i.d.")
-#: methods of README's picture
-FACTORIAL = ("FedAvg", "FedAvg+GN-WS", "FixBN", "FedWon", "FedTAN", "FedTAN+BN-WS", "FedTAN carried+BN-WS")
-#: panels of the picture of other settings: what differs, and by the name of a place its recipe and setting
-USUAL = ("labels", "two classes")
-SETTINGS = {
-    "local steps": {"1": ("local-steps", "E = 1"), "5": USUAL, "20": ("local-steps", "E = 20")},
-    "clients and model": {"10": USUAL, "10 of 100": ("clients", ""), "ResNet-20": ("resnet", "")},
+#: methods of the pictures, by their label in the tables
+SHOWN = ("FedAvg", "FedAvg+GN-WS", "FixBN", "FixBN+BN-WS", "FedWon", "FedTAN", "FedTAN carried")
+SHOWN += ("FedTAN+BN-WS", "FedTAN carried+BN-WS")
+LOOKS = looks_of(pd.DataFrame([{"label": NAMES[name], "method": NAMES[name]} for name in SHOWN]))
+#: running statistics fall behind the models of these methods until the rate drops
+EXACT = {f"{name}, exact": f"{NAMES[name]}, exact" for name in ("FedTAN", "FedTAN carried")}
+LONG = "two classes, 1,000 rounds"
+PLACES = {
+    "1 local step": "one local step, 400 rounds",
+    "5 steps": "five, 100 rounds",
+    "20 steps": "twenty, 50 rounds",
+    "10 of 100\nclients": "ten of 100 clients take part",
+    "ResNet-20": "ResNet-20",
 }
-#: by method, the share of the rounds before the freeze
-FREEZES = {
-    "FixBN": {
-        "fixbn:freeze-round=0.1": 0.1,
-        "fixbn:freeze-round=0.3": 0.3,
-        "FixBN": 0.5,
-        "fixbn:freeze-round=0.7": 0.7,
-    },
-    "FedTAN-II": {f"fedtan-ii:m={rounds}": rounds / 100 for rounds in (10, 30, 50, 70)},
-}
-AXES = {
-    "round": "round",
-    "exchanges": "exchanges",
-    "MB sent": "MB sent and received by all clients",
-    "seconds": "seconds of a simulation on one core",
-}
-#: accuracies by recipe and setting, and by method
-Found = dict[tuple[str, str], dict[str, list[float]]]
-STYLES = ("solid", "dashed", "dashdot", "dotted")
+SIZE = (6.5, 3.8)
 
 
-def read(name: str) -> list[dict[str, str]]:
-    """Return the rows of a table."""
-    with (FOLDER / f"{name}.csv").open() as file:
-        return list(csv.DictReader(file))
+def draw_curves(panel: Any, setting: str, exact: str) -> None:
+    """Draw the mean accuracy over the rounds of a setting; that with EXACT statistics is in the setting `exact`."""
+    curves = read("curves").assign(label=lambda rows: rows["method"].map(NAMES | EXACT), run=0)
+    curves["x"], curves["y"] = curves["round"].astype(int), curves["accuracy, %"].astype(float)
+    better = curves[(curves["setting"] == exact) & curves["method"].isin(EXACT)]
+    running = {*SHOWN} - {name.removesuffix(", exact") for name in better["method"]}
+    points = pd.concat([better, curves[(curves["setting"] == setting) & curves["method"].isin(running)]])
+    points = points.groupby(["label", "run", "x"], as_index=False)["y"].mean()
+    draw_lines(panel, points, {found: LOOKS[name] for name in LOOKS for found in (name, f"{name}, exact")})
+    drops = [Mark("learning rate", int(share * points["x"].max())) for share in (0.5, 0.75)]
+    draw_marks(panel, dict.fromkeys(LOOKS, drops), LOOKS)
+    panel.set(xlabel="round", ylabel="accuracy, %")
+    panel.grid(alpha=0.3)
 
 
-def draw_curves(setting: str, axes: Sequence[str], path: Path) -> None:
-    """Draw the accuracy of the methods that have all axes: round, exchanges, bytes or seconds."""
-    seconds = {row["method"]: float(row["seconds a round"]) for row in read("seconds")}
-    # some methods have no times
-    names = [name for name in (*DRAWN, EXACT) if name in seconds or "seconds" not in axes]
-    lines: dict[str, dict[str, list[dict[str, str]]]] = {name: defaultdict(list) for name in names}
-    for row in read("curves"):
-        if row["setting"] == setting and row["method"] in lines:
-            row["seconds"] = str(int(row["round"]) * seconds.get(row["method"], 0.0))
-            lines[row["method"]][row["seed"]].append(row)
-    with figure(path, len(axes), (4.0 * len(axes), 5)) as (picture, panels):
-        for panel, axis in zip(panels, axes, strict=True):
-            for index, (method, seeds) in enumerate((name, seeds) for name, seeds in lines.items() if seeds):
-                points = [
-                    {"run": seed, "x": float(row[axis]), "y": float(row[SCORE])}
-                    for seed, rows in seeds.items()
-                    for row in rows
-                ]
-                draw_runs(
-                    panel, pd.DataFrame(points), label=method, linestyle=STYLES[index % len(STYLES)], color=f"C{index}"
-                )
-            panel.set(xlabel=AXES[axis], ylabel=SCORE if axis == "round" else "")
-            panel.grid(alpha=0.3)
-            if axis in ("exchanges", "MB sent"):
-                panel.set_xscale("log")
-        shown = panels[0].get_legend_handles_labels()
-        picture.legend(*shown, loc="outside lower center", ncols=2 * len(axes), frameon=False)
-
-
-def draw_factorial(path: Path) -> None:
-    """Draw the mean accuracy of ten seeds over rounds, exchanges and bytes, with its 95 % interval."""
-    with figure(path, 3, (12, 4.5)) as (picture, panels):
-        for method in FACTORIAL:
-            seeds: dict[str, list[dict[str, str]]] = defaultdict(list)
-            for row in read("curves"):
-                if (row["setting"], row["method"]) == ("factorial, two classes", method):
-                    seeds[row["seed"]].append(row)
-            at = list(zip(*seeds.values(), strict=True))
-            means, _, margins = zip(*(spread([float(row[SCORE]) for row in rows]) for rows in at), strict=True)
-            ends = [[mean + sign * margin for mean, margin in zip(means, margins, strict=True)] for sign in (-1, 1)]
-            for panel, axis in zip(panels, AXES, strict=False):
-                x = [float(rows[0][axis]) for rows in at]
-                (line,) = panel.plot(x, means, label=method)
-                panel.fill_between(x, *ends, color=line.get_color(), alpha=0.15, linewidth=0)
-                panel.set(xlabel=AXES[axis], ylabel=SCORE if axis == "round" else "")
-                panel.grid(alpha=0.3)
-        picture.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=7, frameon=False)
-
-
-def accuracies() -> Found:
-    """Return the accuracies of all runs that have ended well."""
-    found: Found = defaultdict(lambda: defaultdict(list))
-    for row in read("runs"):
-        if row[SCORE]:
-            found[row["recipe"], row["setting"]][row["method"]].append(float(row[SCORE]))
-    return found
-
-
-def draw_places(panel: Any, places: Mapping[str, Mapping[str, list[float]]], ordered: bool = True) -> None:
-    """Draw the mean accuracy of each method at each place, and its standard deviation over seeds.
-
-    Lines join the places if they are `ordered`.
-    """
-    for index, method in enumerate(DRAWN):
-        runs = {place: values[method] for place, values in enumerate(places.values()) if values.get(method)}
-        panel.errorbar(
-            [place + 0.07 * (index - len(DRAWN) / 2) for place in runs],
-            [fmean(values) for values in runs.values()],
-            yerr=[stdev(values) if len(values) > 1 else 0.0 for values in runs.values()],
-            label=method,
-            color=f"C{index}",
-            linestyle=STYLES[index % len(STYLES)] if ordered else "none",
-            marker="o",
-            linewidth=1,
-            markersize=5,
-        )
+def draw_places(panel: Any, places: Mapping[str, Place]) -> None:
+    """Draw the mean of each method's runs at each place, and the standard deviation over seeds."""
+    for index, name in enumerate(SHOWN):
+        made = [(at, runs()[*place, name]) for at, place in enumerate(places.values()) if (*place, name) in runs()]
+        x = [at + 0.8 * (index + 0.5) / len(SHOWN) - 0.4 for at, _ in made]
+        means, deviations, _ = zip(*(spread([*scores]) for _, scores in made), strict=True)
+        style = line_style(LOOKS[NAMES[name]]) | {"linestyle": "none", "elinewidth": 1.2}
+        panel.errorbar(x, means, pd.Series(deviations).fillna(0), label=NAMES[name], **style)
     panel.set_xticks(range(len(places)), list(places))
-    panel.set(xlim=(-0.5, len(places) - 0.5))
+    panel.set_xticks([at + 0.5 for at in range(len(places) - 1)], minor=True)
     panel.grid(axis="y", alpha=0.3)
-
-
-def draw_labels(found: Found, path: Path) -> None:
-    """Draw the accuracies for labels that are skewed more and less."""
-    with figure(path, 1, (10, 5)) as (picture, panel):
-        draw_places(panel, {setting: found["labels", setting] for setting in LABELS})
-        panel.set(ylabel=SCORE)
-        picture.legend(loc="outside lower center", ncols=len(DRAWN) // 2, frameon=False)
-
-
-def draw_others(found: Found, path: Path) -> None:
-    """Draw the accuracies in other settings, and those over the time of the freeze."""
-    with figure(path, len(SETTINGS) + 1, (16, 5)) as (picture, panels):
-        for panel, (what, places) in zip(panels[:-1], SETTINGS.items(), strict=True):
-            draw_places(panel, {name: found[place] for name, place in places.items()}, ordered=what == "local steps")
-            panel.set(xlabel=what, ylabel=SCORE if panel is panels[0] else "")
-        for method, times in FREEZES.items():
-            runs = [found["freeze", ""][name] for name in times]
-            color = "C2" if method == "FixBN" else "C3"
-            panels[-1].errorbar(
-                list(times.values()), list(map(fmean, runs)), yerr=list(map(stdev, runs)), fmt="o-", color=color
-            )
-            panels[-1].text(0.72, fmean(runs[-1]), method, color=color, va="center")
-        for index, method in enumerate(("FedAvg", "FedTAN")):
-            level = fmean(found["freeze", ""][method])
-            panels[-1].axhline(level, color=f"C{3 * index}", linestyle="dashed")
-            panels[-1].text(0.02, level, f"{method}, no freeze", color=f"C{3 * index}", va="bottom")
-        panels[-1].set(xlabel="share of the rounds before the freeze", xlim=(0, 1))
-        panels[-1].grid(alpha=0.3)
-        picture.legend(
-            *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(DRAWN), frameon=False
-        )
+    panel.grid(axis="x", which="minor", alpha=0.8)
+    panel.tick_params(axis="x", which="both", length=0)
+    panel.set(xlim=(-0.5, len(places) - 0.5), ylabel="accuracy, %")
 
 
 if __name__ == "__main__":
-    draw_curves("two classes", [*AXES], HERE / "results-curves.png")
-    draw_curves("two classes, 1,000 rounds", ["round", "exchanges"], HERE / "results-long.png")
-    draw_factorial(HERE / "results-factorial.png")
-    measured = accuracies()
-    draw_labels(measured, HERE / "results-labels.png")
-    draw_others(measured, HERE / "results-settings.png")
+    with figure(DOCS / "results-factorial.png", size=SIZE) as (picture, panel):
+        draw_curves(panel, "factorial, two classes", "statistics, two classes")
+        picture.add_legend(panel)
+    with figure(DOCS / "results-labels.png", size=SIZE) as (picture, panel):
+        draw_places(panel, FACTORIAL)
+        picture.add_legend(panel)
+    with figure(DOCS / "results-long.png", 2) as (picture, (early, late)):
+        early.set(xlim=(0, 500), ylim=(10, 86))
+        late.set(xlim=(490, 1010), ylim=(60, 86))
+        draw_curves(early, LONG, LONG)
+        draw_curves(late, LONG, LONG)
+        picture.add_legend(early)
+    with figure(DOCS / "results-settings.png", size=SIZE) as (picture, panel):
+        draw_places(panel, {name: SITUATIONS[situation] for name, situation in PLACES.items()})
+        picture.add_legend(panel)

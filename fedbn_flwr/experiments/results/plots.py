@@ -53,16 +53,16 @@ AXES = {"rounds": "round", "exchanges": "exchanges", "bytes": "MB sent, as paper
 DECADE = 10
 #: methods that look the same in all pictures; one with `bn-ws` has the colour of the same without it
 FIXED = (
-    *("fedavg", "fedavg+gn", "fixbn", "fedbn", "fedtan", "fedtan:carry=true", "centralized", "fedwon"),
-    *("fedavg+bn-ws", "fedavg+gn-ws", "fixbn+bn-ws", "silobn", "fedtan+bn-ws", "fedtan+bn-ws:carry=true"),
+    *("fedavg", "fedavg+gn", "fixbn", "centralized", "fedtan", "fedtan:carry=true", "fedwon", "fedbn"),
+    *("fedavg+bn-ws", "fedavg+gn-ws", "fixbn+bn-ws", "centralized+bn-ws", "fedtan+bn-ws", "fedtan+bn-ws:carry=true"),
 )
 #: eight colours that differ for all kinds of colour vision (seven of Okabe and Ito), dark enough for lines on white
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9", "#661100")
 STROKES = ("solid", (0, (5, 1.5)), (0, (1, 1)), (0, (5, 1.5, 1, 1.5)), (0, (3, 1, 1, 1, 1, 1)))
-MARKERS = "osD^vPX*"
+MARKERS = "osD^vPX<"
 HATCHES = ("", "///", "...", "xxx", "\\\\\\", "+++", "ooo", "---")
 #: inches without the legend: on a phone's 390 points, 11-point text stays 11 pixels high, and 7 with two panels
-SIZE, WIDE = (5.2, 3.3), (8.0, 3.6)
+SIZE, WIDE = (5.2, 3.6), (8.0, 3.6)
 DPI = 200
 FONT: dict[Any, Any] = {
     "font.size": 11,
@@ -197,9 +197,10 @@ def bar_style(look: int) -> dict[str, Any]:
 
 def draw_lines(axes: Any, points: Frame, looks: Looks) -> None:
     """Draw the mean of each label's runs at the points that they share, and their range: `label`, `run`, `x`, `y`."""
-    for label, own in points.groupby("label", sort=False):
+    for place, label in enumerate(label for label in looks if label in set(points["label"])):
+        own = points[points["label"] == label]
         lines = own.groupby(["x", "run"])["y"].last().unstack().dropna()
-        style = line_style(looks[label], [*looks].index(label), len(lines))
+        style = line_style(looks[label], place, len(lines))
         axes.plot(lines.index, lines.mean(axis=1), label=label, **style)
         if lines.shape[1] > 1:
             ends = lines.min(axis=1), lines.max(axis=1)
