@@ -221,6 +221,19 @@ def longer() -> str:
     return table(heads, [[f"`{NAMES[name]}`", *(cell(place, name) for place in places)] for name in by_mean(half)])
 
 
+def pretrained() -> str:
+    """Return what methods have over the rounds with a network that was already trained, the best at the end first."""
+    place, curves = ("pretrained", "two classes"), read("curves")
+    curves = curves[curves["setting"] == ", ".join(place)].assign(score=lambda row: row["accuracy, %"].astype(float))
+    means = curves.groupby(["method", curves["round"].astype(int)])["score"].mean().unstack()
+    trips = of_first_runs(place, "exchanges")
+    columns: dict[str, Callable[[str], str]] = {
+        **{f"{number}": lambda name, number=number: f"{means.loc[name, number]:.1f}" for number in means.columns},
+        "round trips a round": lambda name: f"{int(trips[name]) // means.columns[-1]}",
+    }
+    return by_method(by_mean(place), columns)
+
+
 def seconds() -> dict[str, float]:
     """Return the seconds of a round by method."""
     return {method: float(text) for method, text in read("seconds").itertuples(index=False)}
@@ -473,6 +486,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "momentum": momentum,
     "first screen": first_screen,
     "costs": costs,
+    "pretrained": pretrained,
     "factorial": lambda: by_method([*by_mean(UNSEEN, METHODS), *CENTRALIZED], over(FACTORIAL, bold_and_gain)),
     "ingredients": lambda: by_method(AS_THEY_ARE, over(FACTORIAL, ingredient)),
     "situations": situations,
