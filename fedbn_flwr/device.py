@@ -57,15 +57,14 @@ def set_up_accelerator(device: torch.device, deterministic: bool) -> None:
 @contextmanager
 def settings_restored() -> Iterator[None]:
     """Put torch's settings of this process back at the end of the block, as far as runs change them."""
-    cudnn = torch.backends.cudnn
     threads, mode, index = torch.get_num_threads(), torch.get_deterministic_debug_mode(), _current_index()
-    tries, fills = cudnn.benchmark, _MEMORY.fill_uninitialized_memory
+    tries, fills = torch.backends.cudnn.benchmark, _MEMORY.fill_uninitialized_memory
     try:
         yield
     finally:
         torch.set_num_threads(threads)
         torch.set_deterministic_debug_mode(mode)
-        cudnn.benchmark, _MEMORY.fill_uninitialized_memory = tries, fills
+        torch.backends.cudnn.benchmark, _MEMORY.fill_uninitialized_memory = tries, fills
         if _current_index() != index:
             started().set_device(index)
 

@@ -91,9 +91,7 @@ class Config:
     momentum: Annotated[float, "momentum of sgd", Range(0)] = 0.0
     weight_decay: Annotated[float, "weight decay", Range(0)] = 0.0
     precision: Annotated[str, "float32, tf32 (TF32 products and convolutions on GPUs) or bf16 (autocast)"] = "float32"
-    deterministic: Annotated[
-        bool, "let the same command have the same bits on the same GPU; false: use its fastest algorithms"
-    ] = True
+    deterministic: Annotated[bool, "repeat a run's bits on the same GPU; false: use its fastest algorithms"] = True
     evaluate_every: Annotated[int, "evaluate on the test data every N rounds, and after the last", Range(1)] = 10
     stop_at: Annotated[
         float, "end the run when the score reaches this, or falls to it where less is better; 0: off", Range(0)
