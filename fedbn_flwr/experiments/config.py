@@ -31,21 +31,11 @@ class Config:
         tuple[str, ...], "comma-separated names of the classes, in the order of the model's outputs"
     ] = ()
     mean: Annotated[
-        Channels,
-        "mean for normalization, one number from 0 to 1 per channel; empty: that of the library of the model, or "
-        "computed from training data",
+        Channels, "mean for normalization, a number from 0 to 1 per channel; empty: the library's, or of training data"
     ] = ()
     std: Annotated[Channels, "standard deviation for normalization, one number per channel; needs mean"] = ()
-    image_size: Annotated[
-        int,
-        "side length that images are resized to; 0: that of the library of the model, or as in the data set",
-        Range(0),
-    ] = 0
-    channels: Annotated[
-        int,
-        "channels that grey images are repeated to; 0: those of the library of the model, or as in the data set",
-        Range(0),
-    ] = 0
+    image_size: Annotated[int, "side to resize images to; 0: that of the model's library, or of the data", Range(0)] = 0
+    channels: Annotated[int, "channels that grey images are repeated to; 0: as for image-size", Range(0)] = 0
     data_root: Annotated[str, "folder of data sets on disk"] = ""
     image_workers: Annotated[
         int, "processes that decode image files ahead of training; 0: the training process decodes them", Range(0)
@@ -116,14 +106,11 @@ class Config:
     seed: Annotated[int, "seed of everything: model, partition, batches, sampling"] = 0
     device: Annotated[str, "cpu, auto, or an accelerator such as cuda, cuda:1 or mps"] = "auto"
     init_from: Annotated[
-        str,
-        "file with the initial model, safetensors or a torch state dict, whose head may have other classes; or "
-        "pretrained: the weights that timm or torchvision has",
+        str, "file with the initial model: safetensors or a torch state dict; or pretrained: the library's own weights"
     ] = ""
     trainable: Annotated[
         tuple[str, ...],
-        "comma-separated patterns of the parameters that learn, such as classifier.*; head: the last layer; !PATTERN: "
-        "all but these; empty: all",
+        "patterns of the parameters that learn: classifier.*, or all but !classifier.*; head: last layer",
     ] = ()
     validation: Annotated[
         float, "hold out this share of the training data and evaluate on it instead of the test data", Range(0, 1)

@@ -85,12 +85,10 @@ def published(model: str) -> Published | None:
     return LIBRARIES[library](name) if library in LIBRARIES else None
 
 
-def make_published(
-    found: Published, pretrained: bool, num_classes: int, in_channels: int, image_size: int
-) -> nn.Module:
+def make_published(found: Published, pretrained: bool, classes: int, channels: int, image_size: int) -> nn.Module:
     """Make a library's network; a FileNotFoundError says where the file of its weights may lie."""
     try:
-        return found.make(num_classes, in_channels, image_size, pretrained)
+        return found.make(classes, channels, image_size, pretrained)
     except OSError as error:
         where = f"in {found.folder}, and cannot be downloaded"
         raise FileNotFoundError(f"its weights are not {where}: give {found.source} as init-from=FILE") from error
