@@ -1,10 +1,12 @@
 """A domain that nobody trains with: what is tested, what a model is adapted to, and what the table says."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from fedbn_flwr import adapt, compare, run
 from fedbn_flwr.client.evaluation import evaluate
@@ -27,7 +29,7 @@ def drawn(of_each: int, seed: int) -> Split:
 
 
 def made() -> Data:
-    return Data("levels", drawn(120, 0), drawn(40, 1), 4, DOMAINS)
+    return Data("levels", drawn(120, 0), drawn(40, 1), 4, DOMAINS, ("a", "b", "c", "d"))
 
 
 def inputs_of(split: Split, domain: str, mean: tuple[float, ...] = (0.0,), std: tuple[float, ...] = (1.0,)) -> Split:
@@ -78,6 +80,11 @@ def test_a_model_that_trained_under_frozen_statistics_warns_of_others(recwarn: p
     }
     found = compare([*methods], data=made(), **{**SMALL, "clients": 3})
     assert [row.get("frozen", "") for row in found.summaries] == [*methods.values()]
+    for path in found.folder.glob("*/model.safetensors"):
+        with safe_open(path, "pt") as file:
+            about = json.loads(file.metadata()["about"])
+        summary = json.loads((path.parent / "summary.json").read_text())
+        assert (about["class-names"], about.get("frozen")) == (["a", "b", "c", "d"], summary.get("frozen"))
     for method, frozen in methods.items():
         found.model(method, adapt=drawn(20, 2).inputs)
         warned = [str(each.message) for each in recwarn.list if "trained with frozen" in str(each.message)]
