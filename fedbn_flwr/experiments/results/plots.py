@@ -9,7 +9,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from io import BytesIO
-from itertools import count
 from logging import WARNING
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -163,11 +162,12 @@ Marks, Looks = Mapping[str, Sequence[Mark]], Mapping[str, int]
 
 
 def looks_of(runs: Frame) -> dict[str, int]:
-    """Return the number of each label's look: a fixed one, or one that is free in these runs."""
+    """Return the number of each label's look: a fixed one, or one that no fixed method has, of a free colour first."""
     methods = dict(zip(runs["label"], runs["method"], strict=True))
     first = {method: label for label, method in reversed(methods.items())}
     looks = {first[method]: look for look, method in enumerate(FIXED) if method in first}
-    free = (look for look in count() if look not in looks.values())
+    taken = {look % 8 for look in looks.values()}
+    free = iter(sorted(range(16, 24 + len(methods)), key=lambda look: look % 8 in taken))
     return {label: looks[label] if label in looks else next(free) for label in methods}
 
 

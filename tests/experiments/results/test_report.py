@@ -16,7 +16,16 @@ from PIL import Image
 
 from fedbn_flwr.experiments import main
 from fedbn_flwr.experiments.recipes.paper import QUANTITIES
-from fedbn_flwr.experiments.results.plots import COLOURS, bar_style, bars, draw_marks, line_style, looks_of, marks_of
+from fedbn_flwr.experiments.results.plots import (
+    COLOURS,
+    FIXED,
+    bar_style,
+    bars,
+    draw_marks,
+    line_style,
+    looks_of,
+    marks_of,
+)
 from fedbn_flwr.experiments.results.rows import pd, read_parts
 from tests.helpers.matrix_files import (
     ROUNDS,
@@ -292,6 +301,8 @@ def test_a_method_looks_the_same_in_every_study() -> None:
     looks, others = looks_of(one), looks_of(other)
     assert (looks["BN"], looks["FixBN"]) == (others["fedavg"], others["fixbn"])
     assert len({*looks.values()}) == len({*others.values()}) == 3
+    # nobody else has the look of a method that is not here
+    assert min(looks["mine"], others["again"]) >= len(FIXED)
 
 
 def test_colours_remain_apart_with_red_green_blindness() -> None:
