@@ -11,7 +11,7 @@ from functools import cache, partial
 from io import BytesIO
 from logging import WARNING
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, TypeAlias
 
 import numpy as np
 from flwr.common import log
@@ -158,7 +158,8 @@ class Mark(NamedTuple):
 
 
 #: by a method's label
-Marks, Looks = Mapping[str, Sequence[Mark]], Mapping[str, int]
+Marks: TypeAlias = Mapping[str, Sequence[Mark]]
+Looks: TypeAlias = Mapping[str, int]
 
 
 def looks_of(runs: Frame) -> dict[str, int]:
