@@ -82,7 +82,7 @@ COMMANDS: list[tuple[str, str, str]] = [
     (
         "compare",
         f"--methods fedavg,fedavg+bn-ws --model {HERE}:own_convolution",
-        "method 'fedavg+bn-ws': layer '0' is a OwnConvolution, whose weight cannot be standardized",
+        "method 'fedavg+bn-ws': layer '0' computes its weight, which cannot be standardized",
     ),
     ("run", f"--model {HERE}:deaf", f"model '{HERE}:deaf' cannot take inputs of the shape (1, 8, 8)"),
     ("run", f"--model {HERE}:narrow", f"model '{HERE}:narrow' has 3 outputs for 4 classes"),
