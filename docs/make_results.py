@@ -229,7 +229,7 @@ def pretrained() -> str:
     trips = of_first_runs(place, "exchanges")
     columns: dict[str, Callable[[str], str]] = {
         **{f"{number}": lambda name, number=number: f"{means.loc[name, number]:.1f}" for number in means.columns},
-        "round trips a round": lambda name: f"{int(trips[name]) // means.columns[-1]}",
+        "exchanges a round": lambda name: f"{int(trips[name]) // means.columns[-1]}",
     }
     return by_method(by_mean(place), columns)
 
@@ -281,11 +281,11 @@ def first_screen() -> str:
     """Return the README's first table: six methods after 100 and 500 rounds, and their exchanges."""
     exchanges = of_first_runs(UNSEEN, "exchanges")
     columns: dict[str, Callable[[str], str]] = {
-        "layers": lambda name: "new" if name in CHANGED else "stay",
-        "100 rounds": partial(plain, UNSEEN),
-        "gain": partial(gain, UNSEEN),
-        "500 rounds": partial(plain, ("rounds", "two classes, 500 rounds")),
-        "round trips a round": lambda name: f"{float(exchanges[name]) / float(exchanges['FedAvg']):g}",
+        "layers": lambda name: "replaced" if name in CHANGED else "as they are",
+        "after 100 rounds": partial(plain, UNSEEN),
+        "gain on `fedavg`": partial(gain, UNSEEN),
+        "after 500 rounds": partial(plain, ("rounds", "two classes, 500 rounds")),
+        "exchanges a round": lambda name: f"{float(exchanges[name]) / float(exchanges['FedAvg']):g}",
     }
     return by_method(("FedAvg", "FixBN", "FedTAN", "FedWon", "FixBN+BN-WS", "FedTAN+BN-WS"), columns)
 
