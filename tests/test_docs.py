@@ -203,6 +203,11 @@ def test_a_part_that_is_written_from_the_code_is_up_to_date(name: str, function:
     assert text == written, "run `make docs`"
 
 
+def test_every_picture_is_shown_by_a_page() -> None:
+    shown = {name for page in PAGES for name in re.findall(r"\]\((?:docs/)?([\w-]+\.png)\)", page.read_text())}
+    assert shown == {path.name for path in (ROOT / "docs").glob("*.png")}
+
+
 def test_files_that_contributing_names_are_there() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text()
     named = re.findall(r"`((?:fedbn_flwr|strategies|tests|apps|docs|recipes)/[\w/.-]*)`", text)

@@ -11,6 +11,7 @@ from functools import cache, partial
 from io import BytesIO
 from logging import WARNING
 from pathlib import Path
+from textwrap import fill
 from typing import IO, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -289,7 +290,7 @@ def _picture(
 
     def paint(axes: Any) -> None:
         draw_lines(axes, points, looks)
-        axes.set(xlabel=x, ylabel=y)
+        axes.set(xlabel=x, ylabel=fill(y, 32))
         if x == "round":
             axes.xaxis.get_major_locator().set_params(integer=True)
             draw_marks(axes, {label: marks[label] for label in points["label"].unique()}, looks)
