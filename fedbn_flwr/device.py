@@ -50,7 +50,7 @@ def set_up_accelerator(device: torch.device, deterministic: bool) -> None:
     # with it, cuDNN's algorithms are deterministic too
     torch.set_deterministic_debug_mode("warn" if deterministic else "default")
     _MEMORY.fill_uninitialized_memory = False
-    if device.index:
+    if device.index is not None:
         torch.get_device_module(device).set_device(device.index)
 
 

@@ -2,21 +2,25 @@
 
 Most of a small model's step on a GPU is Python that launches hundreds of short operations; a graph of them is launched
 at once. Rules, optimizers and rates stay outside. A captured step has the bits of the same step by autograd, and proves
-it where it runs: at its first use both are taken on the same batch, and if they differ it is not used.
+it where it runs: at its first use both are taken on the same batch, and if they differ it is not used. The client or
+stack that meets a step first takes it by autograd: what comes once only is not worth a capture.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from logging import INFO
 from math import nan
 from typing import Any, Generic, TypeVar
+from warnings import catch_warnings, simplefilter
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from flwr.common import log
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from fedbn_flwr.client.rules import Session
 from fedbn_flwr.client.training import Batch, Gradients, LossFunction, backward
@@ -27,6 +31,8 @@ KEPT = 16
 KNOWN = ("fedbn_flwr", "timm", "torch", "torchvision")
 #: attributes of layers on which their passes may depend
 _PLAIN = (bool, int, float, str, tuple, type(None))
+#: what precisions round to, in which equal passes may differ where a run is not deterministic
+_ROUNDING = {"float32": 2.0**-23, "tf32": 2.0**-10, "bf16": 2.0**-7}
 
 B = TypeVar("B")
 
@@ -51,10 +57,11 @@ class CapturedStep:
 
 
 class _Captures:
-    """What is known of a model's steps: those that were captured, None for those that cannot be, and said reasons."""
+    """What is known of a model's steps, and said reasons."""
 
     def __init__(self) -> None:
-        self.steps: OrderedDict[Hashable, CapturedStep | None] = OrderedDict()
+        #: those that were captured, None for those that cannot be, and NEW ones
+        self.steps: OrderedDict[Hashable, CapturedStep | str | None] = OrderedDict()
         self.reasons: set[str] = set()
 
     def say(self, reason: str) -> None:
@@ -64,9 +71,12 @@ class _Captures:
             log(INFO, "Steps are not captured: %s", " ".join(reason.split()))
 
 
+NEW = "new"
 _OF_MODELS: WeakKeyDictionary[nn.Module, _Captures] = WeakKeyDictionary()
 #: all that are alive share one memory: no two of them are replayed at once, and none keeps anything in it
 _ALIVE: WeakSet[CapturedStep] = WeakSet()
+#: graphs whose capture failed in the middle: torch may be left with them, and nothing is captured afterwards
+_BROKEN: list[Any] = []
 
 
 def gradients(
@@ -82,9 +92,10 @@ def gradients(
     `tensors_of` returns a batch's tensors, None for a batch unlike others, and `batch_of` makes such a batch of them.
     """
     optimized = [parameter for group in session.optimizer.param_groups for parameter in group["params"]]
-    learned = list({id(parameter): parameter for parameter in [*optimized, *session.learned().values()]}.values())
+    every = {id(parameter): parameter for parameter in [*optimized, *session.learned().values()]}.values()
+    learned = [parameter for parameter in every if parameter.requires_grad]
     eager = backward(loss_of, learned)
-    if not is_on or not learned or learned[0].device.type == "cpu":
+    if not is_on or _BROKEN or not learned or learned[0].device.type == "cpu":
         return eager
     known = _OF_MODELS.setdefault(session.model, _Captures())
     if reason := _why_not(session.structure or session.model, loss_function, learned[0].device):
@@ -110,7 +121,7 @@ class _Replaying(Generic[B]):
         #: whether the next step is unlike the others
         self._apart = self.session.instruction.layerwise != "none"
         #: of this round
-        self._steps: dict[Hashable, CapturedStep | None] = {}
+        self._steps: dict[Hashable, CapturedStep | str | None] = {}
 
     def __call__(self, batch: B) -> tuple[Tensor, int | Tensor]:
         """Set the gradients, and return the loss and the number of samples."""
@@ -123,57 +134,72 @@ class _Replaying(Generic[B]):
         shape = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors)
         if shape not in self._steps:
             key, steps = (shape, self._state()), self.known.steps
-            if key not in steps:
+            if steps.get(key) is NEW:  # since an earlier session
                 result, self._steps[shape] = self._try(batch, tensors)
                 steps[key] = self._steps[shape]
-                if len(steps) > KEPT:
-                    steps.popitem(last=False)
                 return result
-            steps.move_to_end(key)
-            self._steps[shape] = steps[key]
+            self._steps[shape] = steps[key] = steps.pop(key, NEW)
+            if len(steps) > KEPT:
+                steps.popitem(last=False)
         step = self._steps[shape]
-        return self.eager(batch) if step is None else step.replay(tensors, self.learned)
+        return step.replay(tensors, self.learned) if isinstance(step, CapturedStep) else self.eager(batch)
 
     def _state(self) -> Hashable:
         """Return all else that passes depend on: where the entries are, what learns, and how the layers are set."""
-        model, learned = self.session.model, {id(parameter) for parameter in self.learned}
-        entries = [*model.named_parameters(), *model.named_buffers()]
+        session, loss = self.session, self.loss_function
+        own = [loss] if isinstance(loss, nn.Module) else []
+        holders = [session.model, *own]
+        entries = [value for module in holders for value in (*module.parameters(), *_values(module.named_buffers()))]
+        layers = [layer for module in (session.structure or session.model, *own) for layer in module.modules()]
+        plain = [[value for value in vars(layer).values() if isinstance(value, _PLAIN)] for layer in layers]
         return (
-            tuple((value.data_ptr(), value.requires_grad, id(value) in learned) for _, value in entries),
-            tuple(
-                tuple(value for value in vars(layer).values() if isinstance(value, _PLAIN))
-                for layer in (self.session.structure or model).modules()
-            ),
-            (self.session.instruction.precision, self.loss_function, torch.are_deterministic_algorithms_enabled()),
+            tuple((value.data_ptr(), value.requires_grad) for value in entries),
+            tuple(id(parameter) for parameter in self.learned),
+            tuple(map(type, layers)),
+            repr(plain),
+            None if own else loss,
+            (session.instruction.precision, torch.are_deterministic_algorithms_enabled()),
         )
 
-    def _try(self, batch: B, tensors: Batch) -> tuple[tuple[Tensor, int | Tensor], CapturedStep | None]:
-        """Take a step by autograd, capture it, and compare; return what the step returns, and what was captured."""
-        buffers, device = [value for _, value in self.session.model.named_buffers()], tensors[0].device
+    def _try(self, batch: B, tensors: Batch) -> tuple[tuple[Tensor, int | Tensor], CapturedStep | str | None]:
+        """Take a step by autograd, capture it, and compare; return what it returns, and what is known now."""
+        buffers, device = _values(self.session.model.named_buffers()), tensors[0].device
         module, stream, before = torch.get_device_module(device), _stream(device), _copies(buffers)
         drawn = torch.get_rng_state(), module.get_rng_state(device)
         stream.wait_stream(module.current_stream(device))
-        with module.stream(stream), torch.autograd.set_multithreading_enabled(False):
+        with module.stream(stream), torch.autograd.set_multithreading_enabled(False), _waits(module) as waits:
             loss, count = self.eager(batch)
         module.current_stream(device).wait_stream(stream)
         made, after = [parameter.grad for parameter in self.learned], _copies(buffers)
-        try:
-            if not all(map(torch.equal, drawn, (torch.get_rng_state(), module.get_rng_state(device)))):
-                raise RuntimeError("it draws at random")
-            step = self._capture(tensors, loss, stream)
-            _put(buffers, before)
-            for value in (step.loss, *_present(step.gradients)):
-                value.fill_(nan)  # what is not written must not pass
-            found, _ = step.replay(tensors, self.learned)
-            if not _agree([loss, *_present(made), *after], [found, *_present(step.gradients), *buffers]):
-                raise RuntimeError("replayed it has other values")
-        except Exception as error:
-            self.known.say(str(error))
+        if not loss.isfinite().all():
+            return (loss, count), NEW
+        draws = not all(map(torch.equal, drawn, (torch.get_rng_state(), module.get_rng_state(device))))
+        reason, step = "it draws at random" * draws or "the host waits for the device" * bool(waits), None
+        if not reason:
+            try:
+                step = self._capture(tensors, loss, stream)
+                _put(buffers, before)
+                for value in (step.loss, *_present(step.gradients)):
+                    value.fill_(nan)  # what is not written must not pass
+                found, _ = step.replay(tensors, self.learned)
+                ends = [loss, *_present(made), *after], [found, *_present(step.gradients), *buffers]
+                reason = "" if self._agree(*ends) else "replayed it has other values"
+            except Exception as error:
+                reason = f"{type(error).__name__}: {error}"
+        if reason:
+            self.known.say(reason)
             _put(buffers, after)
             for parameter, gradient in zip(self.learned, made, strict=True):
                 parameter.grad = gradient
-            return (loss, count), None
-        return (loss, count), step
+        return (loss, count), None if reason else step
+
+    def _agree(self, wanted: Sequence[Tensor], found: Sequence[Tensor]) -> bool:
+        """Compare in bits where the run is deterministic, else with the square root of what its precision rounds to."""
+        if torch.are_deterministic_algorithms_enabled():
+            return all(map(torch.equal, wanted, found))
+        share = _ROUNDING[self.session.instruction.precision] ** 0.5
+        most = [share * float(value.abs().max()) if value.numel() else 0.0 for value in wanted]
+        return all(torch.allclose(one, other, 0, much) for one, other, much in zip(wanted, found, most, strict=True))
 
     def _capture(self, tensors: Batch, loss: Tensor, stream: Any) -> CapturedStep:
         """Record both passes: nothing is computed."""
@@ -181,7 +207,9 @@ class _Replaying(Generic[B]):
         kept = [None if parameter.grad is None else torch.empty_like(parameter) for parameter in self.learned]
         step = CapturedStep(module.CUDAGraph(), (inputs, targets), kept, torch.empty_like(loss))
         pool = next((other.graph.pool() for other in _ALIVE), None)
+        _BROKEN.append(step.graph)
         with (
+            module.stream(module.current_stream(loss.device)),  # older torch does not go back to it after a failure
             module.graph(step.graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
             torch.autograd.set_multithreading_enabled(False),
         ):
@@ -191,6 +219,7 @@ class _Replaying(Generic[B]):
             # out of the graph's own memory, in which nothing stays
             torch._foreach_copy_(_present(kept), _present(gradients))
             step.loss.copy_(found.detach())
+        _BROKEN.remove(step.graph)
         _ALIVE.add(step)
         return step
 
@@ -203,6 +232,8 @@ def _why_not(layers: nn.Module, loss_function: LossFunction, device: torch.devic
         return "the loss is not torch's"
     for layer in layers.modules():
         hooks = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
+        if isinstance(layer, _DropoutNd) and layer.p > 0:
+            return "it draws at random"
         if not _is_known(type(layer)) or "forward" in vars(layer) or hooks:
             return f"what {type(layer).__name__} does is not torch's alone"
     return ""
@@ -218,6 +249,24 @@ def _stream(device: torch.device) -> Any:
     return torch.get_device_module(device).Stream(device)
 
 
+@contextmanager
+def _waits(module: Any) -> Iterator[list[Any]]:
+    """Give a list of the waits for the device inside the block, where the device tells: they would break a capture."""
+    before = getattr(module, "get_sync_debug_mode", int)()
+    with catch_warnings(record=True) as seen:
+        simplefilter("always")
+        getattr(module, "set_sync_debug_mode", int)(1)
+        try:
+            yield (waits := list[Any]())
+        finally:
+            getattr(module, "set_sync_debug_mode", int)(before)
+    waits += [each for each in seen if "synchroniz" in str(each.message)]
+
+
+def _values(named: Iterable[tuple[str, Tensor]]) -> list[Tensor]:
+    return [value for _, value in named]
+
+
 def _present(values: Iterable[Tensor | None]) -> list[Tensor]:
     return [value for value in values if value is not None]
 
@@ -229,14 +278,3 @@ def _copies(values: Iterable[Tensor]) -> list[Tensor]:
 def _put(targets: Iterable[Tensor], values: Iterable[Tensor]) -> None:
     for target, value in zip(targets, values, strict=True):
         target.copy_(value)
-
-
-def _agree(wanted: Sequence[Tensor], found: Sequence[Tensor]) -> bool:
-    """Compare in bits where the run is deterministic, else with the square root of what their dtype rounds to."""
-    return all(map(torch.equal if torch.are_deterministic_algorithms_enabled() else _alike, wanted, found))
-
-
-def _alike(one: Tensor, other: Tensor) -> bool:
-    if not one.is_floating_point() or not one.numel():
-        return torch.equal(one, other)
-    return torch.allclose(one, other, rtol=0, atol=float(one.abs().max()) * torch.finfo(one.dtype).eps ** 0.5)

@@ -13,13 +13,15 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from fedbn_flwr.client import training
-from fedbn_flwr.client.captured import KEPT
 from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.device import Rows, index_on
 from fedbn_flwr.randomness import OwnRandomness
 from fedbn_flwr.simulation.stacked.layers import CannotStackError, StackedLayers
 from fedbn_flwr.state import State
 from fedbn_flwr.state.flat import FlatState, to_device
+
+#: stacks on an accelerator that are kept for further rounds
+MOST = 4
 
 #: targets of this class do not count in torch's cross entropy
 _IGNORED_CLASS = -100
@@ -142,7 +144,7 @@ class Stacks:
         stack = Stack(structure, states)
         if any(value.device.type != "cpu" for _, value in stack.named_parameters()):
             self._latest[key] = stack
-            if len(self._latest) > KEPT:
+            if len(self._latest) > MOST:
                 self._latest.popitem(last=False)
         return stack
 

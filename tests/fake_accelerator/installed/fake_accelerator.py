@@ -14,6 +14,7 @@ import ctypes
 import multiprocessing
 import os
 import re
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial, partialmethod
@@ -154,6 +155,14 @@ class _Module:
         self.generator.set_state(state)
 
     CUDAGraph, Stream = _Graph, _Stream
+    _warns = 0
+
+    def get_sync_debug_mode(self) -> int:
+        return self._warns
+
+    def set_sync_debug_mode(self, mode: int) -> None:
+        self._warns = mode
+
     _current: Any = _Stream()
 
     def current_stream(self, device: Any = None) -> _Stream:
@@ -192,6 +201,8 @@ _module = _Module()
 
 
 def _note(kind: str, name: str, size: int = 0) -> None:
+    if kind == "wait" and _module._warns:
+        warnings.warn(f"called a synchronizing operation: {name}", stacklevel=2)
     if observer is not None:
         observer(kind, name, size)
 

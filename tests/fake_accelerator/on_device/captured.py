@@ -76,16 +76,16 @@ def test_replayed_steps_have_the_bits_of_eager_ones(name: str, grid: type[InProc
         strategy.schedule = FedAvg(**HALVED).schedule
         return strategy
 
-    apart, replays, watch = ends(changing, lambda: make_model(norm), grid)
+    apart, replays, watch = ends(changing, lambda: make_model(norm), grid, rounds=4)
     assert apart == 0
     if name == "fbn":  # its hooks are called in every pass
         assert said(watch) == ["what BatchNorm2d does is not torch's alone"]
         return
     assert not said(watch)
-    # three rounds of three steps, of which the first is not replayed where layers wait; a capture is tried once
+    # two rounds at least with three steps, of which the first is not replayed where layers wait
     layerwise = name.startswith(("fedtan", "feddna"))
     sides = len(SIZES) if grid is InProcessGrid else 1
-    assert replays >= 3 * sides * (2 if layerwise else 3)
+    assert replays >= 2 * sides * (2 if layerwise else 3)
 
 
 @pytest.mark.parametrize("grid", GRIDS)
@@ -98,11 +98,9 @@ def test_forward_is_not_called_in_replayed_steps(grid: type[InProcessGrid], monk
 
     monkeypatch.setattr(nn.Conv2d, "forward", counted)
     nodes = Federation(make_model(), SIZES, device="fake", grid=grid)
-    nodes.run(FedAvg(fraction_evaluate=0.0), 1)
-    # two layers, in a step by autograd and in one that is captured
-    assert len(calls) == 2 * 2
-    nodes.run(FedAvg(fraction_evaluate=0.0), 2)
-    assert len(calls) == 2 * 2
+    nodes.run(FedAvg(fraction_evaluate=0.0), 3)
+    # two layers, in the three steps of the first client or stack, then in a step by autograd and one that is captured
+    assert len(calls) == 2 * (3 + 2)
 
 
 CHANGES: dict[str, tuple[Callable[[], BaseStrategy], dict[str, Any]]] = {
@@ -161,7 +159,7 @@ def with_layer(layer: nn.Module) -> Callable[[], nn.Module]:
 def test_what_cannot_be_captured_goes_on_as_before() -> None:
     reasons = {
         "it draws at random": with_layer(nn.Dropout(0.2)),
-        "the host reads a number": with_layer(Reading()),
+        "the host waits for the device": with_layer(Reading()),
     }
     for words, model in reasons.items():
         apart, replays, watch = ends(FedAvg, model, InProcessGrid)

@@ -170,7 +170,7 @@ def test_a_run_that_died_goes_on_with_the_same_bits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["fedtan", "fixbn:freeze-round=3"])
 def test_a_run_with_captured_steps_that_died_has_the_bits_of_one_without(method: str, tmp_path: Path) -> None:
-    options = {"method": method, "model": "small-cnn", "device": "fake", "rounds": "5", "checkpoint_every": "2"}
+    options = {"method": method, "model": "small-cnn", "device": DEVICE, "rounds": "5", "checkpoint_every": "2"}
     with dying(0) as whole:
         assert main(command("run", results_dir=str(tmp_path / "eager"), captured="false", **options)) == 0
     with dying(int(0.9 * whole.count)), pytest.raises(Death):
