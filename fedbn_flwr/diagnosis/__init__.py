@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedbn_flwr.device import where_exact
 from fedbn_flwr.layerwise import Answer, Exchange, Kind, Observer, Requests, combine, lockstep
 from fedbn_flwr.layerwise.exchange import normalized
 from fedbn_flwr.layerwise.shared_statistics import check_layers, shared_statistics
@@ -219,7 +220,7 @@ class LayerDistances:
 
     def __call__(self, requests: Requests) -> None:
         """Add one exchange: the requests of all clients."""
-        kind, layer, values = requests.kind, requests.layer, requests.tensor.double()
+        kind, layer, values = requests.kind, requests.layer, where_exact(requests.tensor).double()
         pooled = combine(kind, values, self._shares)
         if kind == "statistics":
             self._variances[layer] = pooled[1]

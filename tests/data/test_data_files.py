@@ -356,6 +356,7 @@ def test_images_of_different_sizes_need_an_image_size(tmp_path: Path, fill: Call
     ],
 )
 def test_a_folder_that_lacks_images(tmp_path: Path, files: tuple[str, ...], message: str) -> None:
+    (tmp_path / "home").mkdir()
     for file in files:
         paint(tmp_path / "home" / file)
     with pytest.raises(ValueError, match=message):

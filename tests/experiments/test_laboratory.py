@@ -165,7 +165,7 @@ def test_models_of_the_nodes_are_no_one_model(method: str, tmp_path: Path) -> No
     assert list(found.models()) == [0, 1]
     assert found.summaries[0]["model-for-each-node"]
     with safe_open(run_in(tmp_path) / "model.safetensors", "pt") as file:
-        assert "the mean of what nodes keep" in file.metadata()["note"]
+        assert "the mean of what nodes keep" in json.loads(file.metadata()["about"])["note"]
 
 
 @pytest.mark.parametrize(

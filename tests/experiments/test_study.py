@@ -214,7 +214,7 @@ def test_a_recipe_of_which_nothing_trains_fails(tmp_path: Path, capsys: pytest.C
     [
         ({"partition": "classes:9"}, [], "partition 'classes:9'"),
         ({"state-dir": "states"}, ["--engine", "ray"], "state-dir 'states' only works with"),
-        ({"dataset": "folder:/nowhere"}, [], "folder:/nowhere"),
+        ({"dataset": "folder:/nowhere"}, [], "/nowhere is missing"),
     ],
 )
 def test_what_cannot_be_in_one_cell_is_said_before_anything_starts(
