@@ -165,7 +165,7 @@ def _gradients(
         return torch.cat([gradient.flatten() for gradient in gradients])
 
     seeds = [derive(seed, "client", client) for client in range(len(draw))]
-    return torch.stack(lockstep([partial(step, batch) for batch in draw], shares, seeds, observe))
+    return where_exact(torch.stack(lockstep([partial(step, batch) for batch in draw], shares, seeds, observe)))
 
 
 def replica(model: nn.Module) -> nn.Module:
