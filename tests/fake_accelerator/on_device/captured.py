@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fedbn_flwr.client import BNClient, captured
-from fedbn_flwr.simulation.in_process import InProcessGrid
+from fedbn_flwr.simulation.in_process import InProcessGrid, OneByOneGrid
 from fedbn_flwr.strategies import BaseStrategy, FedAvg, FedTAN, FixBN
 from tests.fake_accelerator.on_device.methods import CASES
 from tests.helpers.engine_comparison import Stacked, Watch, watching
@@ -121,13 +121,16 @@ def test_what_changes_is_captured_again(case: str, grid: type[InProcessGrid]) ->
 
 
 @pytest.mark.parametrize("grid", GRIDS)
-def test_a_capture_that_is_dropped_is_made_again(grid: type[InProcessGrid], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Epochs have a smaller last batch: two captures take turns where there is room for one."""
+def test_steps_of_more_kinds_than_are_kept_are_taken_by_autograd(
+    grid: type[InProcessGrid], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Epochs have a smaller last batch: two kinds take turns where there is room for one."""
     options = {"local_steps": 0, "local_epochs": 1, "batch_size": 3}
     monkeypatch.setattr(captured, "KEPT", 1)
     monkeypatch.setattr(f"{__name__}.SIZES", (8, 8))
-    apart, _, watch = ends(FedAvg, make_model, grid, **options)
+    apart, replays, watch = ends(FedAvg, make_model, grid, **options)
     assert (apart, said(watch)) == (0, [])
+    assert not replays
 
 
 @pytest.mark.parametrize("grid", GRIDS)
@@ -182,19 +185,34 @@ def test_clients_with_other_batches_take_their_steps_by_autograd() -> None:
     assert not replays
 
 
-def test_a_step_that_fails_leaves_captures_as_they_were() -> None:
-    """A node with labels out of range is left out; the others' steps are replayed in every round."""
+def test_a_client_whose_replay_fails_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And ends where it would have ended, as do all others."""
+    wanted = Federation(make_model(), SIZES, device="fake", wrap=eager).run(FedAvg(), 3)
+    replay, calls = captured.CapturedStep.replay, []
 
-    def wrap(client: BNClient, index: int) -> BNClient:
-        if index == 1:
-            client.loss_function = failing
-        return client
+    def failing(step: captured.CapturedStep, *given: Any) -> Any:
+        calls.append(step)
+        if len(calls) == 14:
+            raise RuntimeError("out of memory")
+        return replay(step, *given)
 
-    def failing(outputs: Any, targets: Any) -> Any:
-        raise ValueError("no loss")
+    monkeypatch.setattr(captured.CapturedStep, "replay", failing)
+    assert distance(wanted, Federation(make_model(), SIZES, device="fake").run(FedAvg(), 3)) > 0
+    nodes = Federation(make_model(), SIZES, device="fake", grid=OneByOneGrid)
+    calls.clear()
+    assert distance(wanted, nodes.run(FedAvg(), 3)) == 0
+    assert len(calls) > 14
 
-    for grid in GRIDS:
-        nodes = Federation(make_model(), SIZES, device="fake", grid=grid, wrap=wrap)
-        with Counted() as counted:
-            nodes.run(FedAvg(**ALONE), 3)
-        assert counted.replays
+
+def test_nothing_is_captured_after_a_capture_that_broke(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+    monkeypatch.setattr(captured, "_BROKEN", [])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.autograd, "grad", broken)
+        apart, replays, watch = ends(FedAvg, make_model, InProcessGrid)
+    [reason] = said(watch)
+    assert (apart, replays, len(captured._BROKEN)) == (0, 0, 1)
+    assert "previous error" in reason
+    assert ends(FedAvg, make_model, InProcessGrid)[:2] == (0, 0)
