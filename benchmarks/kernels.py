@@ -1,8 +1,8 @@
 """Count what a local step and a round ask of an accelerator: kernels, copies and waits. `make bench-kernels`.
 
-The device is the simulated one of `tests/fake_accelerator/`, so this needs no GPU, and says nothing of seconds. A
-step's counts are the difference of rounds with twice as many steps; a round's are those of further rounds, without
-their steps. Waits are for single numbers; a copy to the host is one more.
+The device is the simulated one of `tests/fake_accelerator/`, so this needs no GPU, and says nothing of seconds. Counts
+are of the fourth round, when steps are captured where they can be: a step's are the difference to a round with twice as
+many, a round's are without its steps. Waits are for single numbers; a copy to the host is one more.
 """
 
 import argparse
@@ -41,12 +41,15 @@ def count(method: str, engine: str, rounds: int, steps: int, **options: Any) -> 
 def step_and_round(method: str, engine: str, **options: Any) -> tuple[dict[str, float], dict[str, float]]:
     """Return, by kind, what a step (one after another: of one client) and a round beside its steps ask."""
     count(method, engine, 1, 1, **options)  # the first sends what stays on the device
-    once, longer, rounds = (
-        count(method, engine, number, steps, **options) for number, steps in ((2, STEPS), (2, 2 * STEPS), (4, STEPS))
+    once, longer = (
+        {kind: more.of(kind) - less.of(kind) for kind in KINDS}
+        for less, more in (
+            [count(method, engine, rounds, steps, **options) for rounds in (3, 4)] for steps in (STEPS, 2 * STEPS)
+        )
     )
-    steps = 2 * STEPS * (CLIENTS if engine == "inprocess" else 1)
-    step = {kind: (longer.of(kind) - once.of(kind)) / steps for kind in KINDS}
-    return step, {kind: (rounds.of(kind) - once.of(kind) - steps * step[kind]) / 2 for kind in KINDS}
+    steps = STEPS * (CLIENTS if engine == "inprocess" else 1)
+    step = {kind: (longer[kind] - once[kind]) / steps for kind in KINDS}
+    return step, {kind: once[kind] - steps * step[kind] for kind in KINDS}
 
 
 def rows(models: list[str]) -> Iterator[list[str]]:
