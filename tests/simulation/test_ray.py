@@ -31,7 +31,7 @@ from tests.helpers.harness import SIZES, Federation, distance, make_model
 from tests.helpers.obedient_nodes import answers, obeying, send
 from tests.helpers.processes import kill
 from tests.helpers.ray_cluster import Cluster, ray_cluster
-from tests.helpers.runs import model_bytes, rounds
+from tests.helpers.runs import model_bytes, rounds, run_in
 from tests.helpers.waiting import wait_until
 from tests.simulation.test_engines import ended, nodes_of
 from tests.strategies.test_contract import make
@@ -203,8 +203,7 @@ def start_run(cluster: Cluster, folder: Path, *options: str) -> "subprocess.Pope
 
 
 def rounds_done(folder: Path) -> int:
-    path = folder / "rounds.jsonl"
-    return len(path.read_text().splitlines()) if path.exists() else 0
+    return sum(len(path.read_text().splitlines()) for path in folder.glob("*/rounds.jsonl"))
 
 
 @pytest.mark.slow
@@ -221,7 +220,7 @@ def test_machines_that_go_away_in_mid_run(tmp_path: Path) -> None:
             assert wait_until(lambda number=number: len(cluster.processes("raylet")) == 3 - number)  # type: ignore[misc]
         _, errors = run.communicate()
     assert run.returncode == 0, errors
-    seconds = [json.loads(line)["seconds"] for line in (tmp_path / "rounds.jsonl").read_text().splitlines()]
+    seconds = [json.loads(line)["seconds"] for line in (run_in(tmp_path) / "rounds.jsonl").read_text().splitlines()]
     assert len(seconds) == 200
     # there is no room to start a worker again, and no round waits for it
     assert max(seconds) < ray_worker.STARTING / 2
