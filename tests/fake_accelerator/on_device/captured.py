@@ -205,13 +205,16 @@ def test_a_client_whose_replay_fails_is_asked_again(monkeypatch: pytest.MonkeyPa
 
 
 def test_nothing_is_captured_after_a_capture_that_broke(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also not another kind of step of the same client: an epoch has a smaller last batch."""
+
     def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("operation failed due to a previous error during capture")
 
     monkeypatch.setattr(captured, "_BROKEN", [])
+    monkeypatch.setattr(f"{__name__}.SIZES", (8, 8))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.autograd, "grad", broken)
-        apart, replays, watch = ends(FedAvg, make_model, InProcessGrid)
+        apart, replays, watch = ends(FedAvg, make_model, InProcessGrid, local_steps=0, local_epochs=1, batch_size=3)
     [reason] = said(watch)
     assert (apart, replays, len(captured._BROKEN)) == (0, 0, 1)
     assert "previous error" in reason
