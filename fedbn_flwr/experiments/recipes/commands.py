@@ -82,16 +82,10 @@ def reproduce(options: Mapping[str, Any]) -> None:
     except UsageError as error:
         hint = " (--smoke runs it in small on embedded data)" if recipe.small else ""
         raise UsageError(f"recipe {recipe.name}{hint}: {error}") from error
-    about: dict[str, Any] = {
-        "recipe": full.content,
-        "smoke": small,
-        "only": only or [],
-        "seeds": study.seeds,
-        "rounds": rounds,
-    }
     started, rows = time.perf_counter(), list[tuple[Run, Summary]]()
     with keeping(folder, runs):
-        write_study(folder, study, runs, title=full.name, **about)
+        more = {"smoke": small, "only": only or [], "seeds": study.seeds, "rounds": rounds}
+        write_study(folder, study, runs, full.content, title=full.name, **more)
         for run, summary in execute(runs, lambda _: None, side_by_side):
             rows.append((run, summary))
             left = timedelta(seconds=round((time.perf_counter() - started) / len(rows) * (len(runs) - len(rows))))
