@@ -36,7 +36,7 @@ from fedbn_flwr.client.evaluation import evaluate
 from fedbn_flwr.data import Split, load
 from fedbn_flwr.data.own_data import fingerprint_of
 from fedbn_flwr.experiments import UsageError
-from fedbn_flwr.experiments.laboratory import UNSET, about, comparison, given_options
+from fedbn_flwr.experiments.laboratory import UNSET, comparison, given_options
 from fedbn_flwr.experiments.method import _listing
 from fedbn_flwr.experiments.output.run_folder import RunFolder
 from fedbn_flwr.experiments.study import write_study
@@ -415,7 +415,7 @@ def test_numbers_of_other_libraries_and_mappings_are_options(tmp_path: Path) -> 
         study = comparison(
             ["fedavg+brn"], given_options(UNSET, DATA, tmp_path, options), grid=grid, engine="stacked", **counts
         )
-        write_study(tmp_path, about(tmp_path, study), runs := study.runs(tmp_path))
+        write_study(tmp_path, study, runs := study.runs(tmp_path))
         assert [run.experiment.config.norm_options for run in runs] == [(("r_max", 3.0),)] * 2
     assert quick("fedavg", rounds=np.int64(1), lr=np.float32(0.5)).summaries[0]["lr"] == 0.5
 

@@ -19,7 +19,7 @@ from fedbn_flwr.experiments.output.recorder import Summary
 from fedbn_flwr.experiments.output.run_folder import PERSONAL
 from fedbn_flwr.experiments.results.plots import plot_curves
 from fedbn_flwr.experiments.results.rows import Frame, column, finished, pd, rounds_of, row_of, score_of
-from fedbn_flwr.experiments.results.show import show_comparison, show_run, to_html
+from fedbn_flwr.experiments.results.show import show_comparison, to_html
 from fedbn_flwr.experiments.results.tables import results
 from fedbn_flwr.experiments.results.values import values_of
 from fedbn_flwr.experiments.runs import Run
@@ -153,14 +153,9 @@ class Results:
         return plot_curves(self.rows)
 
     def show(self) -> None:
-        """Print the table of the runs; of a single run its numbers."""
-        if len(self.rows) == 1 and not self.failures:
-            (run,) = self.rows.to_dict("records")
-            show_run(run)
-            console.print(f"Results: {Path(run['folder']).resolve()}", soft_wrap=True)
-        else:
-            show_comparison(self.rows)
-            console.print(f"Results: {self.folder.resolve()} (a folder for each run)", soft_wrap=True)
+        """Print the table of the runs."""
+        show_comparison(self.rows)
+        console.print(f"Results: {self.folder.resolve()}", soft_wrap=True)
 
     def __repr__(self) -> str:
         with console.capture() as shown:
