@@ -47,7 +47,6 @@ EARLY = ("curves", "two classes, rounds 10 to 50")
 #: by what differs from five local steps of small-cnn on ten clients, all of which take part
 SITUATIONS = {
     "one local step, 400 rounds": ("local-steps", "E = 1"),
-    "five, 100 rounds": UNSEEN,
     "twenty, 50 rounds": ("local-steps", "E = 20"),
     "ten of 100 clients take part": ("clients", ""),
     "batches of two, 400 rounds": ("batches", "B = 2"),
