@@ -18,7 +18,7 @@ EXACT = {f"{name}, exact": f"{NAMES[name]}, exact" for name in ("FedTAN", "FedTA
 LONG = "two classes, 1,000 rounds"
 PLACES = {
     "1 local step": "one local step, 400 rounds",
-    "5 steps": "five, 100 rounds",
+    "5 steps": "two classes",
     "20 steps": "twenty, 50 rounds",
     "10 of 100\nclients": "ten of 100 clients take part",
     "ResNet-20": "ResNet-20",
@@ -71,5 +71,5 @@ if __name__ == "__main__":
         draw_curves(late, LONG, LONG)
         picture.add_legend(early)
     with figure(DOCS / "results-settings.png", size=SIZE) as (picture, panel):
-        draw_places(panel, {name: SITUATIONS[situation] for name, situation in PLACES.items()})
+        draw_places(panel, {name: (FACTORIAL | SITUATIONS)[place] for name, place in PLACES.items()})
         picture.add_legend(panel)

@@ -36,11 +36,9 @@ AS_THEY_ARE = ("FedAvg", "FixBN", "FedTAN carried", "FedTAN")
 CHANGED = ("FedAvg+GN-WS", "FedAvg+BN-WS", "FedWon", "FixBN+BN-WS", "FedTAN carried+BN-WS", "FedTAN+BN-WS")
 METHODS = AS_THEY_ARE + CHANGED
 CENTRALIZED = ("Centralized", "Centralized+BN-WS")
-#: methods that need most nodes in most rounds, because they carry values from round to round
-CARRIED = ("FedTAN carried", "FedTAN carried+BN-WS")
 #: points that a method in bold is below the best one at most, by the far end of the interval
 CLOSE = 2.0
-TWO, IID = KINDS["two classes"], KINDS["IID"]
+TWO = KINDS["two classes"]
 MOMENTUM = ("momentum", "two classes")
 SPEAKERS, FREEZE = ("speakers", ""), ("freeze", "")
 DOMAINS = ("domains", "")
@@ -49,7 +47,6 @@ EARLY = ("curves", "two classes, rounds 10 to 50")
 #: by what differs from five local steps of small-cnn on ten clients, all of which take part
 SITUATIONS = {
     "one local step, 400 rounds": ("local-steps", "E = 1"),
-    "five, 100 rounds": UNSEEN,
     "twenty, 50 rounds": ("local-steps", "E = 20"),
     "ten of 100 clients take part": ("clients", ""),
     "batches of two, 400 rounds": ("batches", "B = 2"),
@@ -202,23 +199,10 @@ def over(places: Mapping[str, Place], make: Callable[[Place, str], str] = cell) 
     return {heading: partial(make, place) for heading, place in places.items()}
 
 
-def other_rates() -> str:
-    """Return what methods have at a rate that held-out data did not choose."""
-    lines, made = [], read("runs")
-    for label, name in made[made["recipe"] == "other-rates"][["setting", "method"]].drop_duplicates().to_numpy():
-        used = ((recipe, label, name) for recipe in ("labels", "other-rates"))
-        cells = (f"{cell(key[:2], name)} (at {rates_used()[key]:g})" for key in used)
-        lines.append([f"`{NAMES[name]}`", label, *cells])
-    return table(["method", "labels", "chosen", "not chosen"], lines)
-
-
 def longer() -> str:
     """Return what methods have after more rounds, the best after 500 first."""
     names = ("two classes, 500 rounds", "two classes, 1,000 rounds", "IID, 500 rounds")
-    half, most, even = (("rounds", name) for name in names)
-    heads = ["method", "two classes, 100 rounds", "500 rounds", "1,000 rounds", "IID, 100 rounds", "500 rounds"]
-    places = [TWO, half, most, IID, even]
-    return table(heads, [[f"`{NAMES[name]}`", *(cell(place, name) for place in places)] for name in by_mean(half)])
+    return by_method(by_mean(("rounds", names[0])), over({name: ("rounds", name) for name in names}))
 
 
 def pretrained() -> str:
@@ -232,11 +216,6 @@ def pretrained() -> str:
         "exchanges a round": lambda name: f"{int(trips[name]) // means.columns[-1]}",
     }
     return by_method(by_mean(place), columns)
-
-
-def seconds() -> dict[str, float]:
-    """Return the seconds of a round by method."""
-    return {method: float(text) for method, text in read("seconds").itertuples(index=False)}
 
 
 def of_first_runs(place: Place, column: str) -> dict[str, str]:
@@ -268,7 +247,6 @@ def rate(name: str) -> str:
 def momentum() -> str:
     """Return what the factorial's methods have with momentum, which starts anew in each round, or stays on the node."""
     columns: dict[str, Callable[[str], str]] = {
-        "without": partial(cell, UNSEEN),
         "momentum, weight decay": partial(marked, MOMENTUM),
         "kept by nodes": lambda name: cell(MOMENTUM, f"{name}, kept momentum"),
         "gain on `fedavg`": partial(gain, MOMENTUM),
@@ -290,20 +268,6 @@ def first_screen() -> str:
     return by_method(("FedAvg", "FixBN", "FedTAN", "FedWon", "FixBN+BN-WS", "FedTAN+BN-WS"), columns)
 
 
-def costs() -> str:
-    """Return what methods need, and what their rounds cost."""
-    counted = [of_first_runs(UNSEEN, column) for column in ("exchanges", "MB sent")]
-
-    def needs(name: str) -> str:
-        return ", ".join(["new layers"] * (name in CHANGED) + ["state"] * (name in CARRIED))
-
-    def cost(name: str) -> str:
-        shares = [float(own[name]) / float(own["FedAvg"]) for own in counted]
-        return f"{shares[0]:g}, {shares[1]:.2f}, {seconds()[name] / seconds()['FedAvg']:.1f}"
-
-    return by_method(METHODS, {"needs": needs, "exchanges, bytes, time: `fedavg` is 1": cost})
-
-
 def bold(place: Place, name: str) -> str:
     """Return a cell, bold if the method is the best one, or surely close to it: a wide interval is no merit."""
     best = by_mean(place, METHODS)[0]
@@ -317,11 +281,6 @@ def bold_and_gain(place: Place, name: str) -> str:
     """Return the mean of a cell, bold if it is close to the best one, and the gain on FedAvg."""
     gained = gain(place, name)
     return f"{bold(place, name)} ({gained})" if gained else bold(place, name)
-
-
-def ingredient(place: Place, method: str) -> str:
-    """Return what standardized weights gain under a method."""
-    return gain(place, f"{method}+BN-WS", method)
 
 
 def situations() -> str:
@@ -428,7 +387,7 @@ def mixtures() -> str:
     """Return, for few and skewed samples, means over the domains with the model's statistics as N samples."""
     lines = []
     for data in read("unseen")["data"].unique():
-        for inputs in ("10", "20", "two classes"):
+        for inputs in ("10", "two classes"):
             ways = [unseen_scores(data, "none"), *(unseen_scores(data, inputs, n) for n in (0, 16, 64, 256))]
             means = [f"{fmean(scores['fedavg']['mean']):.1f}" for scores in ways]
             lines.append([data, "100 of two classes" if inputs == "two classes" else inputs, *means])
@@ -451,10 +410,9 @@ def evaluations(setting: str) -> str:
     for name, word, place, label, seeds in both_statistics(setting):
         own = curves[(curves["setting"] == ", ".join(place)) & (curves["method"] == label) & curves["seed"].isin(seeds)]
         curve, ended = own.groupby("round")["accuracy, %"].agg(fmean), runs()[(*place, label)][sorted(seeds)]
-        ends = mean_text(ended), mean_text(own.groupby("seed")["accuracy, %"].agg(fmean))
         means = [f"{curve[at]:.1f}" for at in shown]
-        lines.append([name, word, f"{rates_used()[(*place, label)]:g}", *means, *ends])
-    heads = ["after 10", "30", "50 rounds", "after 100", "mean of ten"]
+        lines.append([name, word, f"{rates_used()[(*place, label)]:g}", *means, mean_text(ended)])
+    heads = ["after 10", "30", "50 rounds", "after 100"]
     return table(["method", "statistics", "rate", *heads], lines)
 
 
@@ -476,7 +434,6 @@ def printed(name: str, corner: str) -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "differences": older,
-    "other rates": other_rates,
     "more rounds": longer,
     "freezes": freezes,
     "domains": lambda: by_method(
@@ -485,10 +442,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "speakers": lambda: by_method(by_mean(SPEAKERS), {"rate": rate, "accuracy, %": partial(cell, SPEAKERS)}),
     "momentum": momentum,
     "first screen": first_screen,
-    "costs": costs,
     "pretrained": pretrained,
     "factorial": lambda: by_method([*by_mean(UNSEEN, METHODS), *CENTRALIZED], over(FACTORIAL, bold_and_gain)),
-    "ingredients": lambda: by_method(AS_THEY_ARE, over(FACTORIAL, ingredient)),
     "situations": situations,
     "diagnosis of digits": lambda: diagnosis("digits", KINDS, "FedAvg+GN"),
     "diagnosis of Fashion-MNIST": lambda: diagnosis("unseen seeds", FACTORIAL, "FedWon"),
