@@ -298,7 +298,7 @@ def _picture(
             axes.set_yscale("log")
         ends = points.groupby("run")["x"].max()
         if x != "round" and ends.max() > 5 * ends.min():
-            _logarithmic(axes)
+            axes.set_xscale("log")
         axes.grid(alpha=0.3)
 
     caption = f"{caption[0].upper()}{caption[1:]}{f' in {setting}' if setting else ''}"
@@ -332,16 +332,6 @@ def draw_marks(axes: Any, marks: Marks, looks: Looks) -> None:
         axes.axvline(after + 0.5, color=colour, linestyle=(0, (2, 2)), linewidth=1, zorder=1)
         place = {"xycoords": ("data", "axes fraction"), "rotation": 25, "rotation_mode": "anchor"}
         axes.annotate(", ".join(texts), (after + 0.5, 1.02), color=colour, fontsize=8, **place)
-
-
-def _logarithmic(axes: Any) -> None:
-    """Make the x axis logarithmic, with plain numbers at 1, 2 and 5 times each power of ten."""
-    from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
-
-    axes.set_xscale("log")
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.xaxis.set_major_formatter(ScalarFormatter())
-    axes.xaxis.set_minor_formatter(NullFormatter())
 
 
 def bars(runs: Frame, paper: Paper) -> Iterator[Picture]:
