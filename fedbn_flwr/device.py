@@ -115,6 +115,15 @@ def total_memory(device: torch.device) -> int:
     return physical
 
 
+@cache
+def pins() -> bool:
+    """Whether torch has memory of the CPU that is pinned for copies to and from the accelerator; not with MPS."""
+    try:
+        return torch.empty(1, pin_memory=True).device.type == "cpu"
+    except RuntimeError:
+        return False
+
+
 @lru_cache(maxsize=1024)
 def constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return numbers on a device, where they stay: to send them at each use would be a copy that is waited for."""

@@ -13,7 +13,7 @@ from benchmarks.kernels import step_and_round
 from fedbn_flwr import state
 from fedbn_flwr.client import BNClient
 from fedbn_flwr.client.evaluation import evaluate, mean_loss
-from fedbn_flwr.device import total_memory
+from fedbn_flwr.device import pins, total_memory
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.strategies import BaseStrategy, FedAvg, FedTAN, FedWon, Scaffold
 from tests.fake_accelerator.tally import KINDS, Tally, counting
@@ -123,6 +123,28 @@ def test_data_that_have_room_on_the_device_are_sent_once(monkeypatch: pytest.Mon
     for room, copies in ((size, 1), (size - 1, 2)):
         monkeypatch.setattr("fedbn_flwr.data.splits.MOST_STAYING", room / total_memory(torch.device("fake")))
         assert sent() == copies
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_device_without_pinned_memory_does_as_well(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MPS has none: torch gives its own memory in its place, and older versions raise."""
+    empty = torch.empty
+
+    def without(*size: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        if pin_memory and fails:
+            raise RuntimeError("Need to provide pin_memory allocator to use pin memory.")
+        return empty(*size, **options, device="fake") if pin_memory else empty(*size, **options)
+
+    def ends() -> list[torch.Tensor]:
+        runs = [Federation(make_float32_model(), SIZES, grid=grid, device="fake") for grid in (InProcessGrid, Stacked)]
+        return [value for nodes in runs for value in nodes.run(FedAvg(), 2, local_steps=STEPS).values()]
+
+    monkeypatch.setattr("fedbn_flwr.data.splits.MOST_STAYING", 0)
+    wanted = ends()
+    monkeypatch.setattr(torch, "empty", without)
+    pins.cache_clear()
+    assert all(map(torch.equal, wanted, ends()))
+    pins.cache_clear()
 
 
 def test_loading_a_model_is_one_copy_a_dtype() -> None:
