@@ -162,9 +162,9 @@ def told(gap: Difference | None) -> str:
     return number_text(gap.mean, gap.half if gap.pairs > 1 else None, 1, "+") + " (one seed)" * (gap.pairs == 1)
 
 
-def gain(place: Place, method: str, other: str = "FedAvg") -> str:
-    """Return the difference to another method; empty for that one itself."""
-    return "" if method == other else told(difference(place, method, other))
+def gain(place: Place, method: str) -> str:
+    """Return the difference to FedAvg; empty for FedAvg itself."""
+    return "" if method == "FedAvg" else told(difference(place, method, "FedAvg"))
 
 
 def verdict(gap: Difference, level: bool) -> str:
@@ -250,7 +250,6 @@ def momentum() -> str:
         "momentum, weight decay": partial(marked, MOMENTUM),
         "kept by nodes": lambda name: cell(MOMENTUM, f"{name}, kept momentum"),
         "gain on `fedavg`": partial(gain, MOMENTUM),
-        "less `fedwon`": partial(gain, MOMENTUM, other="FedWon"),
     }
     return by_method(by_mean(MOMENTUM, METHODS), columns)
 
