@@ -168,9 +168,14 @@ def carried_records(exchange: Exchange | None) -> dict[str, State]:
 
 
 def make_optimizer(model: nn.Module, instruction: Instruction) -> torch.optim.Optimizer:
-    """The instruction's optimizer over the parameters that learn."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    """The instruction's optimizer over the parameters that learn, each at its factor of the rate."""
+    factors = getattr(getattr(model, "structure", model), "rate_factors", {})
     lr, decay = instruction.lr, instruction.weight_decay
+    groups: dict[float, list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            groups.setdefault(factors.get(name, 1.0) * lr, []).append(parameter)
+    parameters = [{"params": group, "lr": rate} for rate, group in groups.items()]
     if instruction.optimizer == "sgd":
         return SGD(parameters, lr=lr, momentum=instruction.momentum, weight_decay=decay, foreach=True)
     if instruction.optimizer in ("adam", "adamw"):

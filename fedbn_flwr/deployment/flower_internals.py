@@ -157,12 +157,17 @@ def _pulling(
 
     def guarded(**given: Any) -> int | None:
         received: list[tuple[Message, Any]] = []
-        objects = _NotedObjects(given["object_store"], rounds)
 
         def receive() -> Any:
             pulled = given["receive"]()
             received[:] = [pulled] if pulled else []
             return pulled
+
+        def pull_object(run_id: int, object_id: str) -> bytes:
+            content: bytes = given["pull_object"](run_id, object_id)
+            if number := round_of(object_id, content):
+                rounds[object_id] = number
+            return content
 
         def get_fab(hash_text: str, run_id: int) -> Any:
             fab = given["get_fab"](hash_text, run_id)
@@ -172,7 +177,7 @@ def _pulling(
             return fab
 
         try:
-            return pull(**{**given, "receive": receive, "get_fab": get_fab, "object_store": objects})
+            return pull(**{**given, "receive": receive, "get_fab": get_fab, "pull_object": pull_object})
         except AppRefusedError as error:
             message = received[0][0]
             reply = Message(Error(ErrorCode.INVALID_FAB, str(error)), reply_to=message)
@@ -239,22 +244,6 @@ class _Upload:
                     self.send(*self._sent)
             if object_id in self._lacking:
                 self._push(run_id, self._session, object_id, content)
-
-
-class _NotedObjects:
-    """An object store that notes the rounds in what is put into it."""
-
-    def __init__(self, store: Any, rounds: dict[str, int]) -> None:
-        self._store, self._rounds = store, rounds
-
-    def put(self, object_id: str, content: bytes) -> None:
-        """Note and pass on."""
-        if number := round_of(object_id, content):
-            self._rounds[object_id] = number
-        self._store.put(object_id, content)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
 
 
 def wait_for_contents(store: Any, message: Message) -> dict[str, bytes]:

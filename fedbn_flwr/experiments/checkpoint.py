@@ -7,28 +7,29 @@ import io
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from operator import itemgetter
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord
 from flwr.serverapp import Grid
+from safetensors.torch import save
 from torch import Tensor
 
 from fedbn_flwr import wire
-from fedbn_flwr.client.node_memory import NAMESPACE, Memory
+from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.output.recorder import Standing
 from fedbn_flwr.experiments.output.run_folder import PERSONAL
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.server.method_state import pack_state, unpack_state
 from fedbn_flwr.server.round import Round
-from fedbn_flwr.simulation.in_process import FIRST_NODE_ID, LocalGrid, StateFolder
-from fedbn_flwr.state import Arrays, arrays_of, arrays_to_record, to_record
-from fedbn_flwr.state.record_files import sync
-from fedbn_flwr.state.records import make_record
+from fedbn_flwr.simulation.in_process import FIRST_NODE_ID, LocalGrid
+from fedbn_flwr.state import Arrays, State, arrays_of, arrays_to_record, from_record
+from fedbn_flwr.state.record_files import sync, write_bytes
 from fedbn_flwr.strategies import BaseStrategy
 from fedbn_flwr.wire.history import CHECKPOINT, STATE_HISTORY, History
 
@@ -227,12 +228,13 @@ class Saver:
         strategy, grid, folder = self._strategy, self._local, self._folder / PERSONAL
         if not (strategy.personal and grid):
             return
-        if strategy.stays != "none":
-            grid.save_states(folder, wire.STAYS)
-            return
-        files = StateFolder(folder, range(0))
-        kept = {context.node_id: Memory(context.state).recall(wire.STAYS) for context in grid.contexts()}
-        strategy.round.grid = grid  # there was no round if the run died after its last one
-        for node, groups in strategy.package(list(grid.get_node_ids()), arrays).items():
-            own = make_record({**groups[strategy.arrayrecord_key], **to_record(kept.get(node, {}))})
-            files[node - FIRST_NODE_ID] = RecordDict({f"{NAMESPACE}/{wire.STAYS}": own})
+        own: dict[int, State] = {}
+        if strategy.stays == "none":
+            strategy.round.grid = grid  # there was no round if the run died after its last one
+            packages = strategy.package(list(grid.get_node_ids()), arrays)
+            own = {node: from_record(groups[strategy.arrayrecord_key]) for node, groups in packages.items()}
+        for context in grid.contexts():
+            own[context.node_id] = {**own.get(context.node_id, {}), **Memory(context.state).recall(wire.STAYS)}
+        folder.mkdir(exist_ok=True)
+        for node, entries in filter(itemgetter(1), own.items()):
+            write_bytes(folder / f"{node - FIRST_NODE_ID}.safetensors", save(dict(entries)))

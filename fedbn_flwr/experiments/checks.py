@@ -125,7 +125,6 @@ def _check_inputs(material: Material, split: data.Split, role: str) -> bool:
     shape = tuple(split.inputs.shape[1:])
     if len(shape) != 3 and config.augmentation != "none":
         raise UsageError(f"augmentation {config.augmentation!r} is for images, not for inputs of the shape {shape}")
-    modes = {layer: layer.training for layer in model.modules()}
     device = next((parameter.device for parameter in model.parameters()), None)
     kind, dtype = ("integers (ids: other numbers are float32)", torch.int64) if split.has_ids else ("inputs", None)
     try:
@@ -133,9 +132,6 @@ def _check_inputs(material: Material, split: data.Split, role: str) -> bool:
             outputs = model.eval()(torch.zeros(1, *shape, device=device, dtype=dtype))
     except (RuntimeError, ValueError) as error:
         raise UsageError(f"model {config.model!r} cannot take {role}{kind} of the shape {shape}: {error}") from error
-    finally:
-        for layer, mode in modes.items():
-            layer.training = mode
     logits = logits_of(outputs)
     if config.objective in OBJECTIVES and logits.numel() != loaded.num_classes:
         raise UsageError(f"model {config.model!r} has {logits.numel()} outputs for {loaded.num_classes} targets")
@@ -153,17 +149,13 @@ def _check_inputs(material: Material, split: data.Split, role: str) -> bool:
     return bool(functional.found)
 
 
-#: said where there are no sites
-AT_SITES = "the data set 'sites' is at the sites of a deployment: submit the run with `flwr run`"
-
-
 def check_simulation(experiment: Experiment) -> Material:
     """Check a run that brings its own nodes, and so must know how many; return what it works with."""
     config = experiment.config
     refuse_sites(config)
     material = checked_material(experiment, experiment.make_strategy(config.clients))
     if material is None:
-        raise UsageError(AT_SITES)
+        raise UsageError("the data set 'sites' is at the sites of a deployment: submit the run with `flwr run`")
     names = material.data.class_names
     plain = ["".join(name.casefold().split()) for name in names]
     if alike := [name for name, short in zip(names, plain, strict=True) if plain.count(short) > 1]:

@@ -110,7 +110,8 @@ class Config:
     ] = ""
     trainable: Annotated[
         tuple[str, ...],
-        "patterns of the parameters that learn: classifier.*, or all but !classifier.*; head: last layer",
+        "patterns of the parameters that learn: classifier.*, or all but !classifier.*; head: last layer; "
+        "head=10: at ten times the rate of the others, which learn too",
     ] = ()
     validation: Annotated[
         float, "hold out this share of the training data and evaluate on it instead of the test data", Range(0, 1)

@@ -20,7 +20,6 @@ from fedbn_flwr.experiments.material import Material, set_up_process
 from fedbn_flwr.experiments.method import resolve
 from fedbn_flwr.experiments.output.console import console, new_table
 from fedbn_flwr.experiments.output.run_folder import make_folder, write_json
-from fedbn_flwr.experiments.results.plots import figure
 from fedbn_flwr.plugins.options import UsageError, whole_number
 from fedbn_flwr.randomness import numpy_generator, torch_generator
 from fedbn_flwr.wire import Instruction, wire_key
@@ -35,8 +34,6 @@ MISMATCHES = {
 }
 #: rows of the second table, from what a measurement has for each client
 SPREADS = {"gradient deviation B": "deviation", "heterogeneity V": "heterogeneity"}
-#: largest number of layer names that fit below the picture
-MOST_NAMES = 24
 #: largest mini-batch that is too small for statistics of its own, whatever the clients' data are (FedWon's case)
 TINY_BATCH = 8
 #: local steps of which FedTAN, which corrects the first, is no better than others
@@ -62,47 +59,7 @@ def show_diagnosis(diagnosis: Diagnosis, title: str, advice: str, folder: Path) 
     console.print(table)
     console.print("In brackets: with the same samples dealt out at random, which is what chance alone does.")
     console.print(advice)
-    console.print(f"Results: {folder.resolve()} (diagnosis.json, diagnosis.png)")
-
-
-def plot_diagnosis(diagnosis: Diagnosis, path: Path, title: str) -> None:
-    """Draw two panels, distances by layer and errors by mismatch; what chance alone does is dotted or grey."""
-    with figure(path, 2, (12, 4.8)) as (picture, (left, right)):
-        _plot_layers(left, diagnosis)
-        _plot_errors(right, diagnosis)
-        picture.suptitle(title)
-
-
-def _plot_layers(panel: Any, diagnosis: Diagnosis) -> None:
-    names = [layer.name for layer in diagnosis.actual.layers]
-    for what, label in DISTANCES.items():
-        values = [_overall(diagnosis, layer, what) for layer in diagnosis.actual.layers]
-        (line,) = panel.plot(values, marker="o", markersize=4, label=label)
-        chance = [_overall(diagnosis, layer, what) for layer in diagnosis.shuffled.layers]
-        panel.plot(chance, color=line.get_color(), linestyle="dotted", alpha=0.7)
-    panel.plot([], color="grey", linestyle="dotted", label="dealt at random")
-    # linear near 0, where the distances of i.i.d. clients are
-    panel.set_yscale("symlog", linthresh=0.1)
-    panel.set_ylim(bottom=0)
-    panel.set(ylabel="relative distance from the global values", xlabel="BN layer, in the order of the forward pass")
-    if len(names) <= MOST_NAMES:
-        panel.set_xticks(range(len(names)), names, rotation=90, fontsize=7)
-    panel.grid(alpha=0.3)
-    panel.legend()
-
-
-def _plot_errors(panel: Any, diagnosis: Diagnosis) -> None:
-    places = range(len(MISMATCHES))
-    actual = [diagnosis.actual.errors[shared] for shared in MISMATCHES]
-    chance = [diagnosis.shuffled.errors[shared] for shared in MISMATCHES]
-    panel.bar([place - 0.2 for place in places], actual, width=0.4, label="these clients")
-    panel.bar([place + 0.2 for place in places], chance, width=0.4, label="dealt at random", color="lightgrey")
-    panel.set_xticks(
-        places, [text.replace(" (", "\n(").replace(" and", "\nand") for text in MISMATCHES.values()], fontsize=8
-    )
-    panel.set(xlabel="what is each client's own", ylabel="relative error of the mean gradient")
-    panel.grid(alpha=0.3, axis="y")
-    panel.legend()
+    console.print(f"Results: {folder.resolve()} (diagnosis.json)")
 
 
 def _overall(diagnosis: Diagnosis, layer: Any, what: str) -> float:
@@ -120,7 +77,7 @@ def _both(actual: float, chance: float) -> str:
 
 
 def run_diagnosis(options: dict[str, Any]) -> None:
-    """Diagnose on mini-batches of each client; write `diagnosis.json` and `diagnosis.png` to the results folder."""
+    """Diagnose on mini-batches of each client; write `diagnosis.json` to the results folder."""
     count = whole_number("--batches", options.pop("batches"))
     experiment = resolve(options)
     material = check_simulation(experiment)
@@ -141,7 +98,6 @@ def run_diagnosis(options: dict[str, Any]) -> None:
     content |= asdict(diagnosis, dict_factory=lambda items: {wire_key(key): value for key, value in items})
     write_json(folder / "diagnosis.json", content)
     title = f"{config.dataset}, {config.model}, {config.partition}, {len(clients)} clients"
-    plot_diagnosis(diagnosis, folder / "diagnosis.png", title)
     show_diagnosis(diagnosis, title, advice, folder)
 
 

@@ -20,7 +20,7 @@ from fedbn_flwr.client import BNClient
 from fedbn_flwr.clientapp import client_app, keep_states_in
 from fedbn_flwr.device import count_cores
 from fedbn_flwr.experiments.checkpoint import STATES, read_checkpoint
-from fedbn_flwr.experiments.checks import AT_SITES, checked_material, refuse_own_nodes
+from fedbn_flwr.experiments.checks import check_simulation, refuse_own_nodes
 from fedbn_flwr.experiments.client_side import bound_client_fn, place_of
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.material import Material, expected_steps, set_up_process
@@ -234,10 +234,7 @@ def spread_over(workers: int, make_grid: GridFactory, config: Config) -> Workers
 
 def run_with_grid(engine: str, experiment: Experiment, folder: Path, progress: Progress | None = None) -> Summary:
     """Run with one client after another (`inprocess`) or with stacks of clients (`stacked`): no network."""
-    strategy = experiment.make_strategy(experiment.config.clients)
-    material = checked_material(experiment, strategy)
-    if material is None:
-        raise UsageError(AT_SITES)
+    material, strategy = check_simulation(experiment), experiment.make_strategy(experiment.config.clients)
     saved = read_checkpoint(folder) if experiment.config.resume else None
     initial = to_record(material.model.state_dict())  # before a step is tried with it
     with open_grid(material, strategy, folder, engine, bool(experiment.bound_here)) as grid:
@@ -249,7 +246,6 @@ def run_on_ray(experiment: Experiment, folder: Path, progress: Progress | None =
 
     Of its own on this machine, or with `RAY_ADDRESS` in the environment on the cluster that is there.
     """
-    refuse_own_nodes(experiment.config)
     with extra("simulation"):
         import ray  # noqa: F401  # Flower's own error would name no package
     cluster = _cluster()

@@ -20,12 +20,11 @@ from fedbn_flwr.experiments.engines import ENGINES, engine_named, prepare
 from fedbn_flwr.experiments.material import load_data
 from fedbn_flwr.experiments.method import Method, data_here, import_plugins, method_of, owners, parse, resolve
 from fedbn_flwr.experiments.output.console import Bars
-from fedbn_flwr.experiments.output.run_folder import command_line
 from fedbn_flwr.experiments.results.results import Results
 from fedbn_flwr.experiments.runs import keeping, resume
-from fedbn_flwr.experiments.study import STUDY, Setting, Study, checked, execute, first_of_cells, quiet, write_study
+from fedbn_flwr.experiments.study import STUDY, Setting, Study, cells_of, checked, execute, quiet, write_study
 from fedbn_flwr.plugins import Named, code_fingerprint
-from fedbn_flwr.plugins.options import UsageError, as_given, option_key
+from fedbn_flwr.plugins.options import UsageError, as_given, option_key, whole_number
 
 #: a name, a function or class that makes a model, or a model
 Model = str | Callable[..., nn.Module] | nn.Module
@@ -77,12 +76,12 @@ def compare(
         study = comparison(methods, given, seeds, grid, grid_seeds, engine, side_by_side)
         with _opened(given.get(RESULTS)) as (place, is_kept):
             runs = checked(study, place, side_by_side)
-            total = len(runs) + sum(len(each) for run in first_of_cells(runs) for each in run.tried.values())
+            total = len(runs) + sum(len(each) for run, *_ in cells_of(runs) for each in run.tried.values())
             with (
                 keeping(place, runs) if is_kept else nullcontext(),
                 Bars(total, load_data(runs[0].experiment.config), progress) as bars,
             ):
-                write_study(place, about(place, study), runs)
+                write_study(place, study, runs)
                 ended = list(execute(runs, bars.announce, side_by_side))
         places = [run.folder for run in runs]
         rows = sorted(ended, key=lambda each: places.index(each[0].folder))
@@ -126,7 +125,7 @@ def run(
                 Bars(1, load_data(one.experiment.config), progress) as bars,
             ):
                 if not resumed:
-                    write_study(place, about(place, study), [one])
+                    write_study(place, study, [one])
                 summary = one.train(ENGINES[one.engine], bars.announce(one.name))
         return Results(place, [(one, summary)], is_kept)
 
@@ -189,11 +188,8 @@ def comparison(
     engine_named(engine)
     if isinstance(methods, str) or not isinstance(methods, Sequence) or not methods:
         raise UsageError(f"methods must be a list of at least one method, got {methods!r}")
-    seeds, grid_seeds = as_given(seeds), as_given(grid_seeds)
-    counts = {"seeds": seeds, "grid_seeds": grid_seeds, "side_by_side": as_given(side_by_side)}
-    for name, count in counts.items():
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise UsageError(f"{name} must be a whole number of at least 1, got {count!r}")
+    seeds, grid_seeds = whole_number("seeds", seeds), whole_number("grid_seeds", grid_seeds)
+    whole_number("side_by_side", side_by_side)
     if not isinstance(grid, Mapping):
         raise UsageError(f"grid must be a mapping of options to lists of values, got {grid!r}")
     grid = {option_key(key): as_given(values) for key, values in grid.items()}
@@ -213,12 +209,6 @@ def comparison(
         names = data.domain_names if data and data.domain_names else [EACH]
         texts = [f"{text}:unseen={name}" for name in names for text in texts]
     return Study({text: text for text in texts}, [Setting({}, given)], seeds, grid, grid_seeds, engine)
-
-
-def about(folder: Path, study: Study) -> dict[str, Any]:
-    """Return what `study.json` says of a study without a recipe."""
-    chosen = {"engine": study.engine, "grid-seeds": study.grid_seeds}
-    return {"title": folder.name, "command": command_line(), **chosen, "recipe": study.content()}
 
 
 def _refuse_ignored(methods: Sequence[str], given: Mapping[str, Any]) -> None:

@@ -167,7 +167,9 @@ class Run:
     def train(self, engine: Engine, progress: Progress | None = None) -> Summary:
         """Return the summary: of the finished run in the folder, else after `engine` has made the missing rounds."""
         self.refuse_other_run()
-        return self._train(engine, progress)
+        summary = self.finished() or engine(self._resumed(), self.folder, progress)
+        clear(self.folder)
+        return summary
 
     def train_or_fail(self, engine: Engine, progress: Progress | None = None) -> Summary:
         """Return a run's summary; of a run that fails, one with the reason, so that the others go on.
@@ -179,15 +181,10 @@ class Run:
         except UsageError as error:
             return {**self.place, "lr": self.experiment.config.lr, "failed": str(error)}
         try:
-            return self._train(engine, progress)
+            return self.train(engine, progress)
         except Exception as error:
             log(INFO, "%s failed", self.folder, exc_info=error)
             return self.failed(" ".join(str(error).split()) or type(error).__name__, diverged(error))
-
-    def _train(self, engine: Engine, progress: Progress | None) -> Summary:
-        summary = self.finished() or engine(self._resumed(), self.folder, progress)
-        clear(self.folder)
-        return summary
 
     def failed(self, reason: str, more: Mapping[str, Any]) -> Summary:
         """Return the summary of a run that failed, and write it if the run has not."""

@@ -27,7 +27,7 @@ from fedbn_flwr.experiments.choice import SEEDS, Choice, Grid, metric_of
 from fedbn_flwr.experiments.engines import ENGINES, NEEDED, prepare
 from fedbn_flwr.experiments.method import Experiment, all_options, import_plugins, own_options, parse, resolve
 from fedbn_flwr.experiments.output.recorder import Progress, Summary
-from fedbn_flwr.experiments.output.run_folder import make_folder, write_json
+from fedbn_flwr.experiments.output.run_folder import command_line, make_folder, write_json
 from fedbn_flwr.experiments.output.scoring import merit
 from fedbn_flwr.experiments.runs import SIDE_BY_SIDE, Run, setting_name, stoppable
 from fedbn_flwr.plugins.options import UsageError, as_value, convert
@@ -65,10 +65,6 @@ class Setting:
         """The labels, as in the table; empty if there is only one setting."""
         return setting_name(self.labels)
 
-    def has(self, labels: Sequence[str]) -> bool:
-        """Whether all of these are labels of this setting."""
-        return set(labels) <= set(self.labels.values())
-
 
 @dataclass(frozen=True)
 class Study:
@@ -88,7 +84,8 @@ class Study:
 
     def methods_of(self, setting: Setting) -> list[str]:
         """Return the labels of the methods that run in a setting."""
-        absent = {method for methods, labels in self.left_out if setting.has(labels) for method in methods}
+        own = {*setting.labels.values()}
+        absent = {method for methods, labels in self.left_out if {*labels} <= own for method in methods}
         return [method for method in self.methods if method not in absent]
 
     def cells(self) -> list[tuple[Setting, str]]:
@@ -170,11 +167,15 @@ def quiet(verbose: bool = False) -> Iterator[None]:
         logger.setLevel(level)
 
 
-def write_study(folder: Path, about: Mapping[str, Any], runs: Sequence[Run]) -> None:
-    """Write `study.json`, which says `about` what was asked for, and lists the runs."""
+def write_study(
+    folder: Path, study: Study, runs: Sequence[Run], recipe: Mapping[str, Any] | None = None, **more: Any
+) -> None:
+    """Write `study.json`: what was asked for, in the form of a recipe, `more` about it, and the list of runs."""
+    about = {"title": folder.name, "command": command_line(), "engine": study.engine, "grid-seeds": study.grid_seeds}
     listed = [{**run.place, "folder": run.folder.name} for run in runs]
     try:
-        write_json(make_folder(folder) / STUDY, {**about, "runs": listed})
+        content = {**about, "recipe": recipe or study.content(), **more, "runs": listed}
+        write_json(make_folder(folder) / STUDY, content)
     except OSError:
         if any(run.finished() is None for run in runs):  # what is finished can be read where nothing can be written
             raise
@@ -185,19 +186,12 @@ def cells_of(runs: Sequence[Run]) -> list[list[Run]]:
     return [list(group) for _, group in groupby(runs, key=lambda run: (run.setting, run.label))]
 
 
-def first_of_cells(runs: Sequence[Run]) -> list[Run]:
-    """Return the first run of each method in each setting: others differ by the seed only."""
-    return [cell[0] for cell in cells_of(runs)]
-
-
 def checked(study: Study, folder: Path, side_by_side: int = 1) -> list[Run]:
     """Return the runs of a study, after every usage error that can be found before the first one."""
     runs = study.runs(folder)
-    for run in first_of_cells(runs):
+    for run, *_ in cells_of(runs):  # others differ by the seed only
         with _in_cell(run.setting, run.label):
             prepare(ENGINES[run.engine], run.experiment, side_by_side > 1)
-    for run in first_of_cells(runs):
-        with _in_cell(run.setting, run.label):
             for each in (run, *(tried[0] for tried in run.tried.values())):
                 check_simulation(each.experiment)
     return runs

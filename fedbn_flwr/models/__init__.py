@@ -7,10 +7,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
+from math import inf
 from pathlib import Path
 from pkgutil import iter_modules
 from traceback import extract_tb
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -88,7 +89,7 @@ def build(
     safetensors file or a torch state dict, replaces them, or `pretrained`, the library's own. `norm`, `groups` and
     `norm_options` are those of `fedbn_flwr.norm.replace`; where the weights are those of the network without them,
     a log line says what is lost. `normalize_features` lets the classifier take normalized features. `trainable`
-    has patterns of the parameters that learn.
+    has patterns of the parameters that learn, and at which part of the rate: the model's `rate_factors`.
     """
     make = _maker(name, image_size, pretrained=init_from == PRETRAINED)
     loaded = init_from == PRETRAINED
@@ -120,24 +121,32 @@ def _warn_of_loss(before: Mapping[str, Tensor], model: nn.Module, what: str) -> 
 
 
 def _choose(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Let those parameters learn whose names match a pattern, and none that begins with `!`.
+    """Let parameters learn at the factors of the rate that patterns give: 1, with `=NUMBER` the number, with `!` 0.
 
-    Without a pattern of either kind, all match. A ValueError names a pattern that matches nothing.
+    If several match a parameter, 0 counts, else the last. Parameters that none matches learn, too, unless a pattern
+    is a name alone. A ValueError names a pattern that matches nothing.
     """
     names = [name for name, _ in model.named_parameters()]
-    chosen = dict.fromkeys(names, all(pattern.startswith("!") for pattern in patterns))
-    # those with `!` last
-    for pattern in sorted(patterns, key=lambda pattern: pattern.startswith("!")):
-        asked = pattern.removeprefix("!")
+    given = [(f"{text[1:]}=0" if text.startswith("!") else text).partition("=") for text in patterns]
+    factors = dict.fromkeys(names, float(all(equals for _, equals, _ in given)))
+    read = [(asked, _factor(number) if equals else 1.0) for asked, equals, number in given]
+    for asked, factor in sorted(read, key=lambda pattern: pattern[1] == 0):
         glob = f"{names[-1].rpartition('.')[0]}.*" if asked == HEAD else asked
         if not (matching := [name for name in names if fnmatchcase(name, glob)]):
             raise ValueError(
                 f"trainable: no parameter matches {asked!r}; there are {HEAD}, {', '.join(names[:3])}, ..."
             )
-        chosen |= dict.fromkeys(matching, pattern == asked)
+        factors |= dict.fromkeys(matching, factor)
     for name, parameter in model.named_parameters():
-        if not chosen[name]:
-            parameter.requires_grad_(False)
+        parameter.requires_grad_(parameter.requires_grad and factors[name] > 0)
+    cast(Any, model).rate_factors = factors
+
+
+def _factor(number: str) -> float:
+    with suppress(ValueError):
+        if 0 <= (factor := float(number)) < inf:
+            return factor
+    raise ValueError(f"trainable: after = comes a factor of the rate such as 0.1, not {number!r}")
 
 
 def _maker(name: str, image_size: int, pretrained: bool) -> Make:

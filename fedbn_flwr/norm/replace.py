@@ -31,10 +31,13 @@ def replace(model: nn.Module, kind: str, *, groups: int = 2, **options: object) 
             raise ValueError(f"normalizer {kind!r} has no option {option!r}; its options: {known}")
     if "groups" in allowed:
         options["groups"] = groups
-    before = list(model.modules())
+    before, name = {*model.modules()}, type(model).__name__
     root = swap(model, **options)
-    if kind != "bn" and list(root.modules()) == before:
-        warn_once(f"the normalizer {kind!r} takes no layer's place in the {type(model).__name__}, which stays as it is")
+    after = {*root.modules()}
+    if kind != "bn" and after == before:
+        warn_once(f"the normalizer {kind!r} takes no layer's place in the {name}, which stays as it is")
+    elif kind == "bn" and (replaced := before - after):
+        warn_once(f"BN takes the place of {len(replaced)} normalizers of other kinds in the {name}")
     return root
 
 

@@ -125,12 +125,11 @@ class LocalGrid(Grid):
     def remember(self, node: int, state: RecordDict) -> None:
         """Let a node remember this, and nothing else."""
 
-    def save_states(self, folder: Path, group: str = "") -> None:
-        """Write what nodes remember into a folder, a file each; with a group, only what they remember of it."""
+    def save_states(self, folder: Path) -> None:
+        """Write what nodes remember into a folder, a file each."""
         files = StateFolder(folder, range(0))
         for context in self.contexts():
-            records = {name: record for name, record in context.state.items() if name.endswith(group)}
-            files[context.node_id - FIRST_NODE_ID] = RecordDict(records)
+            files[context.node_id - FIRST_NODE_ID] = context.state
 
     def restore_states(self, folder: Path) -> None:
         """Let all nodes remember what is in a folder, where `save_states` has written it."""

@@ -36,11 +36,11 @@ from fedbn_flwr.client.evaluation import evaluate
 from fedbn_flwr.data import Split, load
 from fedbn_flwr.data.own_data import fingerprint_of
 from fedbn_flwr.experiments import UsageError
-from fedbn_flwr.experiments.laboratory import UNSET, about, comparison, given_options
+from fedbn_flwr.experiments.laboratory import UNSET, comparison, given_options
 from fedbn_flwr.experiments.method import _listing
 from fedbn_flwr.experiments.output.run_folder import RunFolder
 from fedbn_flwr.experiments.study import write_study
-from fedbn_flwr.state.record_files import read_records
+from fedbn_flwr.norm import bn_keys
 from fedbn_flwr.strategies import REGISTRY, DivergedError, FedAvg, FedProx, FixBN
 from fedbn_flwr.wire import Instruction
 from tests.helpers.checkout import ROOT, environment
@@ -195,9 +195,11 @@ def test_the_nodes_models_have_the_accuracy_of_the_summary(method: str, engine: 
     assert np.mean(scores) == pytest.approx(found.summaries[0]["accuracy-personal"], rel=1e-12)
     assert len(set(scores)) > 1
     assert found.preprocess()(data.test.inputs[:2]).dtype == torch.float32
-    # and no more than that is kept: no momentum
-    kept = [list(read_records(path)) for path in (run_in(tmp_path) / "personal").iterdir()]
-    assert kept == [["fedbn-flwr/stays"]] * 5
+    # files hold what is each node's own, and fit into the model
+    model = next(iter(own.values()))
+    for path in (run_in(tmp_path) / "personal").iterdir():
+        assert model.load_state_dict(load_file(path), strict=False).unexpected_keys == []
+        assert load_file(path).keys() == (model.state_dict().keys() if method == "fednorm" else set(bn_keys(model)))
 
 
 def test_a_node_that_never_trained_has_the_servers_model(tmp_path: Path) -> None:
@@ -413,7 +415,7 @@ def test_numbers_of_other_libraries_and_mappings_are_options(tmp_path: Path) -> 
         study = comparison(
             ["fedavg+brn"], given_options(UNSET, DATA, tmp_path, options), grid=grid, engine="stacked", **counts
         )
-        write_study(tmp_path, about(tmp_path, study), runs := study.runs(tmp_path))
+        write_study(tmp_path, study, runs := study.runs(tmp_path))
         assert [run.experiment.config.norm_options for run in runs] == [(("r_max", 3.0),)] * 2
     assert quick("fedavg", rounds=np.int64(1), lr=np.float32(0.5)).summaries[0]["lr"] == 0.5
 

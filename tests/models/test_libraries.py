@@ -194,6 +194,7 @@ CHOSEN = {
     "classifier.*,conv_head.*": ("classifier.", "conv_head."),
     "!blocks.*,!conv_stem.*": ("bn1.", "conv_head.", "bn2.", "classifier."),
     "bn2.*,!*.bias": ("bn2.weight",),
+    "head=2,bn1.*=0,bn1.*=0.1,!conv*,!blocks.*": ("bn2.", "classifier."),
 }
 
 
@@ -218,6 +219,31 @@ def test_only_the_chosen_parameters_learn(
     assert changed & {name for name in before if "running" in name} == entries
     kept, layers = len(bn_layers(model)) - len(moving), len(bn_layers(model))
     assert f"{kept} of {layers} BN layers keep their statistics, as none of their parameters learns" in caplog.text
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum": "0.5", "weight_decay": "0.1"}, {"optimizer": "adam"}], ids=str)
+@pytest.mark.parametrize("engine", ["stacked", "inprocess"])
+def test_a_factor_of_the_rate(engine: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """One step at a tenth of the rate changes what the factor names as a run at that rate does."""
+    path = tmp_path / "weights.safetensors"
+    save_network(path, num_classes=4)
+    given = {**SMALL, "engine": engine, "init_from": str(path), "model": NETWORK, **options}
+    ends = {}
+    for rate, chosen in ((0.1, "head=10,bn*=0.1"), (1.0, ""), (0.1, ""), (0.01, "")):
+        folder = tmp_path / f"{rate}{bool(chosen)}"
+        assert run("run", lr=str(rate), trainable=chosen, results_dir=str(folder), **given) == 0
+        ends[rate, bool(chosen)] = weights_of_run(folder)
+    for name, _ in build(NETWORK, num_classes=4, image_size=32).named_parameters():
+        like = 1.0 if name.startswith("classifier") else 0.01 if name.startswith("bn") else 0.1
+        assert torch.allclose(ends[0.1, True][name], ends[like, False][name], rtol=0, atol=1e-6), name
+
+
+@pytest.mark.parametrize("number", ["", "x", "-1", "inf", "nan"])
+def test_a_factor_that_is_none_is_named(number: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    chosen = f"head={number}"
+    assert run("run", model=NETWORK, trainable=chosen, results_dir=str(tmp_path), **SMALL) == 2
+    text = f"trainable: after = comes a factor of the rate such as 0.1, not {number!r}"
+    assert text in capfd.readouterr().err
 
 
 def test_layers_that_keep_their_statistics_exchange_nothing(tmp_path: Path) -> None:

@@ -243,6 +243,16 @@ def test_says_that_there_was_nothing_to_replace(flower_log: pytest.LogCaptureFix
     assert "the normalizer 'gn' takes no layer's place in the Bare" in flower_log.text
 
 
+def test_says_that_bn_takes_the_place_of_others(flower_log: pytest.LogCaptureFixture) -> None:
+    class Grouped(nn.Sequential):
+        """Has BN and other normalizers."""
+
+    replace(Grouped(nn.Conv2d(1, 4, 1), nn.BatchNorm2d(4)), "bn")
+    assert not flower_log.text
+    replace(Grouped(nn.Conv2d(1, 4, 1), nn.GroupNorm(2, 4), nn.BatchNorm2d(4), nn.GroupNorm(2, 4)), "bn")
+    assert "BN takes the place of 2 normalizers of other kinds in the Grouped" in flower_log.text
+
+
 def test_normalized_features_have_no_length() -> None:
     model, plain = build("mlp", normalize_features=True), build("mlp")
     assert list(model.state_dict()) == list(plain.state_dict())

@@ -25,7 +25,7 @@ from fedbn_flwr.state.record_files import write_bytes
 
 VERSIONED = ("flwr", "matplotlib", "numpy", "pillow", "ray", "scikit-learn", "torch", "torchvision")
 CONFIG, SUMMARY = "config.json", "summary.json"
-#: a file for each node with the entries of its own model that differ from the server's
+#: a safetensors file for each node with the entries of its own model that differ from the server's
 PERSONAL = "personal"
 #: what `model.safetensors` says of itself, from the summary
 ABOUT = ("mean", "std", "class-names", "frozen")

@@ -19,7 +19,6 @@ from fedbn_flwr.experiments.material import expected_steps, load_data, rounds_wi
 from fedbn_flwr.experiments.method import own_options
 from fedbn_flwr.experiments.output.console import console, new_table, percent
 from fedbn_flwr.experiments.output.recorder import Summary
-from fedbn_flwr.experiments.output.run_folder import command_line
 from fedbn_flwr.experiments.recipes.schema import read_recipe, recipe_names
 from fedbn_flwr.experiments.results.rows import outcome_of, read_parts
 from fedbn_flwr.experiments.results.show import say, show_part
@@ -83,17 +82,10 @@ def reproduce(options: Mapping[str, Any]) -> None:
     except UsageError as error:
         hint = " (--smoke runs it in small on embedded data)" if recipe.small else ""
         raise UsageError(f"recipe {recipe.name}{hint}: {error}") from error
-    about: dict[str, Any] = {
-        "title": full.name,
-        "command": command_line(),
-        "engine": study.engine,
-        "grid-seeds": study.grid_seeds,
-        "recipe": full.content,
-    }
-    about |= {"smoke": small, "only": only or [], "seeds": study.seeds, "rounds": rounds}
     started, rows = time.perf_counter(), list[tuple[Run, Summary]]()
     with keeping(folder, runs):
-        write_study(folder, about, runs)
+        more = {"smoke": small, "only": only or [], "seeds": study.seeds, "rounds": rounds}
+        write_study(folder, study, runs, full.content, title=full.name, **more)
         for run, summary in execute(runs, lambda _: None, side_by_side):
             rows.append((run, summary))
             left = timedelta(seconds=round((time.perf_counter() - started) / len(rows) * (len(runs) - len(rows))))

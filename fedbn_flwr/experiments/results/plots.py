@@ -1,4 +1,4 @@
-"""Pictures of runs: curves over rounds, exchanges and bytes, bars by domain, the round of the freeze, GN minus BN.
+"""Pictures of runs: curves over rounds, exchanges and bytes, bars by domain, GN minus BN.
 
 All have one look, which is legible in print and on a phone, also without colours.
 """
@@ -17,7 +17,7 @@ from typing import IO, Any, NamedTuple, TypeAlias
 import numpy as np
 from flwr.common import log
 
-from fedbn_flwr.experiments.method import parse, resolve
+from fedbn_flwr.experiments.method import resolve
 from fedbn_flwr.experiments.recipes.paper import QUANTITIES, Paper
 from fedbn_flwr.experiments.results.rows import (
     Frame,
@@ -348,15 +348,12 @@ def bars(runs: Frame, paper: Paper) -> Iterator[Picture]:
     """Draw what the final numbers of runs allow."""
     values = values_of(numbers_of(runs, paper.quantities, paper.rounds))
     settings = dict(zip(runs["setting"], runs["labels"], strict=True))
-    methods = dict(zip(runs["label"], runs["method"], strict=True))
     at = values.index.get_level_values("setting")
     for setting in [*settings][:SETTINGS]:
         yield from _domains(setting, values[at == setting].droplevel("setting"), looks_of(runs))
     accuracies = values[values.index.get_level_values("column") == "accuracy"].droplevel("column")
-    for setting in settings:
-        yield from _freeze_rounds(setting, methods, accuracies)
     places = pd.DataFrame([*settings.values()], [*settings])
-    labels = {text: label for label, text in methods.items()}
+    labels = dict(zip(runs["method"], runs["label"], strict=True))
     pair = [labels[text] for text in ("fedavg+gn", "fedavg") if text in labels]
     yield from _maps(places, pair, accuracies["mean"].to_dict())
 
@@ -385,27 +382,6 @@ def _domains(setting: str, values: Frame, looks: Looks) -> Iterator[Picture]:
     caption = f"Accuracy by domain{f' in {setting}' if setting else ''}"
     caption += "; whiskers: standard deviation of the runs" * bool((shown["number"] > 1).any())
     yield Picture(file_name(f"domains-{setting}"), caption, paint, setting=setting)
-
-
-def _freeze_rounds(setting: str, methods: Mapping[str, str], accuracies: Frame) -> Iterator[Picture]:
-    """Draw accuracy over the round of the freeze, as in FixBN's Figure 3 (d), where methods differ in it."""
-    shares = dict[float, str]()
-    for label, text in methods.items():
-        with suppress(KeyError, ValueError):
-            shares |= (
-                {float(parse(text).options["freeze-round"]): label} if (setting, label) in accuracies.index else {}
-            )
-    if len(shares) < 3:
-        return
-    own = accuracies.loc[[(setting, shares[share]) for share in sorted(shares)]]
-
-    def paint(axes: Any) -> None:
-        axes.errorbar(sorted(shares), own["mean"], own["deviation"], capsize=3, **line_style(0))
-        axes.set(xlabel="round of the freeze, as a share of all (or as given)", ylabel="accuracy, %")
-        axes.grid(alpha=0.3)
-
-    caption = f"Final accuracy over the round of the freeze{f' in {setting}' if setting else ''}"
-    yield Picture(file_name(f"freeze-{setting}"), caption, paint, setting=setting)
 
 
 def _maps(places: Frame, pair: Sequence[str], means: Mapping[tuple[str, str], float]) -> Iterator[Picture]:

@@ -11,7 +11,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from fedbn_flwr import norm, state
-from fedbn_flwr.clientapp import export_personal
 from fedbn_flwr.data.own_data import preprocess
 from fedbn_flwr.experiments.material import Material, form_of, fresh_model, load_data, node_names, normalization
 from fedbn_flwr.experiments.method import Method, method_of
@@ -20,13 +19,12 @@ from fedbn_flwr.experiments.output.recorder import Summary
 from fedbn_flwr.experiments.output.run_folder import PERSONAL
 from fedbn_flwr.experiments.results.plots import plot_curves
 from fedbn_flwr.experiments.results.rows import Frame, column, finished, pd, rounds_of, row_of, score_of
-from fedbn_flwr.experiments.results.show import show_comparison, show_run, to_html
+from fedbn_flwr.experiments.results.show import show_comparison, to_html
 from fedbn_flwr.experiments.results.tables import results
 from fedbn_flwr.experiments.results.values import values_of
 from fedbn_flwr.experiments.runs import Run
 from fedbn_flwr.models import read_weights
 from fedbn_flwr.plugins.options import UsageError
-from fedbn_flwr.state.record_files import SUFFIX, read_records
 
 #: a method as text, and a seed
 Key = tuple[str, int]
@@ -114,12 +112,11 @@ class Results:
                 "of which `export_personal` makes one there"
             )
         weights = read_weights(folder.parent / "model.safetensors")
-        shared, own = state.to_record(weights), dict[int | str, nn.Module]()
+        own = dict[int | str, nn.Module]()
         material = Material.of(experiment.config)
         for number, name in enumerate(node_names(material.data, material.partition)):
-            file = folder / f"{number}{SUFFIX}"
-            kept = state.from_record(export_personal(shared, read_records(file))) if file.exists() else weights
-            own[name] = self._filled(key, kept)
+            file = folder / f"{number}.safetensors"
+            own[name] = self._filled(key, weights | (read_weights(file) if file.exists() else {}))
         return own
 
     def _filled(self, key: Key, weights: state.State) -> nn.Module:
@@ -156,14 +153,9 @@ class Results:
         return plot_curves(self.rows)
 
     def show(self) -> None:
-        """Print the table of the runs; of a single run its numbers."""
-        if len(self.rows) == 1 and not self.failures:
-            (run,) = self.rows.to_dict("records")
-            show_run(run)
-            console.print(f"Results: {Path(run['folder']).resolve()}", soft_wrap=True)
-        else:
-            show_comparison(self.rows)
-            console.print(f"Results: {self.folder.resolve()} (a folder for each run)", soft_wrap=True)
+        """Print the table of the runs."""
+        show_comparison(self.rows)
+        console.print(f"Results: {self.folder.resolve()}", soft_wrap=True)
 
     def __repr__(self) -> str:
         with console.capture() as shown:

@@ -9,21 +9,10 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from fedbn_flwr.experiments.output.console import console, new_table
-from fedbn_flwr.experiments.recipes.paper import QUANTITIES, Paper
+from fedbn_flwr.experiments.recipes.paper import Paper
 from fedbn_flwr.experiments.results.findings import findings
 from fedbn_flwr.experiments.results.rows import Frame, Part, pd, typical
-from fedbn_flwr.experiments.results.tables import (
-    WEAK,
-    Number,
-    Table,
-    by_domain,
-    cautions,
-    comparison,
-    count,
-    reproduced,
-    unseen,
-)
-from fedbn_flwr.experiments.results.values import heading_of, is_share
+from fedbn_flwr.experiments.results.tables import WEAK, Number, Table, by_domain, comparison, reproduced, unseen
 
 #: what LaTeX reads in another way than as the letter
 ESCAPES = {letter: f"\\{letter}" for letter in "#$%&_{}"} | {
@@ -131,19 +120,6 @@ def _breakable(words: str) -> Any:
 
     escaped = str(markupsafe.escape(words))
     return markupsafe.Markup(escaped.replace(":", "<wbr>:").replace("+", "<wbr>+").replace(",", ",<wbr>"))
-
-
-def show_run(run: dict[str, Any]) -> None:
-    """Print the result of one run."""
-    lines = []
-    for key, value in run.items():
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            is_percent = key in QUANTITIES and is_share(key) and isinstance(value, float)
-            digits = 2 if is_percent else 4 if isinstance(value, float) else 0
-            name, number = (heading_of(key), 100 * value) if is_percent else (key, value)
-            lines.append({"result": name, "value": count(number, digits)})
-    title = f"{run['method']} on {run['dataset']}, {run['model']}, {run['partition']}"
-    terminal(Table("run", title, pd.DataFrame(lines), cautions(pd.DataFrame([run]))))
 
 
 def show_comparison(runs: Frame) -> None:

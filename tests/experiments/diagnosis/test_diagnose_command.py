@@ -101,7 +101,6 @@ def test_the_command_writes_numbers_and_a_picture(tmp_path: Path, capsys: pytest
     assert written["actual"]["errors"]["nothing"] > 0.01
     assert written["actual"]["errors"]["both"] < 1e-10
     assert {"layers", "errors", "deviation", "heterogeneity", "gradient-norm", "by-draw"} == set(written["shuffled"])
-    assert (tmp_path / "diagnosis.png").stat().st_size > 10_000
     shown = " ".join(capsys.readouterr().out.split())
     assert written["suggestion"] in shown
     assert "heterogeneity V" in shown

@@ -238,14 +238,6 @@ def test_what_single_methods_record_is_drawn(tmp_path: Path) -> None:
     ]
 
 
-def test_accuracy_over_the_round_of_the_freeze(tmp_path: Path) -> None:
-    methods = {f"T*={share}": f"fixbn:freeze-round={share}" for share in (0.1, 0.5, 0.9)}
-    changes = {"methods": methods, "vary": {}, "reported": [], "directions": []}
-    matrix = write_matrix(tmp_path, {("", label): (0.5, 0.6) for label in methods}, **changes)
-    page = write_page(matrix, out=tmp_path / "page")
-    assert "Final accuracy over the round of the freeze" in page.pictures
-
-
 def test_runs_and_comparisons_in_one_page(tmp_path: Path) -> None:
     assert run("run", method="fedavg", results_dir=str(tmp_path / "one")) == 0
     # an option that only some methods have is for these
