@@ -11,14 +11,11 @@ INTRODUCTION = """\
 # Four projects, before and after
 
 There are four Flower projects in `apps/examples`, from which `make docs` writes this page. Each folder is complete, and
-runs with `flwr run`. Its `changes.diff` has what has changed; in a copy of the folder, `patch -R < changes.diff` makes
-the project as it was before. The module `task.py`, with model, data and training loop, does not change. With another
-strategy than `FixBN`, all is the same. Tests run SCAFFOLD and FedTAN with Lightning, too: all that nodes send and keep
-is what `BNClient`s send and keep, to 1e-10 in float64.
+runs with `flwr run`. In a copy of the folder, `patch -R < changes.diff` makes the project as it was before. The module
+`task.py`, with model, data and training loop, does not change. With another strategy than `FixBN`, all is the same.
 
-In every project, `pyproject.toml` gets one more line: the dependency `"fedbn-flwr>=0.1"`.
-
-In `quickstart` and `advanced`, two more lines are only for [speed](plugin.md#a-faster-simulation).
+In every project, `pyproject.toml` gets one more line: the dependency `"fedbn-flwr>=0.1"`. In `quickstart` and
+`advanced`, two more lines are only for [speed](plugin.md#a-faster-simulation).
 """
 
 PROJECTS = {

@@ -162,9 +162,9 @@ def told(gap: Difference | None) -> str:
     return number_text(gap.mean, gap.half if gap.pairs > 1 else None, 1, "+") + " (one seed)" * (gap.pairs == 1)
 
 
-def gain(place: Place, method: str, other: str = "FedAvg") -> str:
-    """Return the difference to another method; empty for that one itself."""
-    return "" if method == other else told(difference(place, method, other))
+def gain(place: Place, method: str) -> str:
+    """Return the difference to FedAvg; empty for FedAvg itself."""
+    return "" if method == "FedAvg" else told(difference(place, method, "FedAvg"))
 
 
 def verdict(gap: Difference, level: bool) -> str:
@@ -250,7 +250,6 @@ def momentum() -> str:
         "momentum, weight decay": partial(marked, MOMENTUM),
         "kept by nodes": lambda name: cell(MOMENTUM, f"{name}, kept momentum"),
         "gain on `fedavg`": partial(gain, MOMENTUM),
-        "less `fedwon`": partial(gain, MOMENTUM, other="FedWon"),
     }
     return by_method(by_mean(MOMENTUM, METHODS), columns)
 
@@ -297,17 +296,19 @@ def situations() -> str:
     return table(["", "`fedavg`", "above it", "undecided: within the interval, or one seed", "below it"], lines)
 
 
-def diagnosis(data: str, places: Mapping[str, Place], *more: str) -> str:
+def diagnosis() -> str:
     """Return what was suggested before training, and what training then brought; bold is the best."""
-    kinds = dict(zip(("classes:1", "classes:2", "dirichlet:0.1", "dirichlet:0.3", "iid"), places.values(), strict=True))
-    names, lines = ["FedAvg", "FixBN", "FedTAN", *more], []
-    for row in read("diagnosis").to_dict("records"):
-        if row["data"] == data:
-            scores = [row.get(NAMES[name]) or plain(kinds[row["partition"]], name) for name in names]
-            best = max(scores, key=float)
-            head = [f"`{row['partition']}`", f"{row['error']} ({row['chance']})", row["beyond chance"]]
-            shown = [f"**{score}**" if score == best else score for score in scores]
-            lines.append([*head, f"`{row['suggestion']}`", *shown])
+    places = dict(
+        zip(("classes:1", "classes:2", "dirichlet:0.1", "dirichlet:0.3", "iid"), FACTORIAL.values(), strict=True)
+    )
+    names, lines = ("FedAvg", "FixBN", "FedTAN", "FedWon"), []
+    made = read("diagnosis")
+    for row in made[made["data"] == "unseen seeds"].to_dict("records"):
+        scores = [plain(places[row["partition"]], name) for name in names]
+        best = max(scores, key=float)
+        head = [f"`{row['partition']}`", f"{row['error']} ({row['chance']})", row["beyond chance"]]
+        shown = [f"**{score}**" if score == best else score for score in scores]
+        lines.append([*head, f"`{row['suggestion']}`", *shown])
     heads = ["partition", "error", "beyond chance", "suggestion", *(f"`{NAMES[name]}`" for name in names)]
     return table(heads, lines)
 
@@ -445,8 +446,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "pretrained": pretrained,
     "factorial": lambda: by_method([*by_mean(UNSEEN, METHODS), *CENTRALIZED], over(FACTORIAL, bold_and_gain)),
     "situations": situations,
-    "diagnosis of digits": lambda: diagnosis("digits", KINDS, "FedAvg+GN"),
-    "diagnosis of Fashion-MNIST": lambda: diagnosis("unseen seeds", FACTORIAL, "FedWon"),
+    "diagnosis": diagnosis,
     "claims": claims,
     "unseen": unseen,
     "mixtures": mixtures,
