@@ -143,13 +143,12 @@ def _parser(others: Mapping[str, str], everything: bool = False) -> argparse.Arg
             f"--{key}", dest=key, metavar=key.upper().replace("-", "_"), help="as for `run`, for all runs"
         )
     shown = _command(commands, "results", "print the table of results again")
-    shown.add_argument("runs", nargs="+", metavar="RUNS", help="folders of `run`, `compare` or `reproduce`")
     page = _command(commands, "report", "write a page with tables and pictures of results")
-    page.add_argument("runs", nargs="+", metavar="RUNS", help="folders of `run`, `compare` or `reproduce`")
     page.add_argument("--out", metavar="DIR", help="where the page goes [RUNS/report, or results/report for several]")
     text = f"comma-separated: {', '.join(WRITERS)} [html]"
     page.add_argument("--format", metavar="FORMATS", default="html", help=text)
     for each in (shown, page):
+        each.add_argument("runs", nargs="+", metavar="RUNS", help="folders of `run`, `compare` or `reproduce`")
         each.add_argument("--plugins", metavar="MODULES", help="comma-separated modules to import first")
     text = "check a data set's files: what is missing or broken, where to get it, under which licence"
     actions = commands.add_parser("data", help=text).add_subparsers(dest="action", required=True, parser_class=_Parser)

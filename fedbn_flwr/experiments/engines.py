@@ -4,7 +4,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -133,11 +133,10 @@ def _weighting_if_averaged(config: Config, strategy: BaseStrategy) -> str:
     return "" if single or is_foreign(type(strategy)) else strategy.weighting
 
 
-@contextmanager
 def open_grid(
     material: Material, strategy: BaseStrategy, folder: Path, engine: str, bound_here: bool = False
-) -> Iterator[InProcessGrid | WorkersGrid]:
-    """Make the grid of all clients, in this process or shared out over several; end the others afterwards.
+) -> AbstractContextManager[InProcessGrid | WorkersGrid]:
+    """Make the grid of all clients, in this process or shared out over several, which are ended afterwards.
 
     The engine `stacked` has as many processes as `count_workers` says, and with `RAY_ADDRESS` in the environment its
     workers are on the cluster that is there. What is `bound_here` cannot be sent to others.
@@ -147,16 +146,12 @@ def open_grid(
     workers = min(config.workers, config.clients)
     if engine == "stacked" and not bound_here:
         if _cluster() != LOCAL:
-            with open_on_cluster(make_grid, material, layerwise) as grid:
-                yield grid
-            return
+            return open_on_cluster(make_grid, material, layerwise)
         workers = count_workers(material, layerwise)
     if workers <= 1:
-        yield make_grid(material, range(config.clients))
-        return
+        return nullcontext(make_grid(material, range(config.clients)))
     preload(NEEDED)
-    with spread_over(workers, partial(make_grid, material), config) as grid:
-        yield grid
+    return spread_over(workers, partial(make_grid, material), config)
 
 
 @contextmanager

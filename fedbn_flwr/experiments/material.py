@@ -145,14 +145,13 @@ def fresh_model(config: Config, form: Form) -> nn.Module:
     """The model of an experiment in its initial state, for data of this form."""
     return models.build(
         config.model,
-        **form._asdict(),
         norm=config.norm,
         seed=config.seed,
         init_from=config.init_from or None,
         groups=config.groups,
         normalize_features=config.normalize_features,
         trainable=config.trainable,
-        **dict(config.norm_options),
+        **{**form._asdict(), **dict(config.norm_options)},
     )
 
 

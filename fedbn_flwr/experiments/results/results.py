@@ -19,7 +19,7 @@ from fedbn_flwr.experiments.output.recorder import Summary
 from fedbn_flwr.experiments.output.run_folder import PERSONAL
 from fedbn_flwr.experiments.results.plots import plot_curves
 from fedbn_flwr.experiments.results.rows import Frame, column, finished, pd, rounds_of, row_of, score_of
-from fedbn_flwr.experiments.results.show import show_comparison, to_html
+from fedbn_flwr.experiments.results.show import fill, show_comparison
 from fedbn_flwr.experiments.results.tables import results
 from fedbn_flwr.experiments.results.values import values_of
 from fedbn_flwr.experiments.runs import Run
@@ -163,7 +163,7 @@ class Results:
         return shown.get().rstrip("\n")
 
     def _repr_html_(self) -> str:
-        return to_html(results(self.rows))
+        return fill("table.html", table=results(self.rows))
 
 
 def _key(run: Mapping[str, Any]) -> Key:

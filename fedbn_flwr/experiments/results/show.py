@@ -64,11 +64,6 @@ def _break(rich: RichTable) -> None:
                 cell.plain = str(cell).replace(":", "\n:").replace(" ±", "\n±")
 
 
-def to_html(shown: Table) -> str:
-    """Return a table as HTML."""
-    return fill("table.html", table=shown)
-
-
 def to_csv(shown: Table) -> str:
     """Return a table as CSV: numbers with all their digits, and deviations in columns of their own."""
     columns = {}
