@@ -49,8 +49,8 @@ class NodeApp(ClientApp):
         received = with_content(message, unpack(message.content)) if packed else message
         try:
             reply = handle(received, context)
-        except UsageError as error:  # in one line: Flower would show a traceback
-            reply = _error(str(error), message)
+        except (UsageError, UnlikeBatchNormError) as error:  # in one line: Flower would show a traceback
+            reply = Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, str(error)), reply_to=message)
         return with_content(reply, pack(reply.content)) if packed and reply.has_content() else reply
 
     def _answer(self, message: Message, context: Context) -> Message:
@@ -93,10 +93,7 @@ def client_app(client_fn: ClientFunction, mods: list[Mod] | None = None, max_ste
 
     @app.train("layerwise")
     def layerwise(message: Message, context: Context) -> Message:
-        try:
-            return make_message(handle_layerwise_message(message.content, context, client_fn, max_steps), message)
-        except UnlikeBatchNormError as error:  # a model that the method is not for: Flower would show a traceback
-            return _error(str(error), message)
+        return make_message(handle_layerwise_message(message.content, context, client_fn, max_steps), message)
 
     @app.query("describe")
     def describe(message: Message, context: Context) -> Message:
@@ -162,7 +159,3 @@ def make_message(reply: Reply, message: Message, copy: bool = True) -> Message:
 
 def _around(handle: ClientAppCallable, mod: Mod) -> ClientAppCallable:
     return lambda message, context: mod(message, context, handle)
-
-
-def _error(reason: str, message: Message) -> Message:
-    return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
