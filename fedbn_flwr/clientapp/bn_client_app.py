@@ -14,7 +14,7 @@ from fedbn_flwr import state, wire
 from fedbn_flwr.client import BNClient, Reply
 from fedbn_flwr.client.own_loop_client import OwnLoopClient
 from fedbn_flwr.client.rules import read_instruction
-from fedbn_flwr.clientapp.mods import ClientAppCallable, Mod, is_outermost
+from fedbn_flwr.clientapp.mods import ClientAppCallable, Mod
 from fedbn_flwr.layerwise.shared_statistics import UnlikeBatchNormError
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.state.records import array_records
@@ -33,24 +33,24 @@ ClientFunction = Callable[[Context], BNClient]
 class NodeApp(ClientApp):
     """Flower's ClientApp, which unpacks and packs arrays, and ends with one line where bad input is met.
 
-    Mods that are `outermost` see every message, also those that no handler does, and what was remembered until the end.
+    Mods see every message, also one that no handler takes. To them, a step over a side channel is one message.
     """
 
     def __init__(self, client_fn: Any = None, mods: Sequence[Mod] | None = None) -> None:
-        self._outer = [mod for mod in mods or () if is_outermost(mod)]
-        super().__init__(client_fn, [mod for mod in mods or () if not is_outermost(mod)])
+        super().__init__(client_fn)
+        self._node_mods = list(mods or ())
 
     def __call__(self, message: Message, context: Context) -> Message:
         """Answer a message."""
         handle: ClientAppCallable = self._answer
-        for mod in reversed(self._outer):
+        for mod in reversed(self._node_mods):
             handle = _around(handle, mod)
         packed = PACKED in message.content
         received = with_content(message, unpack(message.content)) if packed else message
         try:
             reply = handle(received, context)
-        except UsageError as error:  # in one line: Flower would show a traceback
-            reply = _error(str(error), message)
+        except (UsageError, UnlikeBatchNormError) as error:  # in one line: Flower would show a traceback
+            reply = Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, str(error)), reply_to=message)
         return with_content(reply, pack(reply.content)) if packed and reply.has_content() else reply
 
     def _answer(self, message: Message, context: Context) -> Message:
@@ -93,10 +93,7 @@ def client_app(client_fn: ClientFunction, mods: list[Mod] | None = None, max_ste
 
     @app.train("layerwise")
     def layerwise(message: Message, context: Context) -> Message:
-        try:
-            return make_message(handle_layerwise_message(message.content, context, client_fn, max_steps), message)
-        except UnlikeBatchNormError as error:  # a model that the method is not for: Flower would show a traceback
-            return _error(str(error), message)
+        return make_message(handle_layerwise_message(message.content, context, client_fn, max_steps), message)
 
     @app.query("describe")
     def describe(message: Message, context: Context) -> Message:
@@ -162,7 +159,3 @@ def make_message(reply: Reply, message: Message, copy: bool = True) -> Message:
 
 def _around(handle: ClientAppCallable, mod: Mod) -> ClientAppCallable:
     return lambda message, context: mod(message, context, handle)
-
-
-def _error(reason: str, message: Message) -> Message:
-    return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)

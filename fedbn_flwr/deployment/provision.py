@@ -45,11 +45,6 @@ _INNER_HOSTS = ("superlink", "proxy", "localhost", "127.0.0.1")
 WRITTEN = ("log", "state", "models")
 #: lines of `.env` that are not the federation's
 _OWN = ("FEDBN_DATA", "FEDBN_USER", "COMPOSE_PROFILES")
-_SITES_DOOR = (
-    "The proxy between the sites and the SuperLink: sites reach Flower's Fleet API and the health check, and by\n"
-    "# another port the ServerApp's side channel, nothing else."
-)
-_OPERATORS_DOOR = "The operator's door: the Control API and the results, for those who hold the operator's key."
 
 
 def provision(federation: Federation, out: Path) -> list[str]:
@@ -130,11 +125,8 @@ def _provision_server(federation: Federation, out: Path) -> None:
     _write_missing(out / ".env", fill("all.env", values))
     _write_missing(server / "superexec.secret", secrets.token_bytes(32), PRIVATE)
     _write_missing(server / "ca.crt", (out / "ca" / "ca.crt").read_text())
-    for name, purpose, part in (
-        ("nginx.conf", _SITES_DOOR, "nginx-sites.conf"),
-        ("operator.conf", _OPERATORS_DOOR, "nginx-operator.conf"),
-    ):
-        door = {"PURPOSE": purpose, "SERVERS": fill(part, values), **values}
+    for name, part in (("nginx.conf", "nginx-sites.conf"), ("operator.conf", "nginx-operator.conf")):
+        door = {"SERVERS": fill(part, values), **values}
         # the operator's key stands in the second one
         _write_missing(server / name, fill("nginx.conf", door), PRIVATE)
     _write_missing(server / ".env", settings)
