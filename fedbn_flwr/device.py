@@ -8,8 +8,9 @@ What only CUDA has is where it is used: `CUDA_VISIBLE_DEVICES` in `fedbn_flwr/ex
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from torch import Tensor
 
 #: whether deterministic algorithms fill fresh memory
 _MEMORY: Any = torch.utils.deterministic
+#: the memory limit of a container
+_CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 #: rows of a tensor that follow each other, or the numbers of chosen ones
 Rows = slice | tuple[int, ...]
 
@@ -98,6 +101,27 @@ def accelerator_name(device: str = "auto") -> str:
         return ""
     name: str = getattr(torch.get_device_module(found), "get_device_name", lambda: found.type)()
     return name
+
+
+@cache
+def total_memory(device: torch.device) -> int:
+    """Return the whole memory of the device, free or not, in bytes."""
+    properties = getattr(torch.get_device_module(device), "get_device_properties", None)
+    if device.type != "cpu" and properties:  # others, such as MPS, share the CPU's memory
+        return int(properties(device).total_memory)
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with suppress(OSError, ValueError):  # no such file, or "max"
+        return min(physical, int(_CONTAINER_LIMIT.read_text()))
+    return physical
+
+
+@cache
+def pins() -> bool:
+    """Whether torch has memory of the CPU that is pinned for copies to and from the accelerator; not with MPS."""
+    try:
+        return torch.empty(1, pin_memory=True).device.type == "cpu"
+    except RuntimeError:
+        return False
 
 
 @lru_cache(maxsize=1024)

@@ -2,7 +2,8 @@
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from inspect import unwrap
 from typing import Any, TypeVar, cast, get_args
 
@@ -87,15 +88,20 @@ def autocast(instruction: Instruction, device: torch.device) -> AbstractContextM
     return torch.autocast(device.type, torch.bfloat16) if instruction.precision == "bf16" else nullcontext()
 
 
-_MATMUL, _CUDNN = cast(Any, torch.backends.cuda.matmul), cast(Any, torch.backends.cudnn)
-#: torch's settings of how GPUs multiply float32, and their name and values; before torch 2.9 there are older ones
-_PRODUCTS, _SETTING, _IEEE, _TF32 = (
-    ([_MATMUL, _CUDNN.conv, _CUDNN.rnn], "fp32_precision", "ieee", "tf32")
-    if hasattr(_MATMUL, "fp32_precision")
-    else ([_MATMUL, _CUDNN], "allow_tf32", False, True)
-)
-#: what the settings were when each of the steps began that are not done
-_BEFORE: list[list[Any]] = []
+_CUDNN, _MATMUL = cast(Any, torch.backends.cudnn), cast(Any, torch.backends.cuda.matmul)
+_NEWER = [_MATMUL, _CUDNN.conv, _CUDNN.rnn] if hasattr(_MATMUL, "fp32_precision") else []
+#: torch's settings of how GPUs multiply float32: what reads and writes one, and its values for IEEE and TF32. From 2.9
+#: on, torch raises where an older one is read and the newer ones say something else: all are set, the newer ones last
+_SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], Any], Any, Any]] = [
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "highest", "high"),
+    (partial(getattr, _CUDNN, "allow_tf32"), partial(setattr, _CUDNN, "allow_tf32"), False, True),
+    *(
+        (partial(getattr, each, "fp32_precision"), partial(setattr, each, "fp32_precision"), "ieee", "tf32")
+        for each in _NEWER
+    ),
+]
+#: what writes the settings, and what they were when each of the steps began that are not done
+_BEFORE: list[list[tuple[Callable[[Any], Any], Any]]] = []
 _LOCK = threading.Lock()
 
 
@@ -110,19 +116,21 @@ def products(instruction: Instruction) -> Iterator[None]:
     if started() is None:
         yield
         return
-    asked = _TF32 if instruction.precision == "tf32" else _IEEE
     with _LOCK:
-        _BEFORE.append([getattr(setting, _SETTING) for setting in _PRODUCTS])
-        for setting in _PRODUCTS:
-            setattr(setting, _SETTING, asked)
+        _BEFORE.append([])
+        for read, write, *_ in _SETTINGS:
+            with suppress(RuntimeError):  # torch does not tell if a user has set the older and the newer ones
+                _BEFORE[-1].append((write, read()))
+        for _, write, ieee, tf32 in _SETTINGS:
+            write(tf32 if instruction.precision == "tf32" else ieee)
     try:
         yield
     finally:
         with _LOCK:
             before = _BEFORE.pop()
             if not _BEFORE:
-                for setting, value in zip(_PRODUCTS, before, strict=True):
-                    setattr(setting, _SETTING, value)
+                for write, value in before:
+                    write(value)
 
 
 def require_bn(model: nn.Module, instruction: Instruction) -> None:

@@ -9,13 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedbn_flwr.device import pins
+
 #: one number a channel, for pixels from 0 to 1
 Channels = tuple[float, ...]
 
 
 def gather(source: Tensor, indices: Tensor, device: torch.device) -> Tensor:
-    """Return a copy of the chosen rows on a device; to a GPU from pinned memory, without blocking."""
-    if device.type in ("cpu", source.device.type):
+    """Return a copy of the chosen rows on a device; to a GPU from pinned memory, if it can be, without blocking."""
+    if device.type in ("cpu", source.device.type) or not pins():
         # faster than indexing, which first works out the kind of the index
         return source.index_select(0, indices.to(source.device)).to(device)
     pinned = torch.empty((len(indices), *source.shape[1:]), dtype=source.dtype, pin_memory=True)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Self
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -15,10 +16,13 @@ from torch import Tensor
 
 from fedbn_flwr.data.augmentation import Edits
 from fedbn_flwr.data.pixels import Channels, gather, measure, normalize, resize
+from fedbn_flwr.device import total_memory
 from fedbn_flwr.randomness import numpy_generator
 
 #: largest number of values that are gathered together for several batches: 4 MB in float32
 MOST_TOGETHER = 2**20
+#: share of a GPU's memory up to which a split is sent there once, to stay: with 16 processes on it, half of it
+MOST_STAYING = 1 / 32
 
 #: most classes or domains that a line names
 MOST_NAMES = 20
@@ -67,11 +71,21 @@ class Split:
     def batch(self, indices: Tensor, device: torch.device | str = "cpu") -> Batch:
         """Return the chosen samples on a device: normalized float32 inputs (or ids), and labels.
 
-        Bytes travel to a GPU as bytes, from pinned memory and without blocking, and become floats there.
+        Bytes travel to a GPU as bytes, and become floats there: once with the whole split, if there is room for it, or
+        from pinned memory and without blocking.
         """
-        device = torch.device(device)
-        inputs = normalize(gather(self.inputs, indices, device), self.mean, self.std)
-        return inputs, gather(self.labels, indices, device)
+        inputs, labels = self._near(device := torch.device(device))
+        return normalize(gather(inputs, indices, device), self.mean, self.std), gather(labels, indices, device)
+
+    def _near(self, device: torch.device) -> Batch:
+        """Return all inputs and labels: on a GPU that has room for them, else where they are."""
+        here = self.inputs, self.labels
+        if device.type == "cpu" or sum(values.nbytes for values in here) > MOST_STAYING * total_memory(device):
+            return here
+        staying = _STAYING.setdefault(self, {})
+        if device not in staying:
+            staying[device] = self.inputs.to(device), self.labels.to(device)
+        return staying[device]
 
     def batches(
         self,
@@ -85,6 +99,8 @@ class Split:
         With `edits`, one seed for each index, images are changed one by one before they are normalized.
         """
         start = 0
+        # to be sent once; images are changed on the CPU
+        indices = indices.to(self._near(torch.device(device))[0].device) if edits is None else indices
         for portion in _portions(sizes, MOST_TOGETHER // max(self.inputs[:1].numel(), 1)):
             end = start + sum(portion)
             chosen = indices[start:end]
@@ -115,6 +131,10 @@ class Split:
     def measured(self) -> tuple[Channels, Channels]:
         """Return mean and standard deviation of every channel, for pixels from 0 to 1; of ids there are none."""
         return ((), ()) if self.has_ids else measure(self.inputs)
+
+
+#: by device, the inputs and labels that are there
+_STAYING: WeakKeyDictionary[Split, dict[torch.device, Batch]] = WeakKeyDictionary()
 
 
 def _portions(sizes: Sequence[int], most: int) -> Iterator[list[int]]:

@@ -19,7 +19,7 @@ from fedbn_flwr.experiments.output.sinks import check_sinks
 from fedbn_flwr.layerwise.shared_statistics import check_layers
 from fedbn_flwr.norm.detect import FunctionalBatchNorm
 from fedbn_flwr.plugins import warn_once
-from fedbn_flwr.plugins.options import UsageError
+from fedbn_flwr.plugins.options import UsageError, refusing
 from fedbn_flwr.strategies import BaseStrategy, Layerwise
 
 
@@ -99,10 +99,8 @@ def check_model(material: Material, strategy: BaseStrategy) -> None:
     if lacking:
         raise UsageError(f"method {config.method!r} would be another one: {lacking}")
     if isinstance(strategy, Layerwise):
-        try:
+        with refusing(f"method {config.method!r}: "):
             check_layers(model.train())
-        except ValueError as error:
-            raise UsageError(f"method {config.method!r}: {error}") from error
 
 
 def check_shapes(material: Material) -> bool:

@@ -27,7 +27,7 @@ from fedbn_flwr.experiments.results.show import show_part
 from fedbn_flwr.experiments.runs import Terminated
 from fedbn_flwr.experiments.study import quiet
 from fedbn_flwr.plugins import did_you_mean
-from fedbn_flwr.plugins.options import Option, UsageError, as_value, options_of, whole_number
+from fedbn_flwr.plugins.options import Option, UsageError, as_value, options_of, refusing, whole_number
 from fedbn_flwr.strategies import REGISTRY, CannotTrainError
 
 #: options that the help shows; `--help-all` shows all
@@ -231,14 +231,14 @@ def _run(options: dict[str, Any]) -> None:
 
 
 def _compare(options: dict[str, Any]) -> None:
-    methods, seeds = split_methods(str(options.pop("methods"))), whole_number("--seeds", options.pop("seeds"))
-    folder, engine = options.pop("results-dir", Config.results_dir), engine_named(options.pop("engine", None))
-    counts = {
-        "seeds": seeds,
+    methods, folder = split_methods(str(options.pop("methods"))), options.pop("results-dir", Config.results_dir)
+    asked: dict[str, Any] = {
+        "seeds": whole_number("--seeds", options.pop("seeds")),
         "grid_seeds": whole_number("--grid-seeds", options.pop("grid-seeds", SEEDS)),
         "side_by_side": whole_number("--side-by-side", options.pop("side-by-side", 1)),
+        "grid": _read_grid(options.pop("grid", [])),
+        "engine": engine_named(options.pop("engine", None)),
     }
-    asked: dict[str, Any] = {**counts, "grid": _read_grid(options.pop("grid", [])), "engine": engine}
     verbose = options.pop("verbose")
     if options.pop("dry-run"):
         show_plan("comparison", comparison(methods, options, **asked).runs(Path(folder)))
@@ -270,12 +270,10 @@ def _results(options: dict[str, Any]) -> None:
 
 def _check_data(options: dict[str, Any]) -> int:
     count, faults = whole_number("--images", options["images"], least=0), 0
-    try:
+    with refusing():
         for finding in check_dataset(options["name"], options["path"], count):
             print(finding)
             faults += finding.verdict != "ok"
-    except ValueError as error:
-        raise UsageError(str(error)) from None
     if faults:
         print(*where_to_get(options["name"]), sep="\n")
     return int(faults > 0)

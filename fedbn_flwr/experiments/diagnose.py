@@ -20,7 +20,7 @@ from fedbn_flwr.experiments.material import Material, set_up_process
 from fedbn_flwr.experiments.method import resolve
 from fedbn_flwr.experiments.output.console import console, new_table
 from fedbn_flwr.experiments.output.run_folder import make_folder, write_json
-from fedbn_flwr.plugins.options import UsageError, whole_number
+from fedbn_flwr.plugins.options import refusing, whole_number
 from fedbn_flwr.randomness import numpy_generator, torch_generator
 from fedbn_flwr.wire import Instruction, wire_key
 
@@ -103,10 +103,8 @@ def run_diagnosis(options: dict[str, Any]) -> None:
 
 def _model(material: Material) -> nn.Module:
     config, model = material.config, material.model.to(material.device).train()
-    try:
+    with refusing(f"cannot diagnose {config.model} with norm {config.norm!r}: "):
         check_model(model)
-    except ValueError as error:
-        raise UsageError(f"cannot diagnose {config.model} with norm {config.norm!r}: {error}") from error
     return model
 
 

@@ -170,10 +170,7 @@ def open_on_cluster(make_grid: MakeGrid, material: Material, layerwise: bool) ->
         gpus = 0 if config.device == "cpu" else int(has.get("GPU", 0))
         cores = int(has.get("CPU", 0)) // max(config.threads, 1)
         workers = config.workers or min(gpus, config.clients_in_round()) or useful_workers(material, layerwise, cores)
-        try:
-            cluster = ray_worker.Cluster(min(workers, config.clients), config.threads, gpu=gpus > 0)
-        except ray_worker.NoRoomError as error:
-            raise UsageError(str(error)) from None
+        cluster = ray_worker.Cluster(min(workers, config.clients), config.threads, gpu=gpus > 0)
         stack.callback(cluster.close)
         ready = partial(_elsewhere, make_grid, config)
         grid = stack.enter_context(WorkersGrid(ready, config.clients, workers, threads=config.threads, start=cluster))

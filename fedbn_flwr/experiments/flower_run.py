@@ -21,7 +21,7 @@ from fedbn_flwr.experiments.results.rows import rows
 from fedbn_flwr.experiments.runs import Run, alone_in, asked_of, has_results
 from fedbn_flwr.experiments.server_side import count_nodes, run
 from fedbn_flwr.plugins import did_you_mean
-from fedbn_flwr.plugins.options import UsageError
+from fedbn_flwr.plugins.options import UsageError, refusing
 from fedbn_flwr.server.grids import is_simulated, wait_for_all
 from fedbn_flwr.server.packing_grid import PackingGrid
 from fedbn_flwr.server.site_names import sites_by_name
@@ -130,8 +130,6 @@ def with_side_channel(grid: Grid, experiment: Experiment) -> Grid:
     config = experiment.config
     if not issubclass(experiment.strategy_class, Layerwise):
         return grid
-    try:
+    with refusing():
         options = SideChannelOptions.of(config.exchange_port, config.exchange_address, config.connect_timeout)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
     return grid if options is None else SideChannelGrid(grid, options)

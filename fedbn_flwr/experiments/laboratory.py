@@ -24,7 +24,7 @@ from fedbn_flwr.experiments.results.results import Results
 from fedbn_flwr.experiments.runs import keeping, resume
 from fedbn_flwr.experiments.study import STUDY, Setting, Study, cells_of, checked, execute, quiet, write_study
 from fedbn_flwr.plugins import Named, code_fingerprint
-from fedbn_flwr.plugins.options import UsageError, as_given, option_key, whole_number
+from fedbn_flwr.plugins.options import UsageError, as_given, option_key, refusing, whole_number
 
 #: a name, a function or class that makes a model, or a model
 Model = str | Callable[..., nn.Module] | nn.Module
@@ -104,12 +104,9 @@ def run(
         given = given_options(model, data, folder, options)
         given |= {} if method is None else {"method": method_of(method)}
         label = str(given.get("method", Config.method))
-        if resumed := given.get("resume"):
-            wanted: str | None = str(resumed)
-        else:
+        if not (resumed := given.get("resume")):
             _refuse_ignored([label], given)
-            wanted = given.get(RESULTS)
-        with _opened(wanted) as (place, is_kept):
+        with _opened(resumed or given.get(RESULTS)) as (place, is_kept):
             if resumed:
                 one = resume(given, engine)
             else:
@@ -168,10 +165,8 @@ def dataset_of(given: str | OwnData) -> str:
     """Return a data set's name, which holds the data if they are none of the registered ones."""
     if isinstance(given, str):
         return given
-    try:
+    with refusing():
         data = own_data(given)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
     return Named(data.name, data, fingerprint_of(data))
 
 

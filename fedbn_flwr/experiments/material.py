@@ -21,7 +21,7 @@ from fedbn_flwr.data.pixels import Channels
 from fedbn_flwr.device import pick_device, set_up_accelerator
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.method import import_plugins, read_data
-from fedbn_flwr.plugins.options import UsageError
+from fedbn_flwr.plugins.options import refusing
 from fedbn_flwr.randomness import torch_generator
 
 CLASSIFICATION = "classification"
@@ -128,10 +128,8 @@ def form_of(loaded: Data) -> Form:
 
 def make_partition(config: Config, loaded: Data, clients: int) -> list[NDArray[np.int64]]:
     """Draw every client's samples; a UsageError says why they cannot be split so."""
-    try:
+    with refusing():
         return data.partition(config.partition, loaded, clients, config.seed)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
 
 
 def node_names(loaded: Data, partition: Sequence[NDArray[np.int64]]) -> list[int | str]:
@@ -147,9 +145,7 @@ def fresh_model(config: Config, form: Form) -> nn.Module:
     """The model of an experiment in its initial state, for data of this form."""
     return models.build(
         config.model,
-        num_classes=form.num_classes,
-        in_channels=form.in_channels,
-        image_size=form.image_size,
+        **form._asdict(),
         norm=config.norm,
         seed=config.seed,
         init_from=config.init_from or None,

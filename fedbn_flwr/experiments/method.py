@@ -40,6 +40,7 @@ from fedbn_flwr.plugins.options import (
     options_of,
     read_options,
     read_pairs,
+    refusing,
 )
 from fedbn_flwr.server.constructor_options import constructor_options
 from fedbn_flwr.strategies import REGISTRY, BaseStrategy, register_strategy
@@ -114,7 +115,7 @@ class Experiment:
         # every accuracy, also that of the mean of what nodes keep; sites are not asked to send it
         reported = personal and "mean-personal" in own_options(self.strategy_class)
         alone = config.dataset == SITES
-        try:
+        with refusing(f"method {config.method!r}: "):
             return self.strategy_class(
                 lr_schedule=config.lr_schedule,
                 seed=config.seed,
@@ -128,8 +129,6 @@ class Experiment:
                 min_available_nodes=config.min_nodes or nodes,
                 **{**({"mean_personal": True} if reported and not alone else {}), **self.options},
             )
-        except ValueError as error:
-            raise UsageError(f"method {config.method!r}: {error}") from None
 
     def to_mapping(self) -> dict[str, Value]:
         """Return every option by its kebab-case key, as it is written in files."""
@@ -245,12 +244,9 @@ def data_here(config: Config) -> Data | None:
     """Return the data if they may have domains or float targets, and are here."""
     if config.dataset in (SITES, *TORCHVISION):
         return None
-    try:
+    with refusing(), suppress(OSError):  # said when the data are needed
         return read_data(config)
-    except OSError:
-        return None  # said when the data are needed
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+    return None
 
 
 @cache
@@ -286,10 +282,8 @@ def forms_of(key: str) -> dict[Option, list[str]]:
 
 def import_plugins(modules: str) -> None:
     """Import users' modules, so that the names that they register are known."""
-    try:
+    with refusing():
         load_plugins(modules)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
 
 
 def refuse_code(read_from: str, modules: Iterable[str]) -> None:

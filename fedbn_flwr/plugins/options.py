@@ -6,6 +6,7 @@ A parameter with a default is an option: `mu: Annotated[float, "weight of the pr
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from math import inf, isfinite
 from types import MappingProxyType, NoneType, UnionType
@@ -23,6 +24,15 @@ _SPOKEN: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true
 
 class UsageError(ValueError):
     """Bad input: the message is one line that names what was wrong and what is allowed."""
+
+
+@contextmanager
+def refusing(about: str = "") -> Iterator[None]:
+    """Refuse what is a ValueError in here as bad input, with a text in front that says what it is `about`."""
+    try:
+        yield
+    except ValueError as error:
+        raise UsageError(f"{about}{error}") from error
 
 
 class Range(NamedTuple):

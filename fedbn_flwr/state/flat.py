@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedbn_flwr.device import constant, where_exact
+from fedbn_flwr.device import constant, pins, where_exact
 
 #: name, dtype and shape of one array
 Entry = tuple[str, np.dtype[Any], tuple[int, ...]]
@@ -193,8 +193,8 @@ def _sum_rows(weights: tuple[float, ...], rows: Tensor) -> Tensor:
 
 
 def _to_host(values: Tensor) -> NDArray[Any]:
-    """Return numbers in the CPU's memory; those of a GPU come into pinned memory, which is faster."""
-    if values.device.type == "cpu":
+    """Return numbers in the CPU's memory; those of a GPU come into pinned memory, if they can, which is faster."""
+    if values.device.type == "cpu" or not pins():
         return values.numpy(force=True)
     return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values).numpy(force=True)
 

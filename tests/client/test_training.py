@@ -1,5 +1,6 @@
 """The precision of local training, and what it says of batches on which BN cannot train."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -48,13 +49,22 @@ def precisions() -> list[str]:
     return [settings.fp32_precision for settings in PRODUCTS]
 
 
+@pytest.fixture
+def _usual_products() -> Iterator[None]:
+    yield
+    torch.set_float32_matmul_precision("highest")
+    for settings, value in zip(PRODUCTS, ["none", "tf32", "tf32"], strict=True):
+        settings.fp32_precision = value
+
+
+@pytest.mark.usefixtures("_usual_products")
 @pytest.mark.parametrize("before", [["none", "tf32", "tf32"], ["tf32"] * 3])
 @pytest.mark.parametrize(("precision", "wanted"), [("float32", "ieee"), ("bf16", "ieee"), ("tf32", "tf32")])
 def test_a_gpu_multiplies_as_asked_for_until_every_step_is_done(
     before: list[str], precision: str, wanted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for settings, value in zip(PRODUCTS, before, strict=True):
-        monkeypatch.setattr(settings, "fp32_precision", value)
+        settings.fp32_precision = value
     asked = Instruction(precision=precision)
     with products(asked):  # no accelerator is in use
         assert precisions() == before
@@ -66,6 +76,21 @@ def test_a_gpu_multiplies_as_asked_for_until_every_step_is_done(
     assert precisions() == [wanted] * 3
     second.__exit__(None, None, None)
     assert precisions() == before
+
+
+@pytest.mark.usefixtures("_usual_products")
+@pytest.mark.parametrize("before", ["highest", "medium"])
+def test_older_settings_of_products_can_be_read_during_and_after_a_step(
+    before: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch raises where they differ from the newer ones."""
+    monkeypatch.setattr(training, "started", lambda: torch.cuda)
+    torch.set_float32_matmul_precision(before)
+    for precision, allows, level in (("float32", False, "highest"), ("tf32", True, "high")):
+        with products(Instruction(precision=precision)):
+            assert CUDNN.allow_tf32 == PRODUCTS[0].allow_tf32 == allows
+            assert torch.get_float32_matmul_precision() == level
+        assert (CUDNN.allow_tf32, torch.get_float32_matmul_precision()) == (True, before)
 
 
 # ---- one sample ------------------------------------------------------------------------------------------------------

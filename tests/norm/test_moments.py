@@ -110,6 +110,15 @@ def test_adapted_statistics_are_those_of_all_inputs_in_one_pass(sizes: list[int]
         assert not torch.allclose(state[name], model.state_dict()[name], rtol=0.01)
 
 
+@pytest.mark.parametrize("sizes", [[60], [30, 30]])
+def test_one_batch_goes_through_the_model_once(sizes: list[int]) -> None:
+    model, counted = trained_model(), list[int]()
+    model.register_forward_hook(lambda *_: counted.append(1))
+    adapt(model, normal(60, 2, 4, 4).split(sizes))
+    # two batches, each of them for each layer
+    assert len(counted) == (1 if sizes == [60] else 2 * len(bn_layers(model)))
+
+
 def test_adapting_moves_nothing_else() -> None:
     model = trained_model()
     model.get_submodule("6").eval()

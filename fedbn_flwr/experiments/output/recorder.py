@@ -25,6 +25,8 @@ from fedbn_flwr.state import arrays_of
 from fedbn_flwr.strategies import BaseStrategy, DivergedError, NodeReply
 from fedbn_flwr.traffic.counting_grid import Traffic
 
+#: options that a summary has
+SUMMED_UP = ("method", "norm", "model", "dataset", "partition", "rounds", "seed", "lr", "batch-size")
 #: the columns that clients report, in their order
 REPORTED = ("batch-change", "local-distance", "window-variance")
 STATISTICS = ("running_var", "running_mean")
@@ -142,22 +144,14 @@ class Journal:
     def summary(self, experiment: Experiment, about: Mapping[str, Any]) -> Summary:
         """Return the whole run in one record, with what is known `about` its nodes, data and metric."""
         self._count_seconds()
-        config, standing = experiment.config, self._standing
+        config, standing, options = experiment.config, self._standing, experiment.config.to_mapping()
         sent = standing.training
         rows = read_rounds(self._files.path)
         skipped = sum(not row["nodes"] for row in rows)
         left_out = Counter(node for row in rows for node in row.get("left-out", ()))
         return {
-            "method": config.method,
             "strategy": experiment.strategy,
-            "norm": config.norm,
-            "model": str(config.model),
-            "dataset": str(config.dataset),
-            "partition": config.partition,
-            "rounds": config.rounds,
-            "seed": config.seed,
-            "lr": config.lr,
-            "batch-size": config.batch_size,
+            **{key: options[key] for key in SUMMED_UP},
             **about,
             **standing.score,
             "train-loss": standing.train_loss,

@@ -28,7 +28,7 @@ from fedbn_flwr.experiments.study import Setting, cells_of, checked, execute, wr
 from fedbn_flwr.models import MODELS
 from fedbn_flwr.norm import NORMS
 from fedbn_flwr.plugins import did_you_mean
-from fedbn_flwr.plugins.options import UsageError, whole_number
+from fedbn_flwr.plugins.options import UsageError, refusing, whole_number
 from fedbn_flwr.strategies import REGISTRY, BaseStrategy, CannotTrainError
 
 #: options of a run that may be given to all runs of a recipe
@@ -111,10 +111,8 @@ def show_plan(title: str, runs: Sequence[Run]) -> None:
     total, missing, cells = 0, dict[str, None](), cells_of(runs)
     for cell in cells:
         config = cell[0].experiment.config
-        try:
+        with refusing():
             pick_device(config.device)
-        except ValueError as error:
-            raise UsageError(str(error)) from error
         count = len(cell) + sum(map(len, cell[0].tried.values()))
         counted = "?", "?"
         with suppress(ValueError, OSError, RuntimeError):  # they depend on data that are not there

@@ -68,23 +68,23 @@ class Fields:
 
     def __init__(self, where: str, content: object, keys: Collection[str]) -> None:
         self.where = where
-        if not isinstance(content, Mapping):
-            self.refuse(f"must be a mapping of {', '.join(keys)}")
-        self.content = {str(key): value for key, value in content.items()}
+        self.content = {str(key): value for key, value in self.mapping("", content, ", ".join(keys)).items()}
         self.known("", self.content, keys, "unknown key")
 
     def refuse(self, reason: str) -> NoReturn:
         """Raise a UsageError that names this mapping."""
         raise UsageError(f"{self.where}: {reason}")
 
+    def mapping(self, where: str, value: object, of: str) -> Mapping[Any, Any]:
+        """Return a mapping as it is; refuse whatever is none."""
+        if not isinstance(value, Mapping):
+            self.refuse(f"{where}must be a mapping of {of}, got {value!r}")
+        return value
+
     def known(self, where: str, names: Collection[str], known: Collection[str], what: str, has: str = "known") -> None:
         """Refuse a name that is not one of those that are known."""
         if unknown := [name for name in names if name not in known]:
             self.refuse(f"{where}{what} {unknown[0]!r}; {has}: {', '.join(known) or 'none'}")
-
-    def get(self, key: str) -> Any:
-        """Return a value as the file has it; None if it has none."""
-        return self.content.get(key)
 
     def parts(self, key: str, keys: Collection[str]) -> list["Fields"]:
         """Return a list of mappings."""
@@ -120,19 +120,17 @@ class Fields:
 
     def methods(self) -> dict[str, str]:
         """Return methods by label; in a list every method is its own label."""
-        value = self._labelled("methods", self.get("methods"), "be a list, or a mapping of labels,", str)
+        value = self._labelled("methods", self.content.get("methods"), "be a list, or a mapping of labels,", str)
         return {label: str(text) for label, text in value.items()}
 
     def options(self) -> Options:
         """Return options of all runs."""
-        return self._options("options", self.get("options") or {})
+        return self._options("options", self.content.get("options") or {})
 
     def axes(self) -> dict[str, dict[str, Options]]:
         """Return axis -> label -> options. In a list, and by plain values, an axis is the option of its name."""
-        given, axes = self.get("vary") or {}, dict[str, dict[str, Options]]()
-        if not isinstance(given, Mapping):
-            self.refuse("vary must be a mapping of axes")
-        for axis, values in given.items():
+        axes = dict[str, dict[str, Options]]()
+        for axis, values in self.mapping("vary ", self.content.get("vary") or {}, "axes").items():
             where, shape = f"vary: {axis}", "be a list of values, or a mapping of labels,"
             parts = self._labelled(where, values, shape, lambda value, axis=axis: f"{axis}={value}")
             axes[str(axis)] = {
@@ -143,9 +141,7 @@ class Fields:
 
     def grid(self) -> Grid:
         """Return option -> values to choose from."""
-        given = self.get("grid") or {}
-        if not isinstance(given, Mapping):
-            self.refuse(f"grid must be a mapping of options to lists of values, got {given!r}")
+        given = self.mapping("grid ", self.content.get("grid") or {}, "options to lists of values")
         grid = {str(key): values if isinstance(values, list) else [values] for key, values in given.items()}
         for key, values in grid.items():
             for value in values:
@@ -165,8 +161,7 @@ class Fields:
         return {str(key): item for key, item in value.items()}
 
     def _options(self, where: str, given: Any) -> Options:
-        if not isinstance(given, Mapping):
-            self.refuse(f"{where} must be a mapping of options")
+        given = self.mapping(f"{where} ", given, "options")
         known = [key for key in _all_options() if key not in OUTSIDE]
         refuse_code(self.where, str(given.get("plugins", "")).split(","))  # the names of options may be theirs
         for key, value in given.items():
@@ -219,13 +214,13 @@ def parse_recipe(name: str, content: object, **known: Any) -> Recipe:
     recipe = Recipe(name, given.content, study, paper)
     if not recipe.study.cells():
         given.refuse("leave-out leaves no cell")
-    return recipe if given.get("smoke") is None else replace(recipe, small=_in_small(recipe, given, axes))
+    return recipe if given.content.get("smoke") is None else replace(recipe, small=_in_small(recipe, given, axes))
 
 
 def _in_small(recipe: Recipe, whole: Fields, axes: Mapping[str, Mapping[str, Any]]) -> Recipe:
     """Return the same cells on embedded data; what a label stands for in small counts most."""
-    given, has = Fields(f"{whole.where}: smoke", whole.get("smoke"), SMOKE_KEYS), "the recipe has"
-    options, vary, methods = given.options(), given.axes(), given.methods() if given.get("methods") else {}
+    given, has = Fields(f"{whole.where}: smoke", whole.content.get("smoke"), SMOKE_KEYS), "the recipe has"
+    options, vary, methods = given.options(), given.axes(), given.methods() if given.content.get("methods") else {}
     given.known("vary: ", vary, axes, "unknown axis", has)
     for axis, values in vary.items():
         given.known(f"vary: {axis}: ", values, axes[axis], "unknown label", has)
@@ -255,17 +250,15 @@ def _in_small(recipe: Recipe, whole: Fields, axes: Mapping[str, Mapping[str, Any
 
 
 def _reported(part: Fields, methods: Collection[str], settings: Sequence[str]) -> Reported:
-    place, values, has = part.text("place"), part.get("values"), "the recipe has"
+    place, has = part.text("place"), "the recipe has"
     if not place:
         part.refuse("place is missing: the page and the table or figure that the numbers come from")
-    if not isinstance(values, Mapping):
-        part.refuse("values must be a mapping of methods")
+    values = part.mapping("values ", part.content.get("values"), "methods")
     part.known("values: ", values, methods, "unknown method", has)
     read: dict[tuple[str, str, str], Number] = {}
     for method, of_method in values.items():
-        by_setting = {"": of_method} if settings == [""] else of_method
-        if not isinstance(by_setting, Mapping):
-            part.refuse(f"values: {method} must be a mapping of settings: {'; '.join(settings)}")
+        of_settings = {"": of_method} if settings == [""] else of_method
+        by_setting = part.mapping(f"values: {method} ", of_settings, f"settings: {'; '.join(settings)}")
         part.known(f"values: {method}: ", by_setting, settings, "unknown setting", has)
         for setting, cell in by_setting.items():
             where = ": ".join(filter(None, ("values", method, setting)))
@@ -306,23 +299,14 @@ def recipe_names() -> list[str]:
     return sorted((f"{path.parent.name}/{path.stem}" for path in paths), key=_order)
 
 
-def recipe_path(name: str) -> Path:
-    """Return the file of a paper's recipe, or of a user's own, which is named by its path."""
-    if name.endswith(SUFFIXES):
-        return Path(name).expanduser()
-    if name not in recipe_names():
-        raise UsageError(f"unknown recipe {name!r}; `fedbn-flwr recipes` lists them; your own file must end in .yaml")
-    return recipes_folder() / f"{name}.yaml"
-
-
 def read_recipe(name: str) -> Recipe:
     """Read a recipe of a paper by its name, or one of a user's own by the path of its file."""
-    path = recipe_path(name)
-    known: dict[str, Any] = {"read_from": "its file" if name.endswith(SUFFIXES) else ""}
-    if path.name == STUDY:  # a study that has run
-        name = path.resolve().parent.name
-    elif name.endswith(SUFFIXES):
-        name = path.stem
+    path, known = recipes_folder() / f"{name}.yaml", dict[str, Any]()
+    if name.endswith(SUFFIXES):
+        path, known["read_from"] = Path(name).expanduser(), "its file"
+        name = path.resolve().parent.name if path.name == STUDY else path.stem  # of a study that has run, its folder
+    elif name not in recipe_names():
+        raise UsageError(f"unknown recipe {name!r}; `fedbn-flwr recipes` lists them; your own file must end in .yaml")
     try:
         content = load_yaml(path.read_text())
     except OSError as error:

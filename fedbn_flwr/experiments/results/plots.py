@@ -298,7 +298,7 @@ def _picture(
             axes.set_yscale("log")
         ends = points.groupby("run")["x"].max()
         if x != "round" and ends.max() > 5 * ends.min():
-            _logarithmic(axes)
+            axes.set_xscale("log")
         axes.grid(alpha=0.3)
 
     caption = f"{caption[0].upper()}{caption[1:]}{f' in {setting}' if setting else ''}"
@@ -334,16 +334,6 @@ def draw_marks(axes: Any, marks: Marks, looks: Looks) -> None:
         axes.annotate(", ".join(texts), (after + 0.5, 1.02), color=colour, fontsize=8, **place)
 
 
-def _logarithmic(axes: Any) -> None:
-    """Make the x axis logarithmic, with plain numbers at 1, 2 and 5 times each power of ten."""
-    from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
-
-    axes.set_xscale("log")
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.xaxis.set_major_formatter(ScalarFormatter())
-    axes.xaxis.set_minor_formatter(NullFormatter())
-
-
 def bars(runs: Frame, paper: Paper) -> Iterator[Picture]:
     """Draw what the final numbers of runs allow."""
     values = values_of(numbers_of(runs, paper.quantities, paper.rounds))
@@ -351,11 +341,9 @@ def bars(runs: Frame, paper: Paper) -> Iterator[Picture]:
     at = values.index.get_level_values("setting")
     for setting in [*settings][:SETTINGS]:
         yield from _domains(setting, values[at == setting].droplevel("setting"), looks_of(runs))
-    accuracies = values[values.index.get_level_values("column") == "accuracy"].droplevel("column")
-    places = pd.DataFrame([*settings.values()], [*settings])
     labels = dict(zip(runs["method"], runs["label"], strict=True))
-    pair = [labels[text] for text in ("fedavg+gn", "fedavg") if text in labels]
-    yield from _maps(places, pair, accuracies["mean"].to_dict())
+    if {"fedavg+gn", "fedavg"} <= labels.keys():
+        yield from _map(settings, labels["fedavg+gn"], labels["fedavg"], values["mean"].to_dict())
 
 
 def _domains(setting: str, values: Frame, looks: Looks) -> Iterator[Picture]:
@@ -384,41 +372,30 @@ def _domains(setting: str, values: Frame, looks: Looks) -> Iterator[Picture]:
     yield Picture(file_name(f"domains-{setting}"), caption, paint, setting=setting)
 
 
-def _maps(places: Frame, pair: Sequence[str], means: Mapping[tuple[str, str], float]) -> Iterator[Picture]:
-    """Draw accuracy with GN minus that with BN over local steps and another axis, as in FixBN's Figure 2.
-
-    `places` has the label of each setting on each axis, `pair` the labels of both methods.
-    """
-    if len(pair) != 2 or column(places, "local-steps").nunique() < 2:
+def _map(
+    settings: Mapping[str, Mapping[str, str]], high: str, low: str, means: Mapping[tuple[str, str, str], float]
+) -> Iterator[Picture]:
+    """Draw accuracy with GN minus that with BN over local steps and all other axes, as in FixBN's Figure 2."""
+    gaps = dict[tuple[str, str], float]()
+    for setting, labels in settings.items():
+        others = ", ".join(label for axis, label in labels.items() if axis != "local-steps")
+        first, second = (means.get((setting, "accuracy", method), np.nan) for method in (high, low))
+        gaps[others, labels.get("local-steps", "")] = first - second
+    table = pd.Series(gaps).unstack(sort=False)
+    if len(table.columns) < 2 or table.isna().all(axis=None):
         return
-    others = places.drop(columns="local-steps").nunique()
-    down = others.idxmax() if len(others) else ""
-    places = places.assign(
-        gap=[means.get((at, pair[0]), np.nan) - means.get((at, pair[1]), np.nan) for at in places.index]
-    )
-    places, rest = places.assign(**{} if down else {"": ""}), [axis for axis in others.index if axis != down]
-    for fixed, own in places.groupby(rest, sort=False) if rest else [((), places)]:
-        table = own.pivot(index=down, columns="local-steps", values="gap")
-        table = table.reindex(index=places[down].unique(), columns=places["local-steps"].unique())
-        if table.notna().any(axis=None):
-            where = f" in {', '.join(fixed)}" if fixed else ""
-            caption = f"Accuracy with {pair[0]} minus {pair[1]}, in points{where}"
-            yield _map(table.to_numpy(), [*table.index], [*table.columns], caption, "-".join(fixed))
-
-
-def _map(table: Any, rows: Sequence[str], columns: Sequence[str], caption: str, name: str) -> Picture:
-    limit = max(np.nanmax(np.abs(table)), 0.1)
+    limit = max(table.abs().max(axis=None), 0.1)
 
     def paint(axes: Any) -> None:
         # purple and orange differ for all kinds of colour vision, and the numbers say the same
         axes.imshow(np.ma.masked_invalid(table), cmap="PuOr", vmin=-limit, vmax=limit, aspect="auto")
-        for (row, at), value in np.ndenumerate(table):
+        for (row, at), value in np.ndenumerate(table.to_numpy()):
             if np.isfinite(value):
                 colour = "white" if abs(value) > 0.7 * limit else "black"
                 axes.text(at, row, f"{value:+.1f}", ha="center", va="center", color=colour, fontsize=10)
-        axes.set_xticks(range(len(columns)), columns)
-        axes.set_yticks(range(len(rows)), rows, fontsize=9)
+        axes.set_xticks(range(len(table.columns)), table.columns)
+        axes.set_yticks(range(len(table)), table.index, fontsize=9)
         axes.spines[:].set_visible(False)
         axes.tick_params(length=0)
 
-    return Picture(file_name(f"gn-minus-bn-{name}"), caption, paint, height=1.2 + 0.42 * len(rows))
+    yield Picture("gn-minus-bn", f"Accuracy with {high} minus {low}, in points", paint, height=1.2 + 0.42 * len(table))

@@ -21,6 +21,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fedbn_flwr.device import accelerator_name
+from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.simulation.processes.pipe import ObjectPipe
 from fedbn_flwr.simulation.processes.worker import WorkerDiedError, WorkerError, WorkerHandle, serve
 
@@ -28,10 +29,6 @@ from fedbn_flwr.simulation.processes.worker import WorkerDiedError, WorkerError,
 RESERVING, STARTING = 10, 120
 #: seconds after which a machine that sends nothing at all is taken for dead
 SILENCE = 20
-
-
-class NoRoomError(RuntimeError):
-    """A cluster has less free than the workers need."""
 
 
 class Place(NamedTuple):
@@ -72,9 +69,7 @@ class Cluster:
         if not self.room.wait(RESERVING):
             remove_placement_group(self.room)
             there = _listed({name: free().get(name, 0.0) for name in self.needs})
-            raise NoRoomError(
-                f"the Ray cluster has {there} free, and {workers} workers need {_listed(self.needs)} each"
-            )
+            raise UsageError(f"the Ray cluster has {there} free, and {workers} workers need {_listed(self.needs)} each")
 
     def __call__(self, index: int, threads: int) -> "RayWorker":
         """Start the worker of this number."""

@@ -2,17 +2,14 @@
 
 import copy
 import ctypes
-import os
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from fedbn_flwr.client import BNClient, training
+from fedbn_flwr.device import total_memory
 from fedbn_flwr.randomness import OwnRandomness
 from fedbn_flwr.simulation.in_process import PORTION
 from fedbn_flwr.wire import Instruction
@@ -32,8 +29,6 @@ _LARGE_ACTIVATIONS = 100_000
 _LARGEST_LAYERWISE = 5
 #: the share of the whole memory that a stack may take; an accelerator keeps a step twice, by autograd and captured
 _SHARE, _SHARE_OF_ACCELERATOR = 0.5, 0.25
-#: the memory limit of a container
-_CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 #: parameters of glibc's `mallopt`
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 #: parameters, their gradients, the optimizer's state, what is received, what is sent, and one more while adding up
@@ -110,18 +105,6 @@ def clients_that_fit(step: StepMemory, device: torch.device) -> int:
     """Return how many clients there is memory for, at least 1."""
     share = _SHARE if device.type == "cpu" else _SHARE_OF_ACCELERATOR
     return max(1, int(total_memory(device) * share / max(step.total, 1)))
-
-
-@cache
-def total_memory(device: torch.device) -> int:
-    """Return the whole memory of the device, free or not, in bytes."""
-    properties = getattr(torch.get_device_module(device), "get_device_properties", None)
-    if device.type != "cpu" and properties:  # others, such as MPS, share the CPU's memory
-        return int(properties(device).total_memory)
-    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with suppress(OSError, ValueError):  # no such file, or "max"
-        return min(physical, int(_CONTAINER_LIMIT.read_text()))
-    return physical
 
 
 def keep_freed_memory() -> None:

@@ -13,6 +13,7 @@ from benchmarks.kernels import step_and_round
 from fedbn_flwr import state
 from fedbn_flwr.client import BNClient
 from fedbn_flwr.client.evaluation import evaluate, mean_loss
+from fedbn_flwr.device import pins, total_memory
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.strategies import BaseStrategy, FedAvg, FedTAN, FedWon, Scaffold
 from tests.fake_accelerator.tally import KINDS, Tally, counting
@@ -25,18 +26,18 @@ LAYERS, STEPS = 2, 3
 SIZES = (8, 8)
 #: a strategy, the normalizer of its model, options of its steps, and copies a round: to the device, and back
 CASES: dict[str, tuple[Callable[[], BaseStrategy], str, dict[str, Any], tuple[int, int]]] = {
-    # the model and the batch on the way there, each in two dtypes; the model and the loss on the way back
-    "FedAvg": (FedAvg, "bn", {}, (4, 3)),
-    "crop-flip": (FedAvg, "bn", {"augmentation": "crop-flip"}, (4, 3)),
+    # the model in two dtypes and the batches' rows of the data on the way there; the model and the loss on the way back
+    "FedAvg": (FedAvg, "bn", {}, (3, 3)),
+    "crop-flip": (FedAvg, "bn", {"augmentation": "crop-flip"}, (3, 3)),
     # the variates of the server and of the client; the client's new ones and their change
-    "SCAFFOLD": (Scaffold, "bn", {}, (4 + 2, 3 + 2)),
-    "kept momentum": (partial(FedAvg, momentum_state="local"), "bn", {"momentum": 0.9}, (4 + 1, 3 + 1)),
-    "kept Adam": (partial(FedAvg, momentum_state="local"), "bn", {"optimizer": "adam", "lr": 0.01}, (4 + 1, 3 + 1)),
+    "SCAFFOLD": (Scaffold, "bn", {}, (3 + 2, 3 + 2)),
+    "kept momentum": (partial(FedAvg, momentum_state="local"), "bn", {"momentum": 0.9}, (3 + 1, 3 + 1)),
+    "kept Adam": (partial(FedAvg, momentum_state="local"), "bn", {"optimizer": "adam", "lr": 0.01}, (3 + 1, 3 + 1)),
     # there are no counters
-    "FedWon": (partial(FedWon, agc="off"), "wsconv", {}, (3, 2)),
-    "FedWon, clipping": (partial(FedWon, agc="on"), "wsconv", {}, (3, 2)),
+    "FedWon": (partial(FedWon, agc="off"), "wsconv", {}, (2, 2)),
+    "FedWon, clipping": (partial(FedWon, agc="on"), "wsconv", {}, (2, 2)),
     # as many requests, counts and answers as a client has exchanges; a stack has answers only
-    "FedTAN": (FedTAN, "bn", {}, (4 + 2 * LAYERS, 3)),
+    "FedTAN": (FedTAN, "bn", {}, (3 + 2 * LAYERS, 3)),
 }
 
 
@@ -106,6 +107,44 @@ def test_an_evaluation_waits_once_a_batch() -> None:
     with counting() as tally:
         mean_loss(model, split, torch.arange(len(split)).numpy(), "fake", batch_size=10)
     assert (tally.of("wait"), tally.of("to host")) == (0, 1)
+
+
+def test_data_that_have_room_on_the_device_are_sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, split = make_float32_model().to("fake"), make_split()
+
+    def sent() -> int:
+        with counting() as tally:
+            evaluate(model, split, 3, "fake", batch_size=10)
+        return tally.of("to device")
+
+    # inputs and labels; what says which rows are a batch's
+    assert [sent(), sent()] == [2 + 1, 1]
+    size = split.inputs.nbytes + split.labels.nbytes
+    for room, copies in ((size, 1), (size - 1, 2)):
+        monkeypatch.setattr("fedbn_flwr.data.splits.MOST_STAYING", room / total_memory(torch.device("fake")))
+        assert sent() == copies
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_device_without_pinned_memory_does_as_well(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MPS has none: torch gives its own memory in its place, and older versions raise."""
+    empty = torch.empty
+
+    def without(*size: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        if pin_memory and fails:
+            raise RuntimeError("Need to provide pin_memory allocator to use pin memory.")
+        return empty(*size, **options, device="fake") if pin_memory else empty(*size, **options)
+
+    def ends() -> list[torch.Tensor]:
+        runs = [Federation(make_float32_model(), SIZES, grid=grid, device="fake") for grid in (InProcessGrid, Stacked)]
+        return [value for nodes in runs for value in nodes.run(FedAvg(), 2, local_steps=STEPS).values()]
+
+    monkeypatch.setattr("fedbn_flwr.data.splits.MOST_STAYING", 0)
+    wanted = ends()
+    monkeypatch.setattr(torch, "empty", without)
+    pins.cache_clear()
+    assert all(map(torch.equal, wanted, ends()))
+    pins.cache_clear()
 
 
 def test_loading_a_model_is_one_copy_a_dtype() -> None:

@@ -6,8 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fedbn_flwr.device import pick_device
-from fedbn_flwr.simulation.stacked.memory_budget import total_memory
+from fedbn_flwr.device import pick_device, total_memory
 from tests.fake_accelerator.tally import counting
 
 HERE = torch.ones(4, device="fake")

@@ -11,7 +11,8 @@ from torch import nn
 
 from fedbn_flwr.client import BNClient
 from fedbn_flwr.data import Split
-from fedbn_flwr.simulation.stacked.memory_budget import StepMemory, clients_that_fit, largest_useful_stack, total_memory
+from fedbn_flwr.device import total_memory
+from fedbn_flwr.simulation.stacked.memory_budget import StepMemory, clients_that_fit, largest_useful_stack
 from fedbn_flwr.wire import Instruction
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
