@@ -118,12 +118,10 @@ def with_methods(methods: str) -> str:
             code(name),
             does(each),
             re.sub(r"arXiv:(\S+)", r"[\g<0>](https://arxiv.org/abs/\1)", each.paper),
-            each.leaves,
-            each.use,
         )
         for name, each in sorted(REGISTRY.items(), key=lambda item: (item[0] != "fedavg", item[0]))
     ]
-    heads = ("method", "what it does", "paper", "what leaves the client", "when to use it")
+    heads = ("method", "what it does", "paper")
     return re.sub(r"\| method \| what it does.*?\n\n", lambda _: f"{table(heads, rows)}\n\n", methods, flags=re.DOTALL)
 
 

@@ -39,8 +39,6 @@ class FBN(FedAvg):
     """
 
     paper: ClassVar[str] = "Guerraoui et al., 2024, arXiv:2405.14670"
-    leaves: ClassVar[str] = "parameters, and statistics of the mini-batches"
-    use: ClassVar[str] = "one global model that trains and predicts with the same statistics"
     sends: ClassVar[tuple[Sent, ...]] = (PooledGroup("statistics of mini-batches", BATCH_MOMENTS),)
     needs: str = "all-statistics"
     evaluated_with: ClassVar[tuple[str, ...]] = ("running",)

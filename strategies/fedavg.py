@@ -35,8 +35,6 @@ class FedAvg(BaseStrategy):
     """
 
     paper: ClassVar[str] = "McMahan et al., AISTATS 2017"
-    leaves: ClassVar[str] = "everything, BN statistics included"
-    use: ClassVar[str] = "the baseline; also `fedavg+gn` and other normalizers"
 
     def __init__(
         self,

@@ -55,8 +55,6 @@ class FedBS(FedAvg):
     """
 
     paper: ClassVar[str] = "Idrissi et al., ICTAI 2021"
-    leaves: ClassVar[str] = "everything, and the training loss"
-    use: ClassVar[str] = "some clients learn much slower than others"
     sends: ClassVar[tuple[Sent, ...]] = (Sent("losses, by which nodes are weighted", is_robust=False),)
     reads_replies: bool = True
     replaced: ClassVar[tuple[str, ...]] = ("weighting",)

@@ -41,8 +41,6 @@ class FedNorm(FedAvg):
     """
 
     paper: ClassVar[str] = "Bernecker et al., 2022, arXiv:2205.11096"
-    leaves: ClassVar[str] = "everything; BN is averaged within a domain"
-    use: ClassVar[str] = "several nodes per domain or modality"
     sends: ClassVar[tuple[Sent, ...]] = (Sent("means of BN over few nodes", is_robust=False),)
     reads_replies: bool = True
     state_type: ClassVar[type[MethodState]] = FedNormState

@@ -22,8 +22,6 @@ class FedProx(FedAvg):
     """
 
     paper: ClassVar[str] = "T. Li et al., MLSys 2020"
-    leaves: ClassVar[str] = "everything"
-    use: ClassVar[str] = "clients drift apart in many local steps"
 
     def __init__(self, *, mu: Annotated[float, "weight of the proximal term", Range(0)] = 0.01, **options: Any) -> None:
         super().__init__(**options)

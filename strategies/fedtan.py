@@ -81,10 +81,6 @@ class FedTAN(Layerwise):
     """
 
     paper: ClassVar[str] = "Wang et al., 2023, arXiv:2301.02982"
-    leaves: ClassVar[str] = "everything, and statistics of each BN layer with their gradients: 2L + 1 exchanges"
-    use: ClassVar[str] = (
-        "one global model, as close to centralized training as possible; `carry=true` if exchanges are slow"
-    )
     state_type: ClassVar[type[MethodState]] = FedTANState
     state: FedTANState
     #: what is exchanged at a BN layer, or carried in place of exchanges, as the wire says it
@@ -185,8 +181,6 @@ class FedDNA(FedTAN):
     """
 
     paper: ClassVar[str] = "Duan et al., 2021, as in Wang et al."
-    leaves: ClassVar[str] = "everything, and statistics of each BN layer: L + 1 exchanges (`exchange=paper`: 2L + 1)"
-    use: ClassVar[str] = "FedTAN without its backward half"
     modes: ClassVar[Mapping[str, str]] = {"fused": "forward", "paper": "forward-paper", "carried": "carried-forward"}
 
 
@@ -206,8 +200,6 @@ class FedTANII(FedTAN, FixBN):
     """
 
     paper: ClassVar[str] = "Wang et al., 2023, arXiv:2301.02982"
-    leaves: ClassVar[str] = "as `fedtan`, then as `fixbn`"
-    use: ClassVar[str] = "FedTAN's statistics, with many exchanges in the first rounds only"
     replaced: ClassVar[tuple[str, ...]] = ("freeze_round",)
     state: Any
 

@@ -37,8 +37,6 @@ class FedWon(FedAvg):
     """
 
     paper: ClassVar[str] = "Zhuang and Lyu, ICLR 2024"
-    leaves: ClassVar[str] = "everything; there is no BN"
-    use: ClassVar[str] = "several domains, or batches too small for BN"
     needs: str = "no-bn"
     evaluated_with: ClassVar[tuple[str, ...]] = ("running",)
 

@@ -76,8 +76,6 @@ class FixBN(FedAvg):
     paper: ClassVar[str] = "Zhong, Chen and Chao, 2023, arXiv:2303.06530"
     state_type: ClassVar[type[MethodState]] = FixBNState
     state: FixBNState
-    leaves: ClassVar[str] = "everything; after the freeze no statistics"
-    use: ClassVar[str] = "one global model on non-IID data, with the model and the bytes of FedAvg"
     #: `freeze_round=0` is the same
     replaced: ClassVar[tuple[str, ...]] = ("freeze_bn",)
 
@@ -179,8 +177,6 @@ class Centralized(FixBN):
     """
 
     paper: ClassVar[str] = ""
-    leaves: ClassVar[str] = "all data"
-    use: ClassVar[str] = "for comparison: one node with all data"
     one_node: ClassVar[bool] = True
     replaced: ClassVar[tuple[str, ...]] = ()
 

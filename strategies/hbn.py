@@ -34,8 +34,6 @@ class HBN(PartialSharing):
     """
 
     paper: ClassVar[str] = "Chen et al., ICML 2025, arXiv:2505.21877"
-    leaves: ClassVar[str] = "everything except BN's learned mix; statistics are gathered separately"
-    use: ClassVar[str] = "one global model on non-IID data with small batches"
     stays: ClassVar[str] = "mix"
     personal: ClassVar[bool] = False
     needs: str = "HybridBatchNorm"

@@ -23,8 +23,6 @@ class HeteroFL(FedAvg):
     """
 
     paper: ClassVar[str] = "Diao, Ding and Tarokh, ICLR 2021"
-    leaves: ClassVar[str] = "parameters; statistics when the model is evaluated"
-    use: ClassVar[str] = "a model that should train without running statistics"
     evaluated_with: ClassVar[tuple[str, ...]] = ("exact",)
     needs: str = "StaticBatchNorm"
 

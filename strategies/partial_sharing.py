@@ -131,8 +131,6 @@ class FedBN(PartialSharing):
     """
 
     paper: ClassVar[str] = "X. Li et al., ICLR 2021, arXiv:2102.07623"
-    leaves: ClassVar[str] = "everything but BN"
-    use: ClassVar[str] = "each node keeps a model for its own domain"
     stays: ClassVar[str] = "bn"
     needs: str = "bn"
 
@@ -147,8 +145,6 @@ class SiloBN(PartialSharing):
     """
 
     paper: ClassVar[str] = "Andreux et al., DART 2020"
-    leaves: ClassVar[str] = "everything but BN statistics"
-    use: ClassVar[str] = "each node keeps statistics of its own, which are confidential"
     stays: ClassVar[str] = "statistics"
     needs: str = "statistics"
 
@@ -164,8 +160,6 @@ class MTFL(PartialSharing):
     """
 
     paper: ClassVar[str] = "Mills, Hu and Min, TPDS 2021"
-    leaves: ClassVar[str] = "everything but BN's affine parameters"
-    use: ClassVar[str] = "each node keeps a model for its own task"
     stays: ClassVar[str] = "affine"
     evaluated_with: ClassVar[tuple[str, ...]] = ("running", "exact", "own")
     needs: str = "affine"
@@ -179,7 +173,5 @@ class Standalone(PartialSharing):
     """
 
     paper: ClassVar[str] = ""
-    leaves: ClassVar[str] = "nothing"
-    use: ClassVar[str] = "the lower bound: every node alone"
     replaced: ClassVar[tuple[str, ...]] = ("server_optimizer", "server_lr")
     stays: ClassVar[str] = "all"

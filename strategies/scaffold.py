@@ -70,8 +70,6 @@ class Scaffold(FedAvg):
     """
 
     paper: ClassVar[str] = "Karimireddy et al., ICML 2020"
-    leaves: ClassVar[str] = "everything, and control variates: twice the bytes"
-    use: ClassVar[str] = "clients drift apart in many local steps"
     sends: ClassVar[tuple[Sent, ...]] = (PooledGroup("control variates", wire.CONTROL_VARIATES),)
     state_type: ClassVar[type[MethodState]] = ScaffoldState
     state: ScaffoldState

@@ -86,10 +86,8 @@ class BaseStrategy(FlowerFedAvg):
       in place of Flower's wrappers, which take entries by position and add noise to variances.
     """
 
-    #: the paper of the method, what leaves a client, and when to use the method: for lists, in Markdown
+    #: the paper of the method, in Markdown
     paper: ClassVar[str] = ""
-    leaves: ClassVar[str] = ""
-    use: ClassVar[str] = ""
     #: whether nodes end up with models of their own, which only they can evaluate
     personal: ClassVar[bool] = False
     #: the entries that stay on the nodes, one of `wire.GROUPS`
