@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from make_results import DOCS, FACTORIAL, NAMES, SITUATIONS, Place, read, runs
+from make_results import DOCS, FACTORIAL, NAMES, PRETRAINED, SITUATIONS, Place, read, runs
 
 from fedbn_flwr.experiments.results.plots import Mark, draw_lines, draw_marks, figure, line_style, looks_of
 from fedbn_flwr.experiments.results.rows import pd
@@ -13,6 +13,8 @@ from fedbn_flwr.experiments.results.values import spread
 SHOWN = ("FedAvg", "FedAvg+GN-WS", "FixBN", "FixBN+BN-WS", "FedWon", "FedTAN", "FedTAN carried")
 SHOWN += ("FedTAN+BN-WS", "FedTAN carried+BN-WS")
 LOOKS = looks_of(pd.DataFrame([{"label": NAMES[name], "method": NAMES[name]} for name in SHOWN]))
+#: methods with a network that was already trained
+TRAINED = ("Centralized", "BN frozen", "Head only", "FedTAN", "FixBN", "FedTAN carried", "FedAvg", "FedAvg+GN")
 #: running statistics fall behind the models of these methods until the rate drops
 EXACT = {f"{name}, exact": f"{NAMES[name]}, exact" for name in ("FedTAN", "FedTAN carried")}
 LONG = "two classes, 1,000 rounds"
@@ -38,6 +40,18 @@ def draw_curves(panel: Any, setting: str, exact: str) -> None:
     drops = [Mark("learning rate", int(share * points["x"].max())) for share in (0.5, 0.75)]
     draw_marks(panel, dict.fromkeys(LOOKS, drops), LOOKS)
     panel.set(xlabel="round", ylabel="accuracy, %")
+    panel.grid(alpha=0.3)
+
+
+def draw_trained(panel: Any) -> None:
+    """Draw the accuracy of a network that was already trained over the rounds: the mean of seeds, and their range."""
+    curves = read("curves")
+    curves = curves[(curves["setting"] == ", ".join(PRETRAINED["two classes"])) & curves["method"].isin(TRAINED)]
+    points = curves.assign(label=curves["method"].map(NAMES), run=curves["seed"], x=curves["round"].astype(int))
+    points["y"] = points["accuracy, %"].astype(float)
+    labels = [NAMES[name] for name in TRAINED]
+    draw_lines(panel, points, looks_of(pd.DataFrame({"label": labels, "method": labels})))
+    panel.set(xlabel="round", ylabel="accuracy, %", xticks=sorted(points["x"].unique()))
     panel.grid(alpha=0.3)
 
 
@@ -70,6 +84,9 @@ if __name__ == "__main__":
         draw_curves(early, LONG, LONG)
         draw_curves(late, LONG, LONG)
         picture.add_legend(early)
+    with figure(DOCS / "results-pretrained.png", size=SIZE) as (picture, panel):
+        draw_trained(panel)
+        picture.add_legend(panel)
     with figure(DOCS / "results-settings.png", size=SIZE) as (picture, panel):
         draw_places(panel, {name: (FACTORIAL | SITUATIONS)[place] for name, place in PLACES.items()})
         picture.add_legend(panel)

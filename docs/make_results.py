@@ -42,6 +42,10 @@ TWO = KINDS["two classes"]
 MOMENTUM = ("momentum", "two classes")
 SPEAKERS, FREEZE = ("speakers", ""), ("freeze", "")
 DOMAINS = ("domains", "")
+#: by the heading on a page, where a network was already trained
+PRETRAINED: dict[str, Place] = {
+    name: ("pretrained", name) for name in ("two classes", "Dirichlet 0.1", "IID", "domains", "120 rounds", "Lite1")
+}
 #: the mean over the first half of the rounds
 EARLY = ("curves", "two classes, rounds 10 to 50")
 #: by what differs from five local steps of small-cnn on ten clients, all of which take part
@@ -207,15 +211,28 @@ def longer() -> str:
 
 def pretrained() -> str:
     """Return what methods have over the rounds with a network that was already trained, the best at the end first."""
-    place, curves = ("pretrained", "two classes"), read("curves")
+    place, curves = PRETRAINED["two classes"], read("curves")
     curves = curves[curves["setting"] == ", ".join(place)].assign(score=lambda row: row["accuracy, %"].astype(float))
     means = curves.groupby(["method", curves["round"].astype(int)])["score"].mean().unstack()
+    *early, last = means.columns
     trips = of_first_runs(place, "exchanges")
     columns: dict[str, Callable[[str], str]] = {
-        **{f"{number}": lambda name, number=number: f"{means.loc[name, number]:.1f}" for number in means.columns},
-        "exchanges a round": lambda name: f"{int(trips[name]) // means.columns[-1]}",
+        **{f"{number}": lambda name, number=number: f"{means.loc[name, number]:.1f}" for number in early},
+        f"{last}": partial(cell, place),
+        "gain on `fedavg`": partial(gain, place),
+        "exchanges a round": lambda name: f"{int(trips[name]) // last}",
     }
     return by_method(by_mean(place), columns)
+
+
+def pretrained_elsewhere() -> str:
+    """Return what methods gain with a network that was already trained, where clients or the network are others."""
+
+    def shown(place: Place, name: str) -> str:
+        return cell(place, name) if name == "FedAvg" else gain(place, name)
+
+    names = [name for name in by_mean(PRETRAINED["two classes"]) if (*PRETRAINED["domains"], name) in runs()]
+    return by_method(names, over(PRETRAINED, shown))
 
 
 def of_first_runs(place: Place, column: str) -> dict[str, str]:
@@ -444,6 +461,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "momentum": momentum,
     "first screen": first_screen,
     "pretrained": pretrained,
+    "pretrained elsewhere": pretrained_elsewhere,
     "factorial": lambda: by_method([*by_mean(UNSEEN, METHODS), *CENTRALIZED], over(FACTORIAL, bold_and_gain)),
     "situations": situations,
     "diagnosis": diagnosis,
