@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from http.client import HTTPException
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from fedbn_flwr.data.sets import mnist
 from fedbn_flwr.data.sets.catalog import CATALOG
 from fedbn_flwr.data.sets.listing import SUFFIXES, FileList, folders, require
 from fedbn_flwr.data.splits import Data, Split
-from fedbn_flwr.plugins import extra
+from fedbn_flwr.plugins import extra, fingerprint
 
 #: the share of images that is for testing where a folder has no split
 HELD_OUT = 0.2
@@ -64,14 +65,14 @@ def from_folder(path: Path, side: int | None, workers: int = 0) -> Data:
     files = [listed.split(size, fit, workers=workers) for listed in lists]
     fits = 3 * size * size * sum(map(len, lists)) <= MOST_IN_MEMORY
     splits = [split.in_memory() for split in files] if fits else files
-    if splits[0].inputs.dtype != splits[-1].inputs.dtype:  # of 8 and of 16 bits; mini-batches from files are floats
+    if splits[0].inputs.dtype != splits[1].inputs.dtype:  # of 8 and of 16 bits; mini-batches from files are floats
         splits = files
-    data = Data(path.name, splits[0], splits[-1], len(classes), tuple(domains), tuple(classes))
-    return data if len(splits) > 1 else data.validation_split(HELD_OUT, 0)
+    train, test = splits
+    return Data(path.name, train, test, len(classes), tuple(domains), tuple(classes))
 
 
 def list_folder(path: Path) -> tuple[list[FileList], list[str], list[str]]:
-    """List the files of both splits, or of one that is to be split; the classes; the domains if there are several."""
+    """List the files of both splits, the classes, and the domains if there are several."""
     names, roles = folders(require(path, "the folder that folder:PATH names")), ["train", "test"]
     domains = [] if "train" in names else [name for name in names if (path / name / "train").is_dir()]
     if not domains and "train" not in names:
@@ -81,7 +82,23 @@ def list_folder(path: Path) -> tuple[list[FileList], list[str], list[str]]:
     if not classes:
         raise ValueError(f"folder:{path}: found neither train/CLASS/ nor DOMAIN/train/CLASS/ nor DOMAIN/CLASS/ in it")
     lists = [_list(path, [os.path.join(home, role) for home in homes], classes) for role in roles]
-    return lists, classes, domains if len(domains) > 1 else []
+    return lists if len(lists) > 1 else _divided(lists[0]), classes, domains if len(domains) > 1 else []
+
+
+def _divided(listed: FileList) -> list[FileList]:
+    """Divide files into training and test files by their own names: other classes and domains do not move them."""
+    strata: dict[tuple[int, int | None], list[str]] = {}
+    for name, label, domain in zip_longest(listed.names, listed.labels, listed.domains):
+        strata.setdefault((label, domain), []).append(name)
+    train, test = FileList(listed.root), FileList(listed.root)
+    for (label, domain), names in strata.items():
+        ordered = sorted(names, key=lambda name: fingerprint(os.path.basename(name)))
+        count = max(round(HELD_OUT * len(names)), len(names) > 1)
+        for part, chosen in ((test, ordered[:count]), (train, ordered[count:])):
+            part.add(sorted(chosen), [label] * len(chosen), domain)
+    if not len(test):
+        raise ValueError(f"folder:{listed.root}: no class has two images, one of them for testing")
+    return [train, test]
 
 
 def _read(name: str, root: Path, role: str, download: bool, places: list[Path]) -> tuple[Tensor, Tensor]:

@@ -301,6 +301,29 @@ def test_a_fifth_of_each_class_of_each_site_is_for_testing(
     assert len({*greys[0], *greys[1]}) == 40
 
 
+def test_the_images_for_testing_are_the_same_beside_other_sites_and_classes_and_alone(tmp_path: Path) -> None:
+    def for_testing(path: Path) -> set[str]:
+        (_, test), _, _ = list_folder(path)
+        return {str(Path(test.path(row)).relative_to(tmp_path)) for row in range(len(test))}
+
+    for site, label, number in ((site, label, number) for site in "mo" for label in "bd" for number in range(17)):
+        paint(tmp_path / site / label / f"{number}.png", grey=number)
+    before = for_testing(tmp_path)
+    assert len(before) == 4 * 3
+    assert for_testing(tmp_path / "o") == {name for name in before if name.startswith("o/")}
+    for site, label in (("a", "b"), ("m", "c"), ("n", "a"), ("z", "b")):
+        paint(tmp_path / site / label / "0.png", grey=0)
+        paint(tmp_path / site / label / "1.png", grey=0)
+    assert {name for name in for_testing(tmp_path) if name[:3] in ("m/b", "m/d", "o/b", "o/d")} == before
+
+
+def test_a_folder_of_single_images_is_refused(tmp_path: Path) -> None:
+    for label in "ab":
+        paint(tmp_path / label / "0.png", grey=0)
+    with pytest.raises(ValueError, match="no class has two images, one of them for testing"):
+        load(f"folder:{tmp_path}")
+
+
 @pytest.mark.parametrize("in_memory", [True, False])
 def test_images_of_16_bits_keep_all_their_values(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_memory: bool
