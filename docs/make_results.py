@@ -155,8 +155,10 @@ def difference(place: Place, method: str, other: str, where: Place | None = None
     """
     mine, theirs = (runs().get(key, pd.Series()) for key in ((*place, method), (*(where or place), other)))
     gaps = [mine[seed] - theirs[seed] for seed in sorted({*mine.index} & {*theirs.index})]
+    if not gaps or any(gap != gap for gap in gaps):
+        return None
     mean, _, half = spread(gaps)
-    return Difference(mean, half, len(gaps)) if mean == mean else None
+    return Difference(mean, half, len(gaps))
 
 
 def told(gap: Difference | None) -> str:
@@ -213,11 +215,12 @@ def pretrained() -> str:
     """Return what methods have over the rounds with a network that was already trained, the best at the end first."""
     place, curves = PRETRAINED["two classes"], read("curves")
     curves = curves[curves["setting"] == ", ".join(place)].assign(score=lambda row: row["accuracy, %"].astype(float))
-    means = curves.groupby(["method", curves["round"].astype(int)])["score"].mean().unstack()
+    scores = curves.set_index(["method", "seed", curves["round"].astype(int)])["score"].unstack()
+    means = scores.groupby("method").agg(lambda own: own.mean(skipna=False))
     *early, last = means.columns
     trips = of_first_runs(place, "exchanges")
     columns: dict[str, Callable[[str], str]] = {
-        **{f"{number}": lambda name, number=number: f"{means.loc[name, number]:.1f}" for number in early},
+        **{f"{number}": lambda name, number=number: number_text(means.loc[name, number], None, 1) for number in early},
         f"{last}": partial(cell, place),
         "gain on `fedavg`": partial(gain, place),
         "exchanges a round": lambda name: f"{int(trips[name]) // last}",

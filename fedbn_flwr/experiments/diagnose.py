@@ -40,6 +40,8 @@ TINY_BATCH = 8
 MANY_STEPS = 20
 #: `excess` up to which BN is fine; docs/diagnose.md shows where it comes from
 SMALL_EXCESS = 0.4
+#: what is suggested for a model that begins with weights, which other layers would throw away
+AS_TRAINED = "BN as it was trained (fedavg:freeze-bn=true) at a lower learning rate, or FedTAN (fedtan)"
 
 
 def show_diagnosis(diagnosis: Diagnosis, title: str, advice: str, folder: Path) -> None:
@@ -93,7 +95,7 @@ def run_diagnosis(options: dict[str, Any]) -> None:
         for client in clients
     ]
     diagnosis = diagnose(model, draws, weights, loss_function=material.task.loss, seed=config.seed)
-    advice = suggestion(diagnosis, count_domains(material, clients), config.local_steps)
+    advice = suggestion(diagnosis, count_domains(material, clients), config.local_steps, bool(config.init_from))
     content = {"options": experiment.to_mapping(), "batches": count, "clients": clients, "suggestion": advice}
     content |= asdict(diagnosis, dict_factory=lambda items: {wire_key(key): value for key, value in items})
     write_json(folder / "diagnosis.json", content)
@@ -148,20 +150,21 @@ def is_certain(diagnosis: Diagnosis) -> bool:
     return len(squares) > 1 and distance > 2 * stdev(squares) / sqrt(len(squares))
 
 
-def suggestion(diagnosis: Diagnosis, domains: int = 0, local_steps: int = 5) -> str:
+def suggestion(diagnosis: Diagnosis, domains: int = 0, local_steps: int = 5, is_trained: bool = False) -> str:
     """Return one line of advice; a rule of thumb, not a promise. `domains` is as in `count_domains`."""
     size, error = median(diagnosis.batch_sizes), excess(diagnosis)
     if size <= TINY_BATCH:
-        return (
-            f"Mini-batches of {size:g} samples are too small for statistics of their own. This suggests a model that "
-            "needs none: FedWon (fedwon), or GN with standardized weights (fedavg+gn-ws)."
-        )
+        reason = f"Mini-batches of {size:g} samples are too small for statistics of their own."
+        new = "a model that needs none: FedWon (fedwon), or GN with standardized weights (fedavg+gn-ws)"
+        return f"{reason} This suggests {AS_TRAINED if is_trained else new}."
     reason = f"Clients' differences put the mean gradient off by {error:.0%} of its size, beyond chance."
     count = len(diagnosis.actual.by_draw)
     if not is_certain(diagnosis):
         return f"{reason} To suggest a method, more mini-batches than {count} are needed (--batches)."
     if error < SMALL_EXCESS:
         return f"{reason} This suggests that BN is fine as it is (fedavg)."
+    if is_trained:
+        return f"{reason} This suggests {AS_TRAINED}."
     if domains > 1:
         return (
             f"{reason} Each client has one of {domains} domains. This suggests a model for each client (fedbn, or "

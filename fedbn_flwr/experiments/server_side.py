@@ -186,7 +186,8 @@ def set_up_here(grid: Grid, material: Material, initial: ArrayRecord) -> Setup:
     trained = np.concatenate(parts) if config.train_loss_global else None
     options = trained, config.class_metrics, config.objective, unlabeled_inputs(material)
     scorer = Scorer(material.model, loaded, material.device, *options)
-    about = {"clients": len(parts), **normalization(loaded.train), "metric": scorer.metric}
+    about = {"clients": len(parts), **normalization(loaded.train), "image-size": loaded.image_size}
+    about["metric"] = scorer.metric
     named = {"class-names": loaded.class_names, "absent-classes": absent_classes(loaded, parts)}
     return Setup(config, grid, initial, scorer, {**about, **{key: names for key, names in named.items() if names}})
 
@@ -205,7 +206,8 @@ def set_up_at_sites(grid: Grid, config: Config, nodes: int, before: Mapping[str,
     initial = state.to_record(fresh_model(config, agreement.form).state_dict())
     sites_grid = SitesGrid(grid, agreement)
     scorer, table = SiteScorer(config.classes, config.class_metrics, sites_grid), agreement.table(sites_grid.names)
-    about = {"clients": nodes, **normalization(config), "class-names": config.classes, "metric": scorer.metric}
+    about = {"clients": nodes, **normalization(config), "image-size": agreement.form.image_size}
+    about |= {"class-names": config.classes, "metric": scorer.metric}
     return Setup(config, sites_grid, initial, scorer, about, agreement.to_config(), table)
 
 

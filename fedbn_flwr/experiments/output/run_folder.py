@@ -28,9 +28,12 @@ CONFIG, SUMMARY = "config.json", "summary.json"
 #: a safetensors file for each node with the entries of its own model that differ from the server's
 PERSONAL = "personal"
 #: what `model.safetensors` says of itself, from the summary
-ABOUT = ("mean", "std", "class-names", "frozen")
+ABOUT = ("mean", "std", "image-size", "class-names", "frozen")
 #: said of `model.safetensors` where nodes have models of their own
-NOT_WHOLE = "model.safetensors has at most the mean of what nodes keep; `export_personal` makes a node's model"
+NOT_WHOLE = (
+    "model.safetensors has at most the mean of what nodes keep: the files in `personal` hold the entries of each node, "
+    "and `export_personal` makes the model of a node elsewhere"
+)
 
 
 class RunFolder:

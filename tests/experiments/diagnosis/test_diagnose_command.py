@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import save_file
 
 from fedbn_flwr.diagnosis import Diagnosis, Measurement
 from fedbn_flwr.experiments import main
 from fedbn_flwr.experiments.diagnose import suggestion
+from fedbn_flwr.models import build
 from tests.helpers.runs import run
 
 
@@ -40,6 +42,16 @@ def test_on_iid_digits_bn_is_fine_and_on_one_class_a_client_it_is_not(tmp_path: 
     assert np.std(chance, ddof=1) < 0.1 * mean
     assert [fedavg_error(written) for written in alike] == pytest.approx([mean] * 2, rel=0.2)
     assert fedavg_error(apart) > 5 * mean
+
+
+def test_a_trained_model_keeps_its_layers(tmp_path: Path) -> None:
+    save_file(dict(build("small-cnn", in_channels=1, image_size=8).state_dict()), tmp_path / "weights.safetensors")
+    common = {"partition": "classes:1", "init-from": str(tmp_path / "weights.safetensors")}
+    for size, steps in ((32, 20), (4, 5)):
+        options = {"batch-size": str(size), "local-steps": str(steps), **common}
+        said = diagnosis(tmp_path / str(size), **options)["suggestion"]
+        assert "This suggests BN as it was trained (fedavg:freeze-bn=true)" in said
+        assert "FedWon" not in said
 
 
 @pytest.mark.parametrize(
