@@ -137,7 +137,7 @@ def _parser(others: Mapping[str, str], everything: bool = False) -> argparse.Arg
     _add_runs(again, everything=True)
     again.add_argument("--seeds", metavar="N", help="runs a method, instead of the recipe's number")
     again.add_argument("--results-dir", dest="results-dir", metavar="DIR", help="where results go [results/NAME]")
-    again.add_argument("--engine", help=f"{', '.join(ENGINES)} [stacked]")
+    _add_engine(again, everything=True)
     for key in CHANGES:
         again.add_argument(
             f"--{key}", dest=key, metavar=key.upper().replace("-", "_"), help="as for `run`, for all runs"

@@ -150,19 +150,18 @@ class Run:
         before = config.get("asked") if isinstance(config, dict) else None
         if not isinstance(before, dict):
             raise UsageError(f"{self.folder} holds results of which nobody knows the options: its {LOST}")
-        versions: tuple[Mapping[str, Any], Mapping[str, Any]] = {}, {}
-        if checkpoint_round(self.folder) and self.finished() is None:
-            versions = config["versions"], VERSIONS
-        then, now = _flat(before, versions[0]), _flat(asked_of(self.experiment, self.engine), versions[1])
+        goes_on = checkpoint_round(self.folder) and self.finished() is None
+        then = _flat(before, config["versions"] if goes_on else {})
+        now = _flat(asked_of(self.experiment, self.engine), VERSIONS if goes_on else {})
         # a method brings options of its own: it is what differs
         keys = [key for key in ("method", *sorted({*then, *now} - {"method"})) if then.get(key) != now.get(key)]
         differing = [f"its {key} is {then.get(key)!r}, not {now.get(key)!r}" for key in keys]
         if differing:
-            resumes = self.experiment.config.resume
             more = f"; and {len(differing) - NAMED} more" if len(differing) > NAMED else ""
-            more += "" if resumes else " (give another results-dir)"
-            verb = "cannot be resumed" if resumes else "holds another run"
-            raise UsageError(f"{self.folder} {verb}: {'; '.join(differing[:NAMED])}{more}")
+            reason = f"{'; '.join(differing[:NAMED])}{more}"
+            if self.experiment.config.resume:
+                raise UsageError(f"{self.folder} cannot be resumed: {reason}")
+            raise UsageError(f"{self.folder} holds another run: {reason} (give another results-dir)")
 
     def train(self, engine: Engine, progress: Progress | None = None) -> Summary:
         """Return the summary: of the finished run in the folder, else after `engine` has made the missing rounds."""
@@ -216,10 +215,7 @@ def _flat(asked: Mapping[str, Any], versions: Mapping[str, Any]) -> dict[str, An
 
 
 def resume(given: Mapping[str, Any], engine: str | None) -> Run:
-    """Return the run that `resume` names by its folder, or that of a study with one run.
-
-    Options that are given must be its own.
-    """
+    """Return the run that `resume` names by its folder, or that of a study with one run, with the options given."""
     folder = Path(str(given["resume"])).expanduser()
     if len(runs := [path.parent for path in folder.glob(f"*/{CONFIG}")]) == 1:
         (folder,) = runs  # of a study with one run
@@ -235,9 +231,7 @@ def resume(given: Mapping[str, Any], engine: str | None) -> Run:
     if asked_of(now, engine) == asked_of(before, asked["engine"]):  # as it was asked, but by today's code
         choice = Choice(**asked["choice"]) if "choice" in asked else None
         now = replace(now, choice=choice, asked={**asked, "code": now.code})
-    run = Run(now, engine, folder)
-    run.refuse_other_run()
-    return run
+    return Run(now, engine, folder)
 
 
 def progress_of(runs: Sequence[Run]) -> str:

@@ -6,7 +6,6 @@ from logging import ERROR, INFO, WARNING
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord
 from flwr.common import log
 from flwr.serverapp import Grid
@@ -32,7 +31,6 @@ from fedbn_flwr.experiments.material import (
     normalization,
     rounds_within_budget,
     set_up_process,
-    unlabeled_inputs,
 )
 from fedbn_flwr.experiments.method import Experiment
 from fedbn_flwr.experiments.output.recorder import Journal, Progress, Standing, Summary
@@ -183,9 +181,7 @@ def set_up_here(grid: Grid, material: Material, initial: ArrayRecord) -> Setup:
     """Return the setup of a run whose data are here."""
     loaded, parts = material.data, material.partition
     config = rounds_within_budget(material.config, len(parts), len(loaded.train))
-    trained = np.concatenate(parts) if config.train_loss_global else None
-    options = trained, config.class_metrics, config.objective, unlabeled_inputs(material)
-    scorer = Scorer(material.model, loaded, material.device, *options)
+    scorer = Scorer(material)
     about = {"clients": len(parts), **normalization(loaded.train), "image-size": loaded.image_size}
     about["metric"] = scorer.metric
     named = {"class-names": loaded.class_names, "absent-classes": absent_classes(loaded, parts)}

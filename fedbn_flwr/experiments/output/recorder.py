@@ -21,7 +21,7 @@ from fedbn_flwr.experiments.output.sinks import Sink
 from fedbn_flwr.server.grids import PassingGrid
 from fedbn_flwr.server.round import Round
 from fedbn_flwr.server.site_names import with_names
-from fedbn_flwr.state import arrays_of
+from fedbn_flwr.state import Arrays, arrays_of
 from fedbn_flwr.strategies import BaseStrategy, DivergedError, NodeReply
 from fedbn_flwr.traffic.counting_grid import Traffic
 
@@ -33,8 +33,6 @@ STATISTICS = ("running_var", "running_mean")
 #: called after every round with the round, the number of rounds, and the latest accuracy (or mean IoU) if there is one
 Progress = Callable[[int, int, float | None], None]
 Summary = dict[str, Any]
-#: a model's entries by name
-Model = Mapping[str, np.ndarray[Any, Any]]
 
 
 @dataclass
@@ -91,7 +89,7 @@ def dynamics_of(now: Round, loss: float | None) -> list[dict[str, Any]]:
     ]
 
 
-def _change(layer: str, before: Model, after: Model) -> float:
+def _change(layer: str, before: Arrays, after: Arrays) -> float:
     names = [f"{layer}.{name}" for name in STATISTICS]
     if not all(name in before and name in after for name in names):
         return nan

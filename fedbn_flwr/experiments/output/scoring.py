@@ -5,19 +5,15 @@ Sites evaluate on their own test data.
 
 from collections.abc import Mapping, Sequence
 from math import isfinite, isnan
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
 from flwr.app import ArrayRecord
-from numpy.typing import NDArray
-from torch import Tensor, nn
 
 from fedbn_flwr import state, wire
 from fedbn_flwr.client.evaluation import evaluate, mean_loss
-from fedbn_flwr.client.learning_task import task_of
-from fedbn_flwr.data import Data
+from fedbn_flwr.experiments.material import Material, unlabeled_inputs
 from fedbn_flwr.norm import adapt
 from fedbn_flwr.server.grids import PassingGrid
 from fedbn_flwr.server.replies import RefusedError, log_refused, read_each
@@ -53,25 +49,17 @@ class Scorer:
     - `class-f1`, `class-auc`, ..., if asked for: by class, of the models that `accuracy` is of.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        data: Data,
-        device: torch.device,
-        trained: NDArray[np.int64] | None = None,
-        metrics: Sequence[str] = (),
-        objective: str = "",
-        unlabeled: Mapping[str, Sequence[Tensor]] = MappingProxyType({}),
-    ) -> None:
-        self._model, self._data, self._device, self._metrics = model.to(device), data, device, metrics
+    def __init__(self, material: Material) -> None:
+        config, data = material.config, material.data
+        self._model, self._data, self._device = material.model.to(material.device), data, material.device
+        self._task, self._metrics = material.task, config.class_metrics
         self._class_names = data.class_names or [str(number) for number in range(data.num_classes)]
-        self._task = task_of(data.task, objective)
         #: the score by which methods are compared
         self.metric = self._task.metric
         #: the training samples of all clients, if the loss on them is asked for
-        self._trained = trained
+        self._trained = np.concatenate(material.partition) if config.train_loss_global else None
         #: by their number, batches of the tested domain to adapt to before it is tested
-        self._unlabeled = unlabeled
+        self._unlabeled = unlabeled_inputs(material)
 
     def score(self, strategy: BaseStrategy, arrays: ArrayRecord) -> Score:
         """Return the scores of the state after a round."""

@@ -89,8 +89,7 @@ def reproduce(options: Mapping[str, Any]) -> None:
         for run, summary in execute(runs, lambda _: None, side_by_side):
             rows.append((run, summary))
             left = timedelta(seconds=round((time.perf_counter() - started) / len(rows) * (len(runs) - len(rows))))
-            text = f"{len(rows)}/{len(runs)} {run.name}: {_outcome(summary)}, {left} left"
-            console.print(text, markup=False, highlight=False, soft_wrap=True)
+            say([f"{len(rows)}/{len(runs)} {run.name}: {_outcome(summary)}, {left} left"])
     (part,) = read_parts([folder])
     show_part(part)
     console.print(f"Results: {folder.resolve()} (`fedbn-flwr report` makes a page of them)", soft_wrap=True)
@@ -128,8 +127,7 @@ def show_plan(title: str, runs: Sequence[Run]) -> None:
         table.add_row(cell[0].setting, cell[0].label, str(count), *counted)
     console.print(table)
     console.print(f"{len(cells)} cells, {total:,} client steps{' where known' * bool(missing)}", soft_wrap=True)
-    for line in missing:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    say(missing)
 
 
 def listing() -> dict[str, list[Row]]:
@@ -177,8 +175,7 @@ def _show_kind(kind: str, rows: Sequence[Row]) -> None:
 def _show_one(row: Row) -> None:
     texts = {key: row.get(key) for key in ("form", "paper", "leaves the client", "options")}
     shown = {key: ", ".join(text) if isinstance(text, list) else text for key, text in texts.items() if text}
-    for line in (f"{row['name']}: {row['about']}", *(f"  {key}: {text}" for key, text in shown.items())):
-        console.print(line, markup=False, highlight=False)
+    say([f"{row['name']}: {row['about']}", *(f"  {key}: {text}" for key, text in shown.items())])
 
 
 def _strategy(name: str, strategy: type[BaseStrategy]) -> Row:

@@ -21,6 +21,8 @@ from fedbn_flwr.client.training import logits_of
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.data import Data, load
 from fedbn_flwr.data.augmentation import IGNORED
+from fedbn_flwr.experiments import Config
+from fedbn_flwr.experiments.material import Material
 from fedbn_flwr.experiments.output.scoring import Scorer, score_nodes
 from fedbn_flwr.models import build
 from fedbn_flwr.simulation.in_process import InProcessGrid
@@ -64,7 +66,7 @@ def federate(
             device="cpu",
         )
 
-    grid, scorer, seen = InProcessGrid(client_app(client), NODES), Scorer(toy_cnn(), data, torch.device("cpu")), []
+    grid, scorer, seen = InProcessGrid(client_app(client), NODES), Scorer(worked_with(data)), []
     strategy.start(
         grid,
         state.to_record(toy_cnn().state_dict()),
@@ -75,6 +77,11 @@ def federate(
     )
     arrays, scores = seen[-1]
     return scores, grid, arrays, data
+
+
+def worked_with(data: Data, *trained: Any) -> Material:
+    """Return what a run on these data works with, which measures the loss on the samples that clients have."""
+    return Material(Config(train_loss_global=bool(trained)), data, trained, toy_cnn(), torch.device("cpu"))
 
 
 def right(values: state.State, data: Data) -> Tensor:
@@ -140,10 +147,10 @@ def test_the_training_loss_of_personal_models_is_the_mean_of_each_on_its_own_dat
 def test_the_training_loss_of_a_global_model_is_that_on_all_clients_samples() -> None:
     _, _, arrays, data = federate(FedAvg(fraction_evaluate=0.0, min_available_nodes=NODES))
     everything = [index for part in PARTS for index in part]
-    scorer = Scorer(toy_cnn(), data, torch.device("cpu"), np.array(everything))
+    scorer = Scorer(worked_with(data, np.array(everything)))
     found = scorer.score(FedAvg(), arrays)["train-loss-global"]
     assert found == pytest.approx(loss_of(state.from_record(arrays), data, everything), rel=1e-5)
-    assert "train-loss-global" not in Scorer(toy_cnn(), data, torch.device("cpu")).score(FedAvg(), arrays)
+    assert "train-loss-global" not in Scorer(worked_with(data)).score(FedAvg(), arrays)
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedbn"])
