@@ -31,7 +31,6 @@ from fedbn_flwr.server.pooling import (
     Pooled,
     PooledGroup,
     Sent,
-    Stage,
     Start,
     name_dominant,
     pool_replies,
@@ -178,12 +177,10 @@ class BaseStrategy(FlowerFedAvg):
         self.clips_from: float = 0
         if privacy and robust != "none":
             raise ValueError("privacy needs the mean, to which its noise is scaled: robust must be none")
-        #: makes one of the nodes' numbers, and what changes the mean of the models behind it
+        #: makes one of the nodes' numbers, and what changes the mean of the models then
         self.averager: Averager = Robust.parse(robust) if robust != "none" else privacy or Averager()
-        self.stages: dict[str, Stage] = {}
-        if server_optimizer != "none":
-            self.stages["optimizer"] = ServerOptimizer(server_optimizer, server_lr)
-        elif server_lr is not None:
+        self.optimizer = ServerOptimizer(server_optimizer, server_lr) if server_optimizer != "none" else None
+        if server_lr is not None and not self.optimizer:
             raise ValueError("server_lr is the rate of a server_optimizer, which is none")
         self.gather_samples, self.statistics = gather_samples, statistics or self.evaluated_with[0]
         if self.statistics not in self.evaluated_with:
@@ -385,8 +382,7 @@ class BaseStrategy(FlowerFedAvg):
         if not (asked := trained if self.gathers_always else sorted(now.grid.get_node_ids())):
             return arrays
         models = {node: groups[self.arrayrecord_key] for node, groups in self.package(asked, arrays).items()}
-        memory = self.state.stages.setdefault("statistics", {})
-        return with_exact_statistics(arrays, models, now, self.averager, self.exchange_timeout, memory)
+        return with_exact_statistics(arrays, models, now, self.averager, self.exchange_timeout, self.state)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -479,11 +475,12 @@ class BaseStrategy(FlowerFedAvg):
         return self.round.messages
 
     def _pool(self, replies: Sequence[NodeReply]) -> Pooled:
-        """Return the replies as one, with what the stages make of the mean of the models."""
+        """Return the replies as one, with what the server optimizer makes of the mean of the models."""
         parameters = partial(self.roster.parameters, self.round.grid, self.round.current)
         start = Start(self.round.number, self.round.current, parameters)
-        weights, memory = self.weigh(replies), self.state.stages
-        pooled = pool_replies(replies, weights, self.weighting, self.groups, self.averager, self.stages, start, memory)
+        pooled = pool_replies(replies, self.weigh(replies), self.weighting, self.groups, self.averager, start)
+        if self.optimizer:
+            pooled = replace(pooled, model=self.optimizer.apply(pooled.model, start, self.state.moments))
         self.state.shared = dict.fromkeys(pooled.model, True)
         self.state.momentum = pooled.groups.get(wire.MOMENTUM) or self.state.momentum
         return pooled
