@@ -33,7 +33,8 @@ from fedbn_flwr.server.pooling import (
     Sent,
     Start,
     name_dominant,
-    pool_replies,
+    pool_groups,
+    weights_by_node,
 )
 from fedbn_flwr.server.privacy import Privacy
 from fedbn_flwr.server.replies import Expected, NodeReply
@@ -478,12 +479,14 @@ class BaseStrategy(FlowerFedAvg):
         """Return the replies as one, with what the server optimizer makes of the mean of the models."""
         parameters = partial(self.roster.parameters, self.round.grid, self.round.current)
         start = Start(self.round.number, self.round.current, parameters)
-        pooled = pool_replies(replies, self.weigh(replies), self.weighting, self.groups, self.averager, start)
+        weights = self.weigh(replies)
+        model = self.averager.average([reply.arrays for reply in replies], weights, start)
         if self.optimizer:
-            pooled = replace(pooled, model=self.optimizer.apply(pooled.model, start, self.state.moments))
-        self.state.shared = dict.fromkeys(pooled.model, True)
-        self.state.momentum = pooled.groups.get(wire.MOMENTUM) or self.state.momentum
-        return pooled
+            model = self.optimizer.apply(model, start, self.state.moments)
+        groups = pool_groups(replies, weights, self.groups, self.averager)
+        self.state.shared = dict.fromkeys(model, True)
+        self.state.momentum = groups.get(wire.MOMENTUM) or self.state.momentum
+        return Pooled(model, groups, weights_by_node(replies, weights, self.weighting), replies)
 
 
 def _note(what: str, history: dict[int, MetricRecord], number: int, metrics: MetricRecord | None) -> None:

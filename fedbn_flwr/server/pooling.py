@@ -106,21 +106,12 @@ class Averager:
         return norm.pool_moments(seen)
 
 
-def pool_replies(
-    replies: Sequence[NodeReply],
-    weights: Sequence[float],
-    weighting: str,
-    groups: Sequence[PooledGroup],
-    averager: Averager,
-    start: Start,
-) -> Pooled:
-    """Return the replies as one, under these weights."""
-    model = averager.average([reply.arrays for reply in replies], weights, start)
-    means: dict[str, Arrays] = {}
-    for group in groups:
-        states = [reply.records.get(group.record, {}) for reply in replies]
-        means[group.record] = averager.average(states, weights) if all(states) else {}
-    return Pooled(model, means, weights_by_node(replies, weights, weighting), replies)
+def pool_groups(
+    replies: Sequence[NodeReply], weights: Sequence[float], groups: Iterable[PooledGroup], averager: Averager
+) -> dict[str, Arrays]:
+    """Return the means of the groups, by their records' names; nothing of a group that not all replies hold."""
+    states = {group.record: [reply.records.get(group.record, {}) for reply in replies] for group in groups}
+    return {name: averager.average(each, weights) if all(each) else {} for name, each in states.items()}
 
 
 def weights_by_node(replies: Sequence[NodeReply], weights: Sequence[float], weighting: str) -> dict[int, float]:
