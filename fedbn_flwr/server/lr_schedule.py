@@ -21,9 +21,13 @@ class Change:
     kind: str
     number: float = 1.0
 
+    def start(self, num_rounds: int | None, frozen_after: int | None) -> int | None:
+        """Return the round after which the moment lies; none if that is a freeze that has not come."""
+        return frozen_after if self.when is None else round_of(self.when, num_rounds)
+
     def rate(self, before: float, server_round: int, num_rounds: int | None, frozen_after: int | None) -> float:
         """Return the rate of a round, counted from 1, whose rate is `before` without the change."""
-        start = frozen_after if self.when is None else round_of(self.when, num_rounds)
+        start = self.start(num_rounds, frozen_after)
         if self.kind == "warmup":
             return before * min(server_round / (start or 1), 1.0)
         if start is None or server_round <= start:
