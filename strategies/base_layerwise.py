@@ -12,7 +12,7 @@ from flwr.serverapp import Grid
 from fedbn_flwr import wire
 from fedbn_flwr.layerwise import take_step
 from fedbn_flwr.server.pooling import Pooled, Sent, name_dominant
-from fedbn_flwr.server.replies import NodeReply, log_refused, read_count, read_each
+from fedbn_flwr.server.replies import NodeReply
 from fedbn_flwr.state import Arrays
 from fedbn_flwr.transports import NodesFailedError, NodesTransport, Participant, is_unable, open_step
 from fedbn_flwr.transports.message_server import MessageTransport
@@ -73,10 +73,6 @@ class Layerwise(FedAvg):
 
     def _weigh_participants(self, participants: Sequence[Participant]) -> list[float]:
         """Return the weights of the nodes' models before there are models: p_i, up to a common factor."""
-        said = ((each.node, each.num_examples) for each in participants)
-        if refused := read_each(said, lambda _, count: read_count(count))[1]:
-            log_refused(refused)
-            raise NodesFailedError([refusal.node for refusal in refused], refused)
         replies = [
             NodeReply(each.node, each.partition, each.num_examples, {}, {}, RecordDict()) for each in participants
         ]

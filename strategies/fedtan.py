@@ -13,7 +13,7 @@
             clients update {w_i, S_i}                                       BNClient.train   (5b), (6)
         for t = 2, ..., E: clients update {w_i, S_i}                        BNClient.train   (5b), (6)
         clients send {w_i, S_i} to the server                               take_step
-        server: {w_r, S_r} = sum_i p_i {w_i, S_i}                           pool, in `server/pooling.py`  (7)
+        server: {w_r, S_r} = sum_i p_i {w_i, S_i}                           average, in `server/pooling.py`  (7)
 
 Stacked clients train in `fedbn_flwr/simulation/stacked/training.py` in place of `BNClient.train`.
 `take_step` is in `fedbn_flwr/layerwise/steps.py`, and the mathematics of one layer, which is the client's half, in

@@ -117,7 +117,9 @@ def _registered(kit: Path, env: Mapping[str, str]) -> Iterator[Check]:
 def _folders(kit: Path, env: Mapping[str, str]) -> Iterator[Check]:
     for name in WRITTEN:
         try:
-            with tempfile.TemporaryFile(dir=_place(kit, name), buffering=0) as file:
+            # in a container it is mounted elsewhere
+            folder = Path("/srv", name) if _in_container() else kit / name
+            with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
                 if file.write(bytes(NEEDED)) < NEEDED:
                     raise OSError(ENOSPC, os.strerror(ENOSPC))
         except OSError as error:
@@ -128,11 +130,6 @@ def _folders(kit: Path, env: Mapping[str, str]) -> Iterator[Check]:
                 f"root `fedbn-flwr site init`, gives the kit to FEDBN_USER={env.get('FEDBN_USER', '10001:10001')}"
             ) from error
     yield Check("folders", "ok", f"{', '.join(WRITTEN)} can be written by user {_user()}")
-
-
-def _place(kit: Path, name: str) -> Path:
-    """Return a folder of the kit, which in a container is mounted elsewhere."""
-    return Path("/srv", name) if _in_container() else kit / name
 
 
 def _in_container() -> bool:

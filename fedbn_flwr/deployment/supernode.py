@@ -9,7 +9,6 @@ of a site that talks to the server.
 """
 
 import importlib
-import importlib.util
 import os
 import re
 import sys
@@ -29,8 +28,6 @@ EXCHANGE_VARIABLE = "FEDBN_EXCHANGE"
 STOPPED = 1
 #: the file for what leaves the site, and the hashes of the apps that may run here
 LOG_VARIABLE, APPS_VARIABLE = "FEDBN_SITE_LOG", "FEDBN_APPS"
-#: where Flower 1.41 has its client of the server's Fleet API; before, SuperNodes spoke gRPC
-_CLIENT = "flwr.supernode.fleet_http_client"
 #: the SHA-256 of an app's bundle
 _HASH = re.compile("[0-9a-f]{64}")
 
@@ -47,8 +44,7 @@ def main() -> None:
         # where the SuperNode listens for the apps of its site
         hosts = ["127.0.0.1", *(word.partition("=")[2] for word in sys.argv if word.startswith("--host="))]
         start_relay(hosts[-1], target, record=log.record_stream)
-    if importlib.util.find_spec(_CLIENT):
-        come_back_noticed(importlib.import_module(_CLIENT).FleetHttpClient)
+    come_back_noticed(importlib.import_module("flwr.supernode.fleet_http_client").FleetHttpClient)
     (command,) = entry_points(group="console_scripts", name="flower-supernode")
     command.load()()
     # only reached when the loop has ended by an error: whoever stops a SuperNode does so by a signal

@@ -31,10 +31,10 @@ from fedbn_flwr.server.pooling import (
     Pooled,
     PooledGroup,
     Sent,
-    Stage,
     Start,
     name_dominant,
-    pool_replies,
+    pool_groups,
+    weights_by_node,
 )
 from fedbn_flwr.server.privacy import Privacy
 from fedbn_flwr.server.replies import Expected, NodeReply
@@ -176,12 +176,10 @@ class BaseStrategy(FlowerFedAvg):
         self.clips_from: float = 0
         if privacy and robust != "none":
             raise ValueError("privacy needs the mean, to which its noise is scaled: robust must be none")
-        #: makes one of the nodes' numbers, and what changes the mean of the models behind it
+        #: makes one of the nodes' numbers, and what changes the mean of the models then
         self.averager: Averager = Robust.parse(robust) if robust != "none" else privacy or Averager()
-        self.stages: dict[str, Stage] = {}
-        if server_optimizer != "none":
-            self.stages["optimizer"] = ServerOptimizer(server_optimizer, server_lr)
-        elif server_lr is not None:
+        self.optimizer = ServerOptimizer(server_optimizer, server_lr) if server_optimizer != "none" else None
+        if server_lr is not None and not self.optimizer:
             raise ValueError("server_lr is the rate of a server_optimizer, which is none")
         self.gather_samples, self.statistics = gather_samples, statistics or self.evaluated_with[0]
         if self.statistics not in self.evaluated_with:
@@ -383,8 +381,7 @@ class BaseStrategy(FlowerFedAvg):
         if not (asked := trained if self.gathers_always else sorted(now.grid.get_node_ids())):
             return arrays
         models = {node: groups[self.arrayrecord_key] for node, groups in self.package(asked, arrays).items()}
-        memory = self.state.stages.setdefault("statistics", {})
-        return with_exact_statistics(arrays, models, now, self.averager, self.exchange_timeout, memory)
+        return with_exact_statistics(arrays, models, now, self.averager, self.exchange_timeout, self.state)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -477,14 +474,17 @@ class BaseStrategy(FlowerFedAvg):
         return self.round.messages
 
     def _pool(self, replies: Sequence[NodeReply]) -> Pooled:
-        """Return the replies as one, with what the stages make of the mean of the models."""
+        """Return the replies as one, with what the server optimizer makes of the mean of the models."""
         parameters = partial(self.roster.parameters, self.round.grid, self.round.current)
         start = Start(self.round.number, self.round.current, parameters)
-        weights, memory = self.weigh(replies), self.state.stages
-        pooled = pool_replies(replies, weights, self.weighting, self.groups, self.averager, self.stages, start, memory)
-        self.state.shared = dict.fromkeys(pooled.model, True)
-        self.state.momentum = pooled.groups.get(wire.MOMENTUM) or self.state.momentum
-        return pooled
+        weights = self.weigh(replies)
+        model = self.averager.average([reply.arrays for reply in replies], weights, start)
+        if self.optimizer:
+            model = self.optimizer.apply(model, start, self.state.moments)
+        groups = pool_groups(replies, weights, self.groups, self.averager)
+        self.state.shared = dict.fromkeys(model, True)
+        self.state.momentum = groups.get(wire.MOMENTUM) or self.state.momentum
+        return Pooled(model, groups, weights_by_node(replies, weights, self.weighting), replies)
 
 
 def _note(what: str, history: dict[int, MetricRecord], number: int, metrics: MetricRecord | None) -> None:

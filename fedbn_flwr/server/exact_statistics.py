@@ -12,7 +12,6 @@ call this precise BN.
 
 from collections.abc import Mapping
 from logging import WARNING
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +22,7 @@ from fedbn_flwr import wire
 from fedbn_flwr.layerwise.exchange import why_unusable
 from fedbn_flwr.norm import Moments
 from fedbn_flwr.server.grids import ask_nodes
+from fedbn_flwr.server.method_state import MethodState
 from fedbn_flwr.server.pooling import Averager, Sent, name_dominant
 from fedbn_flwr.server.replies import CannotTrainError, Expected, RefusedError, log_refused, parse_replies, read_each
 from fedbn_flwr.server.round import Round
@@ -39,9 +39,9 @@ def with_exact_statistics(
     now: Round,
     averager: Averager,
     timeout: float,
-    memory: dict[str, Any],
+    kept: MethodState,
 ) -> ArrayRecord:
-    """Return a new state with statistics from these nodes, each of which gets its model; `memory` lasts for the run.
+    """Return a new state with statistics from these nodes, each of which gets its model.
 
     Nodes that fail are left out, and named in the log. An error says why if none has ever answered, though some train.
     """
@@ -55,11 +55,10 @@ def with_exact_statistics(
     sent = [(reply.node, reply.records[wire.MOMENTS]) for reply in replies]
     seen, unusable = read_each(sent, lambda _, arrays: _read_moments(arrays, state))
     refused += unusable
-    if not seen and not memory and now.replies:
+    if not seen and not kept.gathered and now.replies:
         raise CannotTrainError(f"no node could gather BN statistics: {next(iter(refused), 'none answered')}")
     log_refused(refused)
-    if seen:
-        memory["gathered"] = True
+    kept.gathered |= bool(seen)
     counts = {node: max(layer.count for layer in layers.values()) for node, layers in seen.items()}
     name_dominant(counts, "gathered statistics")
     pooled = averager.unite(list(seen.values()), now.number)

@@ -66,8 +66,10 @@ class MethodState:
     obeyed: dict[str, bool] = field(default_factory=dict)
     #: the mean of the clients' optimizer states, if it is `global`
     momentum: Arrays = field(default_factory=dict)
-    #: what stages remember
-    stages: dict[str, Any] = field(default_factory=dict)
+    #: what the server optimizer remembers
+    moments: dict[str, Any] = field(default_factory=dict)
+    #: whether statistics have ever been gathered
+    gathered: bool = False
     #: the entries that nodes sent in the last round that brought a model
     shared: dict[str, bool] = field(default_factory=dict)
     #: the mean of the entries that nodes keep, if it is known

@@ -6,7 +6,7 @@ from functools import reduce
 from itertools import chain
 from logging import WARNING
 from statistics import median
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 from flwr.common import log
@@ -50,7 +50,7 @@ MOMENTUM = PooledGroup("the optimizer's state", wire.MOMENTUM, is_required=False
 class Pooled:
     """A round's replies as one, whoever has pooled them."""
 
-    #: the mean of the entries that nodes sent, or what averager and stages make of them
+    #: the mean of the entries that nodes sent, or what averager and server optimizer make of them
     model: Arrays
     #: the means of the groups, by their records' names
     groups: Mapping[str, Arrays]
@@ -106,32 +106,12 @@ class Averager:
         return norm.pool_moments(seen)
 
 
-class Stage(Protocol):
-    """Something behind the averager that changes the mean of the models."""
-
-    def apply(self, mean: Arrays, start: Start, memory: dict[str, Any]) -> Arrays:
-        """Return the changed mean; `memory` holds what the stage remembers from round to round."""
-
-
-def pool_replies(
-    replies: Sequence[NodeReply],
-    weights: Sequence[float],
-    weighting: str,
-    groups: Sequence[PooledGroup],
-    averager: Averager,
-    stages: Mapping[str, Stage],
-    start: Start,
-    memory: dict[str, dict[str, Any]],
-) -> Pooled:
-    """Return the replies as one, under these weights; the stages follow each other, each with a memory of its own."""
-    model = averager.average([reply.arrays for reply in replies], weights, start)
-    for name, stage in stages.items():
-        model = stage.apply(model, start, memory.setdefault(name, {}))
-    means: dict[str, Arrays] = {}
-    for group in groups:
-        states = [reply.records.get(group.record, {}) for reply in replies]
-        means[group.record] = averager.average(states, weights) if all(states) else {}
-    return Pooled(model, means, weights_by_node(replies, weights, weighting), replies)
+def pool_groups(
+    replies: Sequence[NodeReply], weights: Sequence[float], groups: Iterable[PooledGroup], averager: Averager
+) -> dict[str, Arrays]:
+    """Return the means of the groups, by their records' names; nothing of a group that not all replies hold."""
+    states = {group.record: [reply.records.get(group.record, {}) for reply in replies] for group in groups}
+    return {name: averager.average(each, weights) if all(each) else {} for name, each in states.items()}
 
 
 def weights_by_node(replies: Sequence[NodeReply], weights: Sequence[float], weighting: str) -> dict[int, float]:

@@ -10,7 +10,7 @@ themselves, and the loop that answers them, are in `fedbn_flwr.layerwise`.
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol
 
 from flwr.app import Message
 
@@ -42,21 +42,14 @@ class NodesTransport(Transport[Message], Protocol):
         """
 
 
-@runtime_checkable
-class LayerwiseGrid(Protocol):
-    """A grid that can take nodes through a layer-wise step without messages."""
-
-    def open_step(self, messages: Sequence[Message]) -> NodesTransport | None:
-        """Open the step that these messages begin, one message a node; None if not all nodes can take it so.
-
-        The nodes may go to their first exchange at once. Where None is returned, or the step fails, they are as before,
-        and the same step can be taken by messages.
-        """
-
-
 def open_step(grid: "Grid", messages: Sequence[Message]) -> NodesTransport | None:
-    """Open a layer-wise step without messages; None if the grid, or one behind it, cannot."""
-    return grid.open_step(messages) if isinstance(grid, LayerwiseGrid) else None
+    """Open the step that these messages begin, one message a node; None if the grid, or one behind it, cannot.
+
+    A grid that can has a method `open_step`. The nodes may go to their first exchange at once. Where None is returned,
+    or the step fails, they are as before, and the same step can be taken by messages.
+    """
+    opened: NodesTransport | None = getattr(grid, "open_step", lambda _: None)(messages)
+    return opened
 
 
 def is_unable(error: Exception) -> bool:

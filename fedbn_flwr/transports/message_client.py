@@ -34,7 +34,6 @@ _PREFIX = "layerwise/"
 
 #: what takes layer-wise steps: this project's client, or one around a handler of a user's own
 LayerwiseClient = BNClient | OwnLoopClient
-MakeClient = Callable[[Context], LayerwiseClient]
 
 
 @dataclass
@@ -52,7 +51,7 @@ STEPS: dict[tuple[int, int], HeldStep] = {}
 
 
 def handle_layerwise_message(
-    content: RecordDict, context: Context, make_client: MakeClient, max_steps: int = 0
+    content: RecordDict, context: Context, make_client: Callable[[Context], LayerwiseClient], max_steps: int = 0
 ) -> Reply:
     """Answer a message of a layer-wise step: with the client's next request, and at the end of the step with its model.
 

@@ -92,7 +92,7 @@ class SideChannelGrid(PassingGrid):
         super().__init__(grid)
         self._options = options
         self._attempt: _Attempt | None = None
-        self._why_not = ""
+        self._has_failed = False
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Send messages; those of a layer-wise step over the side channel, to the nodes that it leads to."""
@@ -125,17 +125,13 @@ class SideChannelGrid(PassingGrid):
     def _begin(self, messages: Sequence[Message]) -> "_Attempt | None":
         """Return an attempt whose nodes are there, or have failed; None if no node can use the side channel."""
         try:
-            attempt = _Attempt(self._grid, messages, self._options)
+            return _Attempt(self._grid, messages, self._options)
         except UnusableError as error:
-            reason = wire.printable(str(error))
-            if not self._why_not:
-                log(WARNING, "Layer-wise steps go by messages, the side channel cannot be used: %s", reason)
-            self._why_not = reason
+            if not self._has_failed:
+                text = "Layer-wise steps go by messages, the side channel cannot be used: %s"
+                log(WARNING, text, wire.printable(str(error)))
+            self._has_failed = True
             return None
-        if self._why_not:
-            log(INFO, "The side channel can be used again")
-        self._why_not = ""
-        return attempt
 
 
 class UnusableError(RuntimeError):

@@ -185,14 +185,9 @@ class Instruction:
         """Return whether clients wait for each other in their first step."""
         return self.layerwise not in ("none", *CARRIED_MODES)
 
-    @classmethod
-    def binding_names(cls) -> frozenset[str]:
-        """Return the keys of the fields that change the method."""
-        return frozenset(_BINDING)
-
     def binding_keys(self) -> list[str]:
         """Return the keys in force that change the method, which a client must acknowledge."""
-        changed = [key for key, item in _BINDING.items() if getattr(self, item.name) != item.default]
+        changed = [key for key, item in BINDING.items() if getattr(self, item.name) != item.default]
         return sorted([*changed, *dict(self.rule_keys)])
 
 
@@ -214,10 +209,11 @@ def on_wire(key: str) -> str:
 #: an instruction's fields by the wire's names
 _BY_KEY: dict[str, Field[Any]] = {wire_key(item.name): item for item in fields(Instruction) if item.name != "rule_keys"}
 
-_BINDING = {key: item for key, item in _BY_KEY.items() if item.metadata.get("binding")}
+#: those that change the method
+BINDING = {key: item for key, item in _BY_KEY.items() if item.metadata.get("binding")}
 
 #: the fields that say how to train, and not by which method
-_PLAIN = _BY_KEY.keys() - _BINDING.keys()
+_PLAIN = _BY_KEY.keys() - BINDING.keys()
 
 
 def _typed(key: str, value: Any, default: Any) -> Any:

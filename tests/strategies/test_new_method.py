@@ -75,7 +75,7 @@ class ByHand(Pushed):
     def update(self, pooled: Pooled) -> Arrays:
         groups = {group: self._by_hand(group, pooled.replies) for group in (wire.ARRAYS, GRADIENTS)}
         model = groups.pop(wire.ARRAYS)
-        if self.stages:  # the only one here is momentum, with a rate of 1
+        if self.optimizer:  # the only one here is momentum, with a rate of 1
             moments = self.__dict__.setdefault("moments", {})
             for name in groups[GRADIENTS]:
                 moments[name] = 0.9 * moments.get(name, 0.0) + model[name] - self.round.current[name]

@@ -23,7 +23,7 @@ from fedbn_flwr.simulation.processes.service import Service
 from fedbn_flwr.simulation.processes.worker import OwnShare, WorkerError
 from fedbn_flwr.simulation.stacked.grid import StackedTransport
 from fedbn_flwr.traffic.counting_grid import CountingGrid
-from fedbn_flwr.transports import LayerwiseGrid, NodesTransport, Participant
+from fedbn_flwr.transports import NodesTransport, Participant
 from fedbn_flwr.transports.message_records import StepPosition
 from tests.helpers.harness import INSTRUCTION, SIZES, Federation, make_model
 
@@ -52,7 +52,6 @@ def asked() -> list[Message]:
 
 def opened(grid: Grid) -> tuple[CountingGrid, NodesTransport]:
     counting = CountingGrid(grid)
-    assert isinstance(grid, LayerwiseGrid)
     step = counting.open_step(asked())
     assert step is not None
     return counting, step
@@ -68,7 +67,6 @@ def test_nodes_of_a_worker_are_one_row_once_it_knows_their_weights() -> None:
 
 def test_plain_grids_do_not_offer_steps_without_messages() -> None:
     plain = InProcessGrid(client_app(Federation(make_model()).client), len(SIZES))
-    assert not isinstance(plain, LayerwiseGrid)
     counting = CountingGrid(plain)
     assert counting.open_step([Message(content, node, wire.LAYERWISE) for node, content in contents().items()]) is None
 

@@ -19,7 +19,7 @@ from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.plugins import same_definition
 from fedbn_flwr.state import State
 from fedbn_flwr.state.flat import to_device
-from fedbn_flwr.wire import Instruction, Scalar, wire_key
+from fedbn_flwr.wire import BINDING, Instruction, Scalar, wire_key
 
 #: the name of the proximal term's weight under Flower's own FedProx
 FLOWERS_MU = "proximal-mu"
@@ -144,7 +144,7 @@ def read_instruction(config: ConfigRecord | dict[str, Scalar], flowers: bool = T
 
 def obeyed_keys(instruction: Instruction) -> list[str]:
     """Return the binding keys that a client of this process acts upon; `later` only if it knows all of its keys."""
-    unknown = set(filter(None, instruction.later.split(","))) - Instruction.binding_names() - _all_defaults().keys()
+    unknown = set(filter(None, instruction.later.split(","))) - BINDING.keys() - _all_defaults().keys()
     return [key for key in instruction.binding_keys() if key != "later" or not unknown]
 
 
