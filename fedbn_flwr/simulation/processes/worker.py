@@ -105,7 +105,7 @@ class OwnShare(WorkerHandle):
 
 
 class _OwnPipe:
-    """The way to a service in this process; images are decoded in this process, too, as there are other workers."""
+    """The way to a service in this process."""
 
     def __init__(self) -> None:
         self._service, self._requests = Service(), list[tuple[str, Any]]()
@@ -114,8 +114,7 @@ class _OwnPipe:
         self._requests.append(request)
 
     def receive(self) -> tuple[str, Any]:
-        with prefetch.decoding_here():
-            return respond(self._service, *self._requests.pop(0))
+        return respond(self._service, *self._requests.pop(0))
 
     def close(self) -> None:
         self._service = Service()
