@@ -50,32 +50,29 @@ class StateFolder(MutableMapping[int, RecordDict]):
         folder.mkdir(parents=True, exist_ok=True)
         # other processes may have partitions of their own in the same folder
         self._partitions = partitions
-        self._stored = {partition for partition, path in self._files() if path.suffix == SUFFIX}
 
     def __getitem__(self, partition: int) -> RecordDict:
-        if partition not in self._stored:
-            raise KeyError(partition)
-        return read_records(self._path(partition))
+        try:
+            return read_records(self._path(partition))
+        except FileNotFoundError:
+            raise KeyError(partition) from None
 
     def __setitem__(self, partition: int, state: RecordDict) -> None:
         write_bytes(self._path(partition), pack_records(state))
-        self._stored.add(partition)
 
     def __delitem__(self, partition: int) -> None:
-        self._stored.remove(partition)
         self._path(partition).unlink()
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._stored)
+        return (partition for partition, path in self._files() if path.suffix == SUFFIX)
 
     def __len__(self) -> int:
-        return len(self._stored)
+        return sum(1 for _ in self)
 
     def clear(self) -> None:
         """Remove the files, whatever is in them, also those that are not whole."""
         for _, path in self._files():
             path.unlink()
-        self._stored.clear()
 
     def _files(self) -> list[tuple[int, Path]]:
         named = [(path.name.partition(".")[0], path) for path in self._folder.glob(f"*{SUFFIX}*")]
