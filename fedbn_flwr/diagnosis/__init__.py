@@ -190,7 +190,8 @@ def _shuffled(draw: Sequence[Batch], generator: torch.Generator) -> list[Batch]:
 
 def _squares(values: Tensor) -> Tensor:
     """Return the squared norm of a vector, or of each row of a matrix."""
-    return values.norm(dim=-1).cpu().double().reshape(-1).square()
+    norms: Tensor = values.norm(dim=-1)
+    return norms.cpu().double().reshape(-1).square()
 
 
 def _root_ratio(part: Tensor, unit: Tensor) -> list[float]:
