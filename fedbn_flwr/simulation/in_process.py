@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from logging import INFO
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from flwr.app import ArrayRecord, Context, Error, Message, MessageType, RecordDict
 from flwr.clientapp import ClientApp
@@ -34,7 +34,6 @@ except ImportError:  # before Flower 1.38: messages need none
     TaskIdentity = None  # type: ignore[assignment,misc]
 
 RunConfig = Mapping[str, Any]
-T = TypeVar("T")
 
 #: Flower reserves small ids for its own parts
 FIRST_NODE_ID = 1000
@@ -228,8 +227,8 @@ class InProcessGrid(LocalGrid):
         if self._trainer is None or len(places) < 2 or not self._hands_to_clients():
             return {}
         replies, pool = dict[int, Message | None](), ReplyPool(self._average_by)
-        for portion in in_portions(places):
-            jobs = self._prepare({place: messages[place] for place in portion})
+        for start in range(0, len(places), PORTION):
+            jobs = self._prepare({place: messages[place] for place in places[start : start + PORTION]})
             for trained in self._trainer(jobs):
                 with suppress(Exception):  # reported when the message is answered
                     replies |= pool.add(trained)
@@ -326,11 +325,6 @@ class OneByOneGrid(InProcessGrid):
     """
 
     _trainer = staticmethod(one_by_one)
-
-
-def in_portions(items: Sequence[T]) -> Iterator[Sequence[T]]:
-    """Cut a sequence into parts of at most `PORTION` items."""
-    return (items[start : start + PORTION] for start in range(0, len(items), PORTION))
 
 
 def run_in_process(
