@@ -149,7 +149,7 @@ class _Replaying(Generic[B]):
         session, loss = self.session, self.loss_function
         own = [loss] if isinstance(loss, nn.Module) else []
         holders = [session.model, *own]
-        entries = [value for module in holders for value in (*module.parameters(), *_values(module.named_buffers()))]
+        entries = [value for module in holders for value in (*module.parameters(), *module.buffers())]
         layers = [layer for module in (session.structure or session.model, *own) for layer in module.modules()]
         plain = [[value for value in vars(layer).values() if isinstance(value, _PLAIN)] for layer in layers]
         return (
@@ -163,7 +163,7 @@ class _Replaying(Generic[B]):
 
     def _try(self, batch: B, tensors: Batch) -> tuple[tuple[Tensor, int | Tensor], CapturedStep | str | None]:
         """Take a step by autograd, capture it, and compare; return what it returns, and what is known now."""
-        buffers, device = _values(self.session.model.named_buffers()), tensors[0].device
+        buffers, device = list(self.session.model.buffers()), tensors[0].device
         module, stream, before = torch.get_device_module(device), _stream(device), _copies(buffers)
         drawn = torch.get_rng_state(), module.get_rng_state(device)
         stream.wait_stream(module.current_stream(device))
@@ -261,10 +261,6 @@ def _waits(module: Any) -> Iterator[list[Any]]:
         finally:
             getattr(module, "set_sync_debug_mode", int)(before)
     waits += [each for each in seen if "synchroniz" in str(each.message)]
-
-
-def _values(named: Iterable[tuple[str, Tensor]]) -> list[Tensor]:
-    return [value for _, value in named]
 
 
 def _present(values: Iterable[Tensor | None]) -> list[Tensor]:

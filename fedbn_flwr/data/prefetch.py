@@ -30,8 +30,8 @@ _is_spared = False
 def decode(requests: Iterable[DecodeRequest], workers: int) -> Iterator[Decoded]:
     """Decode mini-batches in their order, with so many workers or (0) in this process.
 
-    All of a process's streams share its workers. A worker of an engine decodes its own; there are as many of these as
-    cores. (A worker process may have no processes of its own.)
+    All of a process's streams share its workers. A worker of an engine decodes its own, and so does a process that may
+    have no processes of its own.
     """
     if not workers or _is_spared or multiprocessing.current_process().daemon:
         yield from (request.decode() for request in requests)

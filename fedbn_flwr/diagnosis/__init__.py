@@ -5,6 +5,7 @@ mean gradient (Property 3), the gradient deviation B_i (Assumption 1) and the he
 """
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -121,25 +122,27 @@ def overall(weights: Sequence[float], values: Sequence[float]) -> float:
 def _measure(
     model: nn.Module, draws: Sequence[Sequence[Batch]], shares: Sequence[float], loss_function: LossFunction, seed: int
 ) -> Measurement:
-    sums, distances, by_draw = SquareSums(), LayerDistances(shares), list[float]()
+    squares, distances, by_draw = defaultdict[str, list[Tensor]](list), LayerDistances(shares), list[float]()
     for index, draw in enumerate(draws):
         step = partial(_gradients, model, draw, shares, loss_function, derive(seed, "diagnosis", index))
         exact = step(SHARED["both"], observe=distances)
         whole = combine("mean", exact, shares)
-        sums.add("norm", whole)
-        sums.add("heterogeneity", exact - whole)
+        squares["norm"].append(_squares(whole))
+        squares["heterogeneity"].append(_squares(exact - whole))
         for name, kinds in SHARED.items():
             gradients = exact if name == "both" else step(kinds)
-            sums.add(f"error {name}", combine("mean", gradients, shares) - whole)
+            squares[f"error {name}"].append(_squares(combine("mean", gradients, shares) - whole))
             if name == "nothing":
-                sums.add("deviation", gradients - exact)
+                squares["deviation"].append(_squares(gradients - exact))
                 by_draw.append(float((combine("mean", gradients, shares) - whole).norm() / whole.norm()))
+    sums = {name: sum(values, torch.zeros(1)) for name, values in squares.items()}
+    roots = {name: (values / len(draws)).sqrt().tolist() for name, values in sums.items()}
     return Measurement(
         layers=distances.layers(),
-        errors={name: sums.root_ratio(f"error {name}", "norm")[0] for name in SHARED},
-        deviation=sums.root_mean("deviation", len(draws)),
-        heterogeneity=sums.root_mean("heterogeneity", len(draws)),
-        gradient_norm=sums.root_mean("norm", len(draws))[0],
+        errors={name: _root_ratio(sums[f"error {name}"], sums["norm"])[0] for name in SHARED},
+        deviation=roots["deviation"],
+        heterogeneity=roots["heterogeneity"],
+        gradient_norm=roots["norm"][0],
         by_draw=by_draw,
     )
 
@@ -185,29 +188,16 @@ def _shuffled(draw: Sequence[Batch], generator: torch.Generator) -> list[Batch]:
     return list(zip(inputs[order].split(sizes), targets[order].split(sizes), strict=True))
 
 
-class SquareSums:
-    """Sums of squared norms by name: one number for a vector, one a row for a matrix."""
+def _squares(values: Tensor) -> Tensor:
+    """Return the squared norm of a vector, or of each row of a matrix."""
+    norms: Tensor = values.norm(dim=-1)
+    return norms.cpu().double().reshape(-1).square()
 
-    def __init__(self) -> None:
-        self._sums: dict[str, Tensor] = {}
 
-    def add(self, name: str, values: Tensor) -> None:
-        """Add the squared norm of a vector, or of each row of a matrix."""
-        norms = values.norm(dim=-1).cpu().double().reshape(-1)
-        self._sums[name] = self._sums.get(name, torch.zeros(1)) + norms.square()
-
-    def root_mean(self, name: str, count: int) -> list[float]:
-        """Return the roots of a sum divided by a count."""
-        roots: list[float] = (self._sums[name] / count).sqrt().tolist()
-        return roots
-
-    def root_ratio(self, name: str, unit: str) -> list[float]:
-        """Return the roots of a sum divided by another; 0 where both are 0, an empty list if nothing was added."""
-        if name not in self._sums:
-            return []
-        part = self._sums[name]
-        ratios: list[float] = torch.where(part == 0, part, part / self._sums[unit]).sqrt().tolist()
-        return ratios
+def _root_ratio(part: Tensor, unit: Tensor) -> list[float]:
+    """Return the roots of a sum of squares divided by another; 0 where both are 0."""
+    ratios: list[float] = torch.where(part == 0, part, part / unit).sqrt().tolist()
+    return ratios
 
 
 class LayerDistances:
@@ -215,7 +205,8 @@ class LayerDistances:
 
     def __init__(self, shares: Sequence[float]) -> None:
         self._shares = shares
-        self._squares = SquareSums()
+        #: by layer and field of `Layer`, sums of squares of the differences and of what they are compared with
+        self._sums: dict[str, dict[str, tuple[Tensor, Tensor]]] = {}
         self._variances: dict[str, Tensor] = {}
 
     def __call__(self, requests: Requests) -> None:
@@ -232,14 +223,13 @@ class LayerDistances:
             self._add(layer, "gradients", ((values - pooled) * scale).flatten(1), (pooled * scale).flatten())
 
     def _add(self, layer: str, what: str, differences: Tensor, unit: Tensor) -> None:
-        self._squares.add(f"{what} {layer}", differences)
-        self._squares.add(f"unit of {what} {layer}", unit)
+        sums, nothing = self._sums.setdefault(layer, {}), torch.zeros(1)
+        part, whole = sums.get(what, (nothing, nothing))
+        sums[what] = part + _squares(differences), whole + _squares(unit)
 
     def layers(self) -> list[Layer]:
         """Return the distances of all layers, in the order of the forward pass."""
-        kinds = ("mean", "variance", "gradients")
         ratios = {
-            layer: [self._squares.root_ratio(f"{what} {layer}", f"unit of {what} {layer}") for what in kinds]
-            for layer in self._variances
+            layer: {what: _root_ratio(*of_both) for what, of_both in sums.items()} for layer, sums in self._sums.items()
         }
-        return [Layer(layer, *distances) for layer, distances in ratios.items()]
+        return [Layer(layer, **{"gradients": [], **distances}) for layer, distances in ratios.items()]

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from logging import INFO
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from flwr.app import ArrayRecord, Context, Error, Message, MessageType, RecordDict
 from flwr.clientapp import ClientApp
@@ -34,7 +34,6 @@ except ImportError:  # before Flower 1.38: messages need none
     TaskIdentity = None  # type: ignore[assignment,misc]
 
 RunConfig = Mapping[str, Any]
-T = TypeVar("T")
 
 #: Flower reserves small ids for its own parts
 FIRST_NODE_ID = 1000
@@ -50,32 +49,29 @@ class StateFolder(MutableMapping[int, RecordDict]):
         folder.mkdir(parents=True, exist_ok=True)
         # other processes may have partitions of their own in the same folder
         self._partitions = partitions
-        self._stored = {partition for partition, path in self._files() if path.suffix == SUFFIX}
 
     def __getitem__(self, partition: int) -> RecordDict:
-        if partition not in self._stored:
-            raise KeyError(partition)
-        return read_records(self._path(partition))
+        try:
+            return read_records(self._path(partition))
+        except FileNotFoundError:
+            raise KeyError(partition) from None
 
     def __setitem__(self, partition: int, state: RecordDict) -> None:
         write_bytes(self._path(partition), pack_records(state))
-        self._stored.add(partition)
 
     def __delitem__(self, partition: int) -> None:
-        self._stored.remove(partition)
         self._path(partition).unlink()
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._stored)
+        return (partition for partition, path in self._files() if path.suffix == SUFFIX)
 
     def __len__(self) -> int:
-        return len(self._stored)
+        return sum(1 for _ in self)
 
     def clear(self) -> None:
         """Remove the files, whatever is in them, also those that are not whole."""
         for _, path in self._files():
             path.unlink()
-        self._stored.clear()
 
     def _files(self) -> list[tuple[int, Path]]:
         named = [(path.name.partition(".")[0], path) for path in self._folder.glob(f"*{SUFFIX}*")]
@@ -230,8 +226,8 @@ class InProcessGrid(LocalGrid):
         if self._trainer is None or len(places) < 2 or not self._hands_to_clients():
             return {}
         replies, pool = dict[int, Message | None](), ReplyPool(self._average_by)
-        for portion in in_portions(places):
-            jobs = self._prepare({place: messages[place] for place in portion})
+        for start in range(0, len(places), PORTION):
+            jobs = self._prepare({place: messages[place] for place in places[start : start + PORTION]})
             for trained in self._trainer(jobs):
                 with suppress(Exception):  # reported when the message is answered
                     replies |= pool.add(trained)
@@ -328,11 +324,6 @@ class OneByOneGrid(InProcessGrid):
     """
 
     _trainer = staticmethod(one_by_one)
-
-
-def in_portions(items: Sequence[T]) -> Iterator[Sequence[T]]:
-    """Cut a sequence into parts of at most `PORTION` items."""
-    return (items[start : start + PORTION] for start in range(0, len(items), PORTION))
 
 
 def run_in_process(

@@ -8,6 +8,7 @@ from typing import Any
 from flwr.app import Context, Message, RecordDict
 from flwr.serverapp import Grid
 
+from fedbn_flwr.data import prefetch
 from fedbn_flwr.layerwise import Answer, Requests
 from fedbn_flwr.layerwise.exchange import ExchangeError, pool_requests
 from fedbn_flwr.transports import NodesTransport, Participant, is_unable, open_step
@@ -115,7 +116,9 @@ def _in_place(messages: Sequence[Message], replies: Iterable[Message]) -> list[M
 def respond(service: Service, name: str, payload: Any) -> tuple[str, Any]:
     """Return what went wrong, if anything, and the answer; of a failure, whether the worker cannot do this at all."""
     try:
-        return "", getattr(service, name)(payload)
+        # there are as many workers as cores
+        with prefetch.decoding_here():
+            return "", getattr(service, name)(payload)
     except Exception as error:
         logging.getLogger("flwr").debug("A worker failed", exc_info=error)
         return f"{type(error).__name__}: {error}", is_unable(error)

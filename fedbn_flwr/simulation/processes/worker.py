@@ -78,7 +78,7 @@ class WorkerHandle(ABC):
         """End the process, and wait until it has ended."""
 
     @abstractmethod
-    def _start(self) -> "ObjectPipe | _OwnPipe":
+    def _start(self) -> "ObjectPipe | OwnShare":
         """Start the process; set `_alive` to False until it has answered."""
 
     @abstractmethod
@@ -87,7 +87,7 @@ class WorkerHandle(ABC):
 
 
 class OwnShare(WorkerHandle):
-    """A worker in the grid's own process: it works while its answer is waited for.
+    """A worker in the grid's own process, and the way to it: it works while its answer is waited for.
 
     Two cores then have two processes, and not a third one that only waits for them. At every exchange of a layer-wise
     step, one process fewer has to be woken.
@@ -96,29 +96,24 @@ class OwnShare(WorkerHandle):
     def end(self) -> None:
         """Do nothing: this process goes on."""
 
-    def _start(self) -> "_OwnPipe":
-        self.process_id = os.getpid()
-        return _OwnPipe()
-
-    def _died(self) -> RuntimeError:
-        return WorkerError("the grid's own process has ended")
-
-
-class _OwnPipe:
-    """The way to a service in this process; images are decoded in this process, too, as there are other workers."""
-
-    def __init__(self) -> None:
-        self._service, self._requests = Service(), list[tuple[str, Any]]()
-
     def send(self, request: tuple[str, Any]) -> None:
+        """Hold a request until its answer is waited for."""
         self._requests.append(request)
 
     def receive(self) -> tuple[str, Any]:
-        with prefetch.decoding_here():
-            return respond(self._service, *self._requests.pop(0))
+        """Answer the next request."""
+        return respond(self._service, *self._requests.pop(0))
 
     def close(self) -> None:
+        """Forget the nodes."""
         self._service = Service()
+
+    def _start(self) -> "OwnShare":
+        self.process_id, self._service, self._requests = os.getpid(), Service(), list[tuple[str, Any]]()
+        return self
+
+    def _died(self) -> RuntimeError:
+        return WorkerError("the grid's own process has ended")
 
 
 class Worker(WorkerHandle):

@@ -49,18 +49,20 @@ class Stack(nn.Module):
         self._slots = _Slots(structure, self._names)
         self._layers = StackedLayers(structure)
         self._entries = entries
-        rows = stacked(states, entries)
-        self._parameters_of_all = {
-            name: nn.Parameter(self._rows(value, rows.get(name)), requires_grad=value.requires_grad)
-            for name, value in structure.named_parameters()
-        }
-        self._buffers_of_all = {name: self._rows(value, rows.get(name)) for name, value in structure.named_buffers()}
+        rows = {name: value.new_empty((self.clients, *value.shape)) for name, value in entries.items()}
+        self._parameters_of_all = {name: nn.Parameter(rows[name]) for name, _ in structure.named_parameters()}
+        self._buffers_of_all = {name: rows[name] for name, _ in structure.named_buffers()}
+        self.load(states)
 
     @torch.no_grad()
     def load(self, states: Sequence[State]) -> None:
-        """Overwrite what the stack holds, in the tensors that it has; what learns is what learns in the structure."""
-        rows, values = stacked(states, self._entries), {**self._parameters_of_all, **self._buffers_of_all}
-        given = [rows.get(name, self._entries[name].expand(value.shape)) for name, value in values.items()]
+        """Overwrite what the stack holds, in the tensors that it has, each of the model's dtype.
+
+        Where states lack an entry, clients get the structure's. What learns is what learns in the structure.
+        """
+        values = {**self._parameters_of_all, **self._buffers_of_all}
+        rows = stacked(states if any(state is not states[0] for state in states) else states[:1], self._entries)
+        given = [rows.get(name, self._entries[name]).expand(value.shape) for name, value in values.items()]
         torch._foreach_copy_(list(values.values()), given)
         for name, parameter in self._parameters_of_all.items():
             parameter.requires_grad_(self._entries[name].requires_grad)
@@ -77,14 +79,6 @@ class Stack(nn.Module):
         """Return all entries, stacked, by the names of a client's model."""
         values = {**self._parameters_of_all, **self._buffers_of_all}
         return {name: values[self._names[name]].detach() for name in self.structure.state_dict()}
-
-    def _rows(self, value: Tensor, rows: Tensor | None) -> Tensor:
-        """Return every client's value in the model's dtype; the model's own where states have none."""
-        if rows is None:
-            return value.detach().expand(self.clients, *value.shape).clone()
-        rows = rows.to(value)
-        # views of one buffer count their changes together, and autograd would refuse all of them
-        return rows.clone(memory_format=torch.contiguous_format) if rows._is_view() else rows
 
     def losses(
         self,

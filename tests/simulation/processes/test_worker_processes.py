@@ -20,7 +20,7 @@ from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.data.prefetch import decode
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.simulation.processes.grid import WorkersGrid
-from fedbn_flwr.simulation.processes.worker import OwnShare, Worker, WorkerError
+from fedbn_flwr.simulation.processes.worker import OwnShare, Worker, WorkerError, WorkerHandle
 from fedbn_flwr.strategies import FedTAN
 from fedbn_flwr.transports import message_records as layerwise_wire
 from tests.helpers.checkout import ROOT
@@ -68,17 +68,19 @@ def decoding_process() -> int:
     return int(process)
 
 
-def test_images_are_decoded_by_this_process_while_it_is_a_worker() -> None:
-    processes: list[int] = []
+def decoding(partitions: Sequence[int]) -> InProcessGrid:
+    """Make a grid of nodes in a process that decodes images by itself."""
+    assert decoding_process() == os.getpid()
+    return obeying(2, partitions)
 
-    def noting(partitions: Sequence[int]) -> InProcessGrid:
-        processes.append(decoding_process())
-        return obeying(2, partitions)
 
-    share = OwnShare(0, 1)
-    share.ask("open", (noting, [0]))
-    share.answer()
-    assert processes == [os.getpid()]
+@pytest.mark.parametrize("kind", [OwnShare, Worker])
+def test_a_worker_decodes_images_by_itself(kind: type[WorkerHandle]) -> None:
+    worker = kind(0, 1)
+    worker.ask("open", (decoding, [0]))
+    worker.answer()
+    worker.end()
+    # no worker any more
     assert decoding_process() != os.getpid()
 
 
