@@ -220,7 +220,10 @@ def pretrained() -> str:
     *early, last = means.columns
     trips = of_first_runs(place, "exchanges")
     columns: dict[str, Callable[[str], str]] = {
-        **{f"{number}": lambda name, number=number: number_text(means.loc[name, number], None, 1) for number in early},
+        **{
+            f"{number}": lambda name, number=number: number_text(means.loc[name, number], None, 1).replace("nan", "")
+            for number in early
+        },
         f"{last}": partial(cell, place),
         "gain on `fedavg`": partial(gain, place),
         "exchanges a round": lambda name: f"{int(trips[name]) // last}",
