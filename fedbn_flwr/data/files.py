@@ -12,7 +12,6 @@ from torch import Tensor
 
 from fedbn_flwr.data.decoding import Fit, read_image
 from fedbn_flwr.data.sets import mnist
-from fedbn_flwr.data.sets.catalog import CATALOG
 from fedbn_flwr.data.sets.listing import SUFFIXES, FileList, folders, require
 from fedbn_flwr.data.splits import Data, Split
 from fedbn_flwr.plugins import extra, fingerprint
@@ -114,8 +113,7 @@ def _read(name: str, root: Path, role: str, download: bool, places: list[Path]) 
         return _read_split(name, root, role, download=True)
     except (RuntimeError, OSError, HTTPException, EOFError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        ways = "; ".join(CATALOG[name].sources)
-        raise FileNotFoundError(f"{absent}, and cannot be downloaded: {reason}. It is at {ways}") from error
+        raise FileNotFoundError(f"{absent}, and cannot be downloaded: {reason}. docs/data.md says where") from error
 
 
 def _read_split(name: str, root: Path, role: str, download: bool = False) -> tuple[Tensor, Tensor]:

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from fedbn_flwr import __version__
-from fedbn_flwr.data.check import IMAGES, check_dataset, where_to_get
-from fedbn_flwr.data.sets.catalog import CATALOG
 from fedbn_flwr.experiments.choice import SEEDS
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.diagnose import run_diagnosis
@@ -27,7 +25,7 @@ from fedbn_flwr.experiments.results.show import show_part
 from fedbn_flwr.experiments.runs import Terminated
 from fedbn_flwr.experiments.study import quiet
 from fedbn_flwr.plugins import did_you_mean
-from fedbn_flwr.plugins.options import Option, UsageError, as_value, options_of, refusing, whole_number
+from fedbn_flwr.plugins.options import Option, UsageError, as_value, options_of, whole_number
 from fedbn_flwr.strategies import REGISTRY, CannotTrainError
 
 #: options that the help shows; `--help-all` shows all
@@ -58,7 +56,8 @@ def main(arguments: Sequence[str] | None = None, others: Mapping[str, str] | Non
         options = vars(_parser(others or {}, "--help-all" in words).parse_args(words))
         command = options.pop("command")
         with quiet(verbose=options.get("verbose", False)):
-            return _COMMANDS[command](options) or 0
+            _COMMANDS[command](options)
+        return 0
     except UsageError as error:
         print("fedbn-flwr:", *str(error).split(), file=sys.stderr)  # in one line, whatever a library says
         return 2
@@ -150,14 +149,6 @@ def _parser(others: Mapping[str, str], everything: bool = False) -> argparse.Arg
     for each in (shown, page):
         each.add_argument("runs", nargs="+", metavar="RUNS", help="folders of `run`, `compare` or `reproduce`")
         each.add_argument("--plugins", metavar="MODULES", help="comma-separated modules to import first")
-    text = "check a data set's files: what is missing or broken, where to get it, under which licence"
-    actions = commands.add_parser("data", help=text).add_subparsers(dest="action", required=True, parser_class=_Parser)
-    check = actions.add_parser("check", help=text, description=text, allow_abbrev=False)
-    check.add_argument("name", metavar="NAME", help=", ".join(CATALOG))
-    check.add_argument("path", metavar="PATH", help="its folder; of `hf` the name")
-    check.add_argument(
-        "--images", default=str(IMAGES), metavar="N", help=f"images to decode a split, 0: all [{IMAGES}]"
-    )
     for name, text in others.items():
         commands.add_parser(name, help=text)
     return parser
@@ -267,18 +258,7 @@ def _results(options: dict[str, Any]) -> None:
         show_part(part)
 
 
-def _check_data(options: dict[str, Any]) -> int:
-    count, faults = whole_number("--images", options["images"], least=0), 0
-    with refusing():
-        for finding in check_dataset(options["name"], options["path"], count):
-            print(finding)
-            faults += finding.verdict != "ok"
-    if faults:
-        print(*where_to_get(options["name"]), sep="\n")
-    return int(faults > 0)
-
-
-_COMMANDS: dict[str, Callable[[dict[str, Any]], int | None]] = {
+_COMMANDS: dict[str, Callable[[dict[str, Any]], None]] = {
     "run": _run,
     "compare": _compare,
     "diagnose": run_diagnosis,
@@ -287,5 +267,4 @@ _COMMANDS: dict[str, Callable[[dict[str, Any]], int | None]] = {
     "reproduce": reproduce,
     "results": _results,
     "report": report,
-    "data": _check_data,
 }

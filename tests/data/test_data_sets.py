@@ -14,12 +14,12 @@ from PIL import Image
 
 from fedbn_flwr.data import Data, load, partition
 from fedbn_flwr.data.augmentation import IGNORED
-from fedbn_flwr.data.check import check_dataset
 from fedbn_flwr.data.file_split import FileSplit
 from fedbn_flwr.data.sets.fedbn_archives import DOMAINNET, OFFICE, Lists
 from fedbn_flwr.deployment.cli import main
 from tests.helpers.image_sets import (
     WRITERS,
+    paint,
     write_cityscapes,
     write_digits_archive,
     write_domain_lists,
@@ -206,7 +206,14 @@ def test_what_is_missing_is_one_line(tmp_path: Path, name: str, gone: str, messa
     with pytest.raises(ValueError, match=message) as error:
         load(name, root=tmp_path, image_size=10)
     assert "\n" not in str(error.value)
-    assert "bad" in {finding.verdict for finding in check_dataset(name, str(home))}
+
+
+def test_a_label_map_with_colours_is_named(tmp_path: Path) -> None:
+    colours = next((write_cityscapes(tmp_path / "cityscapes") / "gtFine" / "train").rglob("*.png"))
+    paint(colours, 0, (64, 32))
+    train = load("cityscapes", root=tmp_path, image_size=9).train
+    with pytest.raises(ValueError, match=f"^{colours} is not a label map: it has colours$"):
+        train.batch(torch.arange(len(train)))
 
 
 @pytest.mark.parametrize("module", ["scipy.io", "torchvision"])
@@ -217,7 +224,7 @@ def test_a_missing_package_is_not_taken_for_missing_files(
     for role in ("train", "test"):
         (tmp_path / f"{role}_32x32.mat").touch()
     monkeypatch.setitem(sys.modules, module, None)
-    assert main(["data", "check", "svhn", str(tmp_path)]) == 2
+    assert main(["run", "--dataset=svhn", f"--data-root={tmp_path}", f"--results-dir={tmp_path}"]) == 2
     line = f"fedbn-flwr: {module.partition('.')[0]} is not installed: pip install '.[data]' in the clone"
     assert capsys.readouterr().err.splitlines() == [line]
 
