@@ -219,9 +219,7 @@ class Data:
 
     def standardized(self) -> "Data":
         """Return the data normalized by the training split's mean and standard deviation; tensors are shared."""
-        mean, std = self.train.measured()
-        train, test = (replace(split, mean=mean, std=std) for split in (self.train, self.test))
-        return replace(self, train=train, test=test)
+        return self if self.train.has_ids else normalized(self, *self.train.measured())
 
     def share(self) -> bool:
         """Move tensors into memory that worker processes can map; return whether they are there.
