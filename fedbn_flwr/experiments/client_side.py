@@ -143,7 +143,7 @@ def _material(config: Config, nodes: int, root: str | None, own_data: str) -> Ma
     """
     import_plugins(config.plugins)
     own = at_site(config, own_data)
-    own = replace(own, clients=own.clients or len(own.sites) or nodes)
+    own = replace(own, clients=own.clients or nodes)
     set_up_process(own)
     return Material.of(own, without_domains(load_data(own)) if own_data else None)
 

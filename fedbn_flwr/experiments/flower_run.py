@@ -66,9 +66,7 @@ def serve(grid: Grid, run_config: Mapping[str, Any], run_id: int = 0) -> Summary
             return run_with_grid(engine, experiment, folder)
         return run(with_side_channel(PackingGrid(sites), experiment), experiment, folder, engine=engine)
 
-    if chosen := experiment.config.sites:
-        experiment = replace(experiment, config=replace(experiment.config, clients=len(chosen)))
-    with alone_in(folder), sites_by_name(grid, chosen) as sites:
+    with alone_in(folder), sites_by_name(grid, config.sites) as sites:
         summary = Run(experiment, engine, folder).train(train)
         if not (folder / "curves.png").exists():
             draw_or_warn(lambda: plot_curves(rows(folder)), folder / "curves.png")

@@ -216,8 +216,6 @@ def read_data(config: Config) -> Data:
 
 def _with_images(config: Config) -> Config:
     """Return the options with the images that the library of the model trained it with, where they are not given."""
-    if config.mean and config.image_size and config.channels:
-        return config
     if (images := published(config.model)) is None:
         return config
     size = images.image_size
@@ -236,7 +234,7 @@ def _with_clients(config: Config, federation: bool) -> Config:
     domains = 0 if train is None or train.domains is None else len(train.domains.unique())
     classed = "iid" if train is not None and train.labels.is_floating_point() else "classes"
     partition = config.partition or ("domain" if domains else classed)
-    clients = config.clients or (0 if federation else len(config.sites) or domains or CLIENTS)
+    clients = config.clients or len(config.sites) or (0 if federation else domains or CLIENTS)
     return replace(config, partition=partition, clients=clients)
 
 

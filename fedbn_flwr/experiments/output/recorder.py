@@ -103,48 +103,46 @@ def _mean(replies: Sequence[NodeReply], key: str, column: int) -> float:
     return fmean(known) if known else nan
 
 
+@dataclass
 class Journal:
     """Writes a row about every round, and makes a summary of them."""
 
-    def __init__(
-        self,
-        files: RunFolder,
-        strategy: BaseStrategy,
-        grid: PassingGrid,
-        config: Config,
-        sinks: Sequence[Sink],
-        standing: Standing,
-    ) -> None:
-        self._files, self._strategy, self._grid = files, strategy, grid
-        self._config, self._sinks, self._standing = config, sinks, standing
-        self._last, self._before = time.perf_counter(), standing.training.copy()
+    files: RunFolder
+    strategy: BaseStrategy
+    grid: PassingGrid
+    config: Config
+    sinks: Sequence[Sink]
+    standing: Standing
+
+    def __post_init__(self) -> None:
+        self._last, self._before = time.perf_counter(), self.standing.training.copy()
 
     def record(self, now: Round, score: Score) -> None:
         """Write the row of a round with these scores."""
-        missing, self._standing.frozen = self._missing(now), now.instruction.freeze
+        missing, self.standing.frozen = self._missing(now), now.instruction.freeze
         row = {"round": now.number, **self._training(now, missing), **self._traffic(), **now.measured}
-        self._files.round({**row, **score})
-        for sink in self._sinks:
+        self.files.round({**row, **score})
+        for sink in self.sinks:
             sink({**row, **score})
-        if self._config.record_dynamics:
-            self._files.dynamics(dynamics_of(now, row["train-loss"]))
+        if self.config.record_dynamics:
+            self.files.dynamics(dynamics_of(now, row["train-loss"]))
         shown = {"train-loss": row["train-loss"], **score}
         numbers = ", ".join(f"{name} {value:.4g}" for name, value in shown.items() if isinstance(value, float))
-        place, absent = (now.number, self._config.rounds), self._absent(missing, row)
+        place, absent = (now.number, self.config.rounds), self._absent(missing, row)
         log(INFO, "Round %d of %d: %s, %.3g s%s", *place, numbers, row["seconds"], absent)
         self._count_seconds()
 
     def _count_seconds(self) -> None:
         now = time.perf_counter()
-        self._standing.seconds += now - self._last
+        self.standing.seconds += now - self._last
         self._last = now
 
     def summary(self, experiment: Experiment, about: Mapping[str, Any]) -> Summary:
         """Return the whole run in one record, with what is known `about` its nodes, data and metric."""
         self._count_seconds()
-        config, standing, options = experiment.config, self._standing, experiment.config.to_mapping()
+        config, standing, options = experiment.config, self.standing, experiment.config.to_mapping()
         sent = standing.training
-        rows = read_rounds(self._files.path)
+        rows = read_rounds(self.files.path)
         skipped = sum(not row["nodes"] for row in rows)
         left_out = Counter(node for row in rows for node in row.get("left-out", ()))
         return {
@@ -163,14 +161,14 @@ class Journal:
             **({"rounds-skipped": skipped} if skipped else {}),
             **({"left-out": left_out} if left_out else {}),
             **({"frozen": standing.frozen} if standing.frozen != "none" else {}),
-            **({"model-for-each-node": True} if self._strategy.personal else {}),
+            **({"model-for-each-node": True} if self.strategy.personal else {}),
             **({"stopped-after": standing.round, "stopped-by": standing.stopped_by} if standing.stopped_by else {}),
         }
 
     def summary_of_failure(self, experiment: Experiment, about: Mapping[str, Any], error: Exception) -> Summary:
         """Return the record of a run that could not go on, with the reason and the rounds that it has finished."""
-        reason = with_names(" ".join(str(error).split()), self._grid.names) or type(error).__name__
-        ended = {"rounds-done": self._standing.round, "failed": reason}
+        reason = with_names(" ".join(str(error).split()), self.grid.names) or type(error).__name__
+        ended = {"rounds-done": self.standing.round, "failed": reason}
         return {**self.summary(experiment, about), **ended, **diverged(error)}
 
     def _training(self, now: Round, missing: Collection[int | str]) -> dict[str, Any]:
@@ -178,7 +176,7 @@ class Journal:
         losses = [(reply.metrics.get(wire.TRAIN_LOSS), reply.num_examples) for reply in now.replies]
         reported = [(loss, count) for loss, count in losses if isinstance(loss, float)]
         loss = sum(loss * count for loss, count in reported) / max(sum(count for _, count in reported), 1)
-        self._standing.train_loss = loss if reported else self._standing.train_loss
+        self.standing.train_loss = loss if reported else self.standing.train_loss
         return {
             "nodes": sum(len(reply.nodes) for reply in now.replies),
             "train-loss": loss if reported else None,
@@ -188,37 +186,37 @@ class Journal:
 
     def _missing(self, now: Round) -> dict[int | str, str]:
         """Return who is missing in the training of a round, and why."""
-        names, refused = self._grid.names, {refusal.node for refusal in now.refused}
+        names, refused = self.grid.names, {refusal.node for refusal in now.refused}
         # a robust rule refuses a round of few nodes as a whole, as node 0
-        late = "was left out" if 0 in refused else f"did not answer in {self._config.timeout:g} s"
+        late = "was left out" if 0 in refused else f"did not answer in {self.config.timeout:g} s"
         silent = sorted({*now.nodes} - {node for reply in now.replies for node in reply.nodes})
         missing = {names.get(node, node): "was left out" if node in refused else late for node in silent}
-        for node in sorted(self._grid.unfit):
+        for node in sorted(self.grid.unfit):
             missing.setdefault(names.get(node, node), "was refused")
         if names:
-            connected = self._grid.get_node_ids() if self._config.fraction_train < 1 else ()
+            connected = self.grid.get_node_ids() if self.config.fraction_train < 1 else ()
             here = {names.get(node) for node in (*now.nodes, *connected)}
-            for who in sorted({*self._config.sites, *names.values()} - {*here, *missing}):
+            for who in sorted({*self.config.sites, *names.values()} - {*here, *missing}):
                 missing[who] = "was away"
         return missing
 
     def _absent(self, missing: Mapping[int | str, str], row: Mapping[str, Any]) -> str:
         """Return in words who is missing, also in the evaluation; empty if nobody is."""
-        names, reasons = self._grid.names, [f"{who} {why}" for who, why in missing.items()]
-        of_all = names and self._config.fraction_train == 1
-        total = max(row["nodes"] + len(missing), self._config.clients if of_all else 0)
+        names, reasons = self.grid.names, [f"{who} {why}" for who, why in missing.items()]
+        of_all = names and self.config.fraction_train == 1
+        total = max(row["nodes"] + len(missing), self.config.clients if of_all else 0)
         if unknown := total - row["nodes"] - len(missing):
             reasons.append(f"{unknown} never connected")
         text = f"; {row['nodes']} of {total} sites: {', '.join(reasons)}" if reasons else ""
-        tested = self._strategy.evaluation
+        tested = self.strategy.evaluation
         silent = {*tested.nodes} - {node for reply in tested.replies for node in reply.nodes}
         if tested.number == row["round"] and (others := {names.get(node, node) for node in silent} - {*missing}):
             text += f"; {', '.join(sorted(map(str, others)))} did not evaluate"
         return text
 
     def _traffic(self) -> dict[str, int]:
-        sent = self._standing.training - self._before
-        self._before = self._standing.training.copy()
+        sent = self.standing.training - self._before
+        self._before = self.standing.training.copy()
         return {
             "exchanges": sent.exchanges,
             "payload-bytes-down": sent.payload_down,
