@@ -128,8 +128,7 @@ class SideChannelGrid(PassingGrid):
             return _Attempt(self._grid, messages, self._options)
         except UnusableError as error:
             if not self._has_failed:
-                text = "Layer-wise steps go by messages, the side channel cannot be used: %s"
-                log(WARNING, text, wire.printable(str(error)))
+                log(WARNING, "Layer-wise steps go by messages, the side channel cannot be used: %s", error)
             self._has_failed = True
             return None
 
@@ -183,7 +182,8 @@ class _Attempt:
             link.fail(f"it did not connect to the side channel within {options.connect_timeout:g} s")
         out_of_reach += [links[node] for node, reply in self._by_flower.items() if _why_unreachable(reply)]
         if out_of_reach and not any(link.is_connected for link in links.values()):
-            raise UnusableError("; ".join(f"node {node}: {link.failure}" for node, link in links.items()))
+            reasons = [f"node {node}: {wire.printable(link.failure)}" for node, link in links.items()]
+            raise UnusableError("; ".join(reasons))
 
     def expect_reply(self, message: Message) -> str:
         """Note that a node owes the reply to a message, and return the message's id."""
