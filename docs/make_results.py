@@ -235,10 +235,11 @@ def pretrained_elsewhere() -> str:
     """Return what methods gain with a network that was already trained, where clients or the network are others."""
 
     def shown(place: Place, name: str) -> str:
-        return cell(place, name) if name == "FedAvg" else gain(place, name)
+        return gain(place, name) or cell(place, name)
 
+    places = {heading: place for heading, place in PRETRAINED.items() if (*place, "FedAvg") in runs()}
     names = [name for name in by_mean(PRETRAINED["two classes"]) if (*PRETRAINED["domains"], name) in runs()]
-    return by_method(names, over(PRETRAINED, shown))
+    return by_method(names, over(places, shown))
 
 
 def of_first_runs(place: Place, column: str) -> dict[str, str]:
