@@ -171,7 +171,7 @@ def write_study(
     folder: Path, study: Study, runs: Sequence[Run], recipe: Mapping[str, Any] | None = None, **more: Any
 ) -> None:
     """Write `study.json`: what was asked for, in the form of a recipe, `more` about it, and the list of runs."""
-    about = {"title": folder.name, "command": command_line(), "engine": study.engine, "grid-seeds": study.grid_seeds}
+    about = {"title": folder.name, "command": command_line()}
     listed = [{**run.place, "folder": run.folder.name} for run in runs]
     try:
         content = {**about, "recipe": recipe or study.content(), **more, "runs": listed}

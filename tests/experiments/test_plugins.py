@@ -123,7 +123,8 @@ def test_plugins_are_given_again(capsys: pytest.CaptureFixture[str]) -> None:
             assert run("run", **options, results_dir="whole") == 0
         with dying(int(0.9 * whole.count)), pytest.raises(Death):
             run("run", **options, results_dir="first")
-    for words in (["run", "--resume", "first"], ["reproduce", "first/study.json"]):
+    Path("mine.json").write_text(json.dumps(json.loads(Path("first/study.json").read_text())["recipe"]))
+    for words in (["run", "--resume", "first"], ["reproduce", "mine.json"]):
         sys.path[:] = [folder for folder in sys.path if folder != str(Path.cwd())]
         with registries_restored():
             assert main(words) == 2

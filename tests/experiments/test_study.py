@@ -303,17 +303,6 @@ def test_a_run_beside_others_leaves_an_interrupt_to_its_parent(tmp_path: Path, m
     assert "failed" not in summary
 
 
-def test_a_study_that_has_run_is_a_recipe(tmp_path: Path) -> None:
-    words = ["--methods", "fedavg,fixbn:freeze-round=2", "--grid", "lr=0.1,0.3", "--grid-seeds", "1", "--seeds", "2"]
-    assert run("compare", *words, "--engine", "inprocess", results_dir=str(tmp_path / "first"), seed="3") == 0
-    again = ["--results-dir", str(tmp_path / "second"), "--workers", "0"]
-    assert main(["reproduce", str(tmp_path / "first" / "study.json"), *again]) == 0
-    # the names of folders tell the engine and the grid's seeds
-    assert summaries(tmp_path / "first") == summaries(tmp_path / "second")
-    assert main(["reproduce", str(tmp_path / "second" / "study.json"), *again]) == 0
-    assert summaries(tmp_path / "first") == summaries(tmp_path / "second")
-
-
 def test_values_that_change_other_options_are_chosen_once(tmp_path: Path) -> None:
     """`centralized` makes its batches as large as those of all clients of a round together."""
     words = ["compare", "--methods", "centralized", "--grid", "fraction-train=0.5,1", "--grid-seeds", "1"]

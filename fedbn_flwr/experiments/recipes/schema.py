@@ -11,7 +11,7 @@ from fedbn_flwr.experiments.choice import Grid
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.method import all_options, parse, refuse_code
 from fedbn_flwr.experiments.recipes.paper import QUANTITIES, Direction, Number, Paper, Reported, Side
-from fedbn_flwr.experiments.study import STUDY, Setting, Study
+from fedbn_flwr.experiments.study import Setting, Study
 from fedbn_flwr.plugins import did_you_mean
 from fedbn_flwr.plugins.options import ALL_OPTIONS, Option, UsageError, options_of, whole_number
 from fedbn_flwr.plugins.yaml_text import load_yaml
@@ -21,8 +21,6 @@ SMOKE_KEYS = ("options", "methods", "vary", "seeds", "grid")
 KEYS = ("place", "about", *SMOKE_KEYS, "leave-out", "quantities", "reported", "directions", "notes", "smoke")
 #: options that are no part of a study
 OUTSIDE = ("method", "results-dir", "resume")
-#: fields of a study, by their keys in `study.json`, that are no part of a recipe
-OF_STUDIES = {"engine": "engine", "grid_seeds": "grid-seeds"}
 #: a number as printed, with or without a deviation
 PRINTED = re.compile(r"\s*(-?\d+(?:\.\d+)?)\s*(?:±\s*(\d+(?:\.\d+)?))?\s*")
 
@@ -178,11 +176,8 @@ def _all_options() -> dict[str, Option]:
     return {**options_of(Config), **all_options()}
 
 
-def parse_recipe(name: str, content: object, **known: Any) -> Recipe:
-    """Return the recipe of a file's content; a UsageError names what the schema does not allow.
-
-    `known` are fields of its study that the content does not say.
-    """
+def parse_recipe(name: str, content: object, read_from: str = "") -> Recipe:
+    """Return the recipe of a file's content; a UsageError names what the schema does not allow."""
     given = Fields(f"recipe {name}", content, KEYS)
     methods, options, axes = given.methods(), given.options(), given.axes()
     settings = []
@@ -210,7 +205,7 @@ def parse_recipe(name: str, content: object, **known: Any) -> Recipe:
         directions=[_direction(part, methods, labels) for part in directions],
         notes=given.texts("notes"),
     )
-    study = Study(methods, settings, given.seeds(), given.grid(), left_out=absent, **known)
+    study = Study(methods, settings, given.seeds(), given.grid(), left_out=absent, read_from=read_from)
     recipe = Recipe(name, given.content, study, paper)
     if not recipe.study.cells():
         given.refuse("leave-out leaves no cell")
@@ -301,10 +296,10 @@ def recipe_names() -> list[str]:
 
 def read_recipe(name: str) -> Recipe:
     """Read a recipe of a paper by its name, or one of a user's own by the path of its file."""
-    path, known = recipes_folder() / f"{name}.yaml", dict[str, Any]()
+    path, read_from = recipes_folder() / f"{name}.yaml", ""
     if name.endswith(SUFFIXES):
-        path, known["read_from"] = Path(name).expanduser(), "its file"
-        name = path.resolve().parent.name if path.name == STUDY else path.stem  # of a study that has run, its folder
+        path, read_from = Path(name).expanduser(), "its file"
+        name = path.stem
     elif name not in recipe_names():
         raise UsageError(f"unknown recipe {name!r}; `fedbn-flwr recipes` lists them; your own file must end in .yaml")
     try:
@@ -313,10 +308,7 @@ def read_recipe(name: str) -> Recipe:
         raise UsageError(f"recipe {name}: cannot be read: {error}") from error
     except ValueError as error:
         raise UsageError(f"recipe {name}: is not YAML: {error}") from error
-    if path.name == STUDY and isinstance(content, Mapping):
-        known |= {field: content[key] for field, key in OF_STUDIES.items() if key in content}
-        content = content.get("recipe")
-    return parse_recipe(name, content, **known)
+    return parse_recipe(name, content, read_from)
 
 
 def _order(name: str) -> tuple[str, str, int, str]:

@@ -12,7 +12,7 @@ from fedbn_flwr.experiments.output.run_folder import make_folder
 from fedbn_flwr.experiments.results.findings import findings
 from fedbn_flwr.experiments.results.plots import SETTINGS, bars, curves
 from fedbn_flwr.experiments.results.rows import Part, config_of, counts, read_parts, rounds_of
-from fedbn_flwr.experiments.results.show import fill, latex, say, to_csv, to_latex
+from fedbn_flwr.experiments.results.show import fill, say, to_csv, to_latex
 from fedbn_flwr.experiments.results.tables import all_runs, costs, curve_table, results
 from fedbn_flwr.plugins import did_you_mean
 from fedbn_flwr.plugins.options import UsageError
@@ -20,21 +20,6 @@ from fedbn_flwr.state.record_files import write_bytes
 
 #: keys of `config.json` that tell the machine
 MACHINE = ("hardware", "cores", "system")
-#: a document that shows the tables and pictures
-DOCUMENT = r"""\documentclass[a4paper]{article}
-\usepackage[T1]{fontenc}
-\usepackage[margin=2cm]{geometry}
-\usepackage{booktabs,graphicx}
-\begin{document}
-%s\end{document}
-"""
-FIGURE = r"""\begin{figure}[htbp]
-\centering
-\includegraphics[width=0.7\linewidth]{%s.pdf}
-\caption{%s}
-\end{figure}
-
-"""
 
 
 class Content:
@@ -103,16 +88,11 @@ def _write_csv(parts: Sequence[Content], folder: Path) -> str:
 
 
 def _write_latex(parts: Sequence[Content], folder: Path) -> str:
-    body = ""
     for part in parts:
         part.draw(folder, "pdf")
         for shown in part.tables:
             write_bytes(folder / f"{part.prefix}{shown.name}.tex", to_latex(shown).encode())
-            body += f"\\input{{{part.prefix}{shown.name}}}\n"
-        figures = [FIGURE % (part.prefix + picture.name, latex(picture.caption)) for picture in part.pictures]
-        body += "".join(figures) + "\\clearpage\n"
-    write_bytes(folder / "example.tex", (DOCUMENT % body).encode())
-    return "example.tex (tables with booktabs, pictures as PDF files)"
+    return f"{parts[0].prefix}results.tex (and other tables, for booktabs and graphicx, and pictures as PDF files)"
 
 
 #: format -> what writes it, and returns the name of its main file, and what stands beside it
