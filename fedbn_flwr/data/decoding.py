@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from fedbn_flwr.data.augmentation import ImageAugmentation, Size
@@ -65,6 +64,8 @@ class DecodeRequest:
 
         image = _opened(source)
         assert self.classes is not None
+        if len(image.getbands()) > 1:
+            raise UnreadableImageError(f"{name_of(source)} is not a label map: it has colours")
         values = np.asarray(image if raw else fitted(image, source, self.size, self.fit, smooth=False))
         classes: Tensor = tv_tensors.Mask(self.classes[torch.from_numpy(values.astype(np.int64))])
         return classes
@@ -84,14 +85,6 @@ def read_image(source: Source) -> "Image":
     if image.mode == "F" or values.min() < 0 or values.max() > 1:
         raise UnreadableImageError(f"{name_of(source)} has pixels other than whole numbers from 0 to {DEEPEST}")
     return fromarray(values)
-
-
-def read_map(source: Source) -> NDArray[np.int64]:
-    """Decode a label map, H x W; one that cannot be is an UnreadableImageError of one line, which names the file."""
-    values = np.asarray(_opened(source)).astype(np.int64)
-    if values.ndim != 2:
-        raise UnreadableImageError(f"{name_of(source)} is not a label map: it has colours")
-    return values
 
 
 def _opened(source: Source) -> "Image":
