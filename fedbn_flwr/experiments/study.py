@@ -171,10 +171,10 @@ def write_study(
     folder: Path, study: Study, runs: Sequence[Run], recipe: Mapping[str, Any] | None = None, **more: Any
 ) -> None:
     """Write `study.json`: what was asked for, in the form of a recipe, `more` about it, and the list of runs."""
-    about = {"title": folder.name, "command": command_line()}
     listed = [{**run.place, "folder": run.folder.name} for run in runs]
     try:
-        content = {**about, "recipe": recipe or study.content(), **more, "runs": listed}
+        about = {"title": folder.name, "command": command_line(), "recipe": recipe or study.content()}
+        content = {**about, **more, "runs": listed}
         write_json(make_folder(folder) / STUDY, content)
     except OSError:
         if any(run.finished() is None for run in runs):  # what is finished can be read where nothing can be written

@@ -7,7 +7,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
-from math import inf
 from pathlib import Path
 from pkgutil import iter_modules
 from traceback import extract_tb
@@ -20,6 +19,7 @@ from fedbn_flwr import norm as norms
 from fedbn_flwr.models.libraries import LIBRARIES, make_published, published
 from fedbn_flwr.models.weights import load_weights, read_weights
 from fedbn_flwr.plugins import add, import_function, warn_once
+from fedbn_flwr.plugins.options import Option, Range
 from fedbn_flwr.randomness import derive
 
 __all__ = ["LIBRARIES", "MODELS", "build", "published", "read_weights", "register_model"]
@@ -28,6 +28,8 @@ __all__ = ["LIBRARIES", "MODELS", "build", "published", "read_weights", "registe
 PRETRAINED = "pretrained"
 #: stands for the parameters of the last layer that has any
 HEAD = "head"
+
+_FACTOR = Option("trainable: a factor of the rate", float, 1.0, range=Range(0))
 
 #: makes a model from the number of classes, the number of channels and the side of the images
 Make = Callable[[int, int, int], nn.Module]
@@ -129,7 +131,7 @@ def _choose(model: nn.Module, patterns: Sequence[str]) -> None:
     names = [name for name, _ in model.named_parameters()]
     given = [(f"{text[1:]}=0" if text.startswith("!") else text).partition("=") for text in patterns]
     factors = dict.fromkeys(names, float(all(equals for _, equals, _ in given)))
-    read = [(asked, _factor(number) if equals else 1.0) for asked, equals, number in given]
+    read = [(asked, _FACTOR.read(number) if equals else 1.0) for asked, equals, number in given]
     for asked, factor in sorted(read, key=lambda pattern: pattern[1] == 0):
         glob = f"{names[-1].rpartition('.')[0]}.*" if asked == HEAD else asked
         if not (matching := [name for name in names if fnmatchcase(name, glob)]):
@@ -140,13 +142,6 @@ def _choose(model: nn.Module, patterns: Sequence[str]) -> None:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(parameter.requires_grad and factors[name] > 0)
     cast(Any, model).rate_factors = factors
-
-
-def _factor(number: str) -> float:
-    with suppress(ValueError):
-        if 0 <= (factor := float(number)) < inf:
-            return factor
-    raise ValueError(f"trainable: after = comes a factor of the rate such as 0.1, not {number!r}")
 
 
 def _maker(name: str, image_size: int, pretrained: bool) -> Make:

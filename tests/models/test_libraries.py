@@ -238,12 +238,16 @@ def test_a_factor_of_the_rate(engine: str, options: dict[str, Any], tmp_path: Pa
         assert torch.allclose(ends[0.1, True][name], ends[like, False][name], rtol=0, atol=1e-6), name
 
 
-@pytest.mark.parametrize("number", ["", "x", "-1", "inf", "nan"])
-def test_a_factor_that_is_none_is_named(number: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("number", "wrong"),
+    [(number, f"a number, got {number!r}") for number in ("", "x", "inf", "nan")] + [("-1", "at least 0, got -1.0")],
+)
+def test_a_factor_that_is_none_is_named(
+    number: str, wrong: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     chosen = f"head={number}"
     assert run("run", model=NETWORK, trainable=chosen, results_dir=str(tmp_path), **SMALL) == 2
-    text = f"trainable: after = comes a factor of the rate such as 0.1, not {number!r}"
-    assert text in capfd.readouterr().err
+    assert f"trainable: a factor of the rate must be {wrong}" in capfd.readouterr().err
 
 
 def test_layers_that_keep_their_statistics_exchange_nothing(tmp_path: Path) -> None:
