@@ -140,7 +140,8 @@ def _choose(model: nn.Module, patterns: Sequence[str]) -> None:
             )
         factors |= dict.fromkeys(matching, factor)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(parameter.requires_grad and factors[name] > 0)
+        if not factors[name]:
+            parameter.requires_grad_(False)
     cast(Any, model).rate_factors = factors
 
 

@@ -87,7 +87,7 @@ def test_the_reported_accuracy_by_hand_from_raw_data(kind: str, tmp_path: Path) 
     with safe_open(run_in(tmp_path) / "model.safetensors", "pt") as file:
         kept = json.loads(file.metadata()["about"])
     summary = json.loads((run_in(tmp_path) / "summary.json").read_text())
-    assert kept == {"mean": summary["mean"], "std": summary["std"]}
+    assert kept == {"mean": summary["mean"], "std": summary["std"], "image-size": options.get("image_size", 8)}
     assert len(kept["mean"]) == 3
     assert all(value > 0 for value in kept["std"])
 

@@ -173,16 +173,15 @@ def _show_kind(kind: str, rows: Sequence[Row]) -> None:
 
 
 def _show_one(row: Row) -> None:
-    texts = {key: row.get(key) for key in ("form", "paper", "leaves the client", "options")}
+    texts = {key: row.get(key) for key in ("form", "paper", "options")}
     shown = {key: ", ".join(text) if isinstance(text, list) else text for key, text in texts.items() if text}
     say([f"{row['name']}: {row['about']}", *(f"  {key}: {text}" for key, text in shown.items())])
 
 
 def _strategy(name: str, strategy: type[BaseStrategy]) -> Row:
     # a user's method is not that of the paper of its base
-    own = vars(strategy)
-    facts = {"paper": own.get("paper", ""), "leaves the client": own.get("leaves", "")}
-    return {**_row(name, strategy), **facts, "options": list(own_options(strategy))}
+    paper = vars(strategy).get("paper", "")
+    return {**_row(name, strategy), "paper": paper, "options": list(own_options(strategy))}
 
 
 def _row(name: str, thing: Callable[..., object]) -> Row:
