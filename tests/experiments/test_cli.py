@@ -168,7 +168,7 @@ def test_the_list_fits_an_ascii_terminal_of_80_columns(monkeypatch: pytest.Monke
 def test_list_tells_all_about_one_name_or_one_kind(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", "fixbn"]) == 0
     shown = capsys.readouterr().out
-    assert all(text in shown for text in ("Zhong", "two stages", "freeze-round"))
+    assert all(text in shown for text in ("Zhong", "frozen statistics", "freeze-round"))
     assert main(["list", "models"]) == 0
     shown = capsys.readouterr().out
     assert all(name in shown for name in MODELS)
