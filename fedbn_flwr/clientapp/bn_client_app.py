@@ -14,7 +14,7 @@ from fedbn_flwr import state, wire
 from fedbn_flwr.client import BNClient, Reply
 from fedbn_flwr.client.own_loop_client import OwnLoopClient
 from fedbn_flwr.client.rules import read_instruction
-from fedbn_flwr.clientapp.mods import ClientAppCallable, Mod
+from fedbn_flwr.clientapp.mods import ClientAppCallable, Mod, is_outermost
 from fedbn_flwr.layerwise.shared_statistics import UnlikeBatchNormError
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.state.records import array_records
@@ -33,17 +33,17 @@ ClientFunction = Callable[[Context], BNClient]
 class NodeApp(ClientApp):
     """Flower's ClientApp, which unpacks and packs arrays, and ends with one line where bad input is met.
 
-    Mods see every message, also one that no handler takes. To them, a step over a side channel is one message.
+    Mods that are `outermost` see every message, also those that no handler does, and what was remembered until the end.
     """
 
     def __init__(self, client_fn: Any = None, mods: Sequence[Mod] | None = None) -> None:
-        super().__init__(client_fn)
-        self._node_mods = list(mods or ())
+        self._outer = [mod for mod in mods or () if is_outermost(mod)]
+        super().__init__(client_fn, [mod for mod in mods or () if not is_outermost(mod)])
 
     def __call__(self, message: Message, context: Context) -> Message:
         """Answer a message."""
         handle: ClientAppCallable = self._answer
-        for mod in reversed(self._node_mods):
+        for mod in reversed(self._outer):
             handle = _around(handle, mod)
         packed = PACKED in message.content
         received = with_content(message, unpack(message.content)) if packed else message

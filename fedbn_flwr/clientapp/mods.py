@@ -24,11 +24,24 @@ from fedbn_flwr.wire.history import CHECKPOINT, History, path_number, site_numbe
 ClientAppCallable = Callable[[Message, Context], Message]
 Mod = Callable[[Message, Context, ClientAppCallable], Message]
 
+_OUTERMOST = "outermost"
+
 #: where a node keeps entries, in its memory
 KEPT = "kept-by-mod"
 SERVER_ROUND = "server-round"
 #: the log of a layer-wise step; a node that has lost it asks for the arrays again
 _PASSING = f"{NAMESPACE}/layerwise/"
+
+
+def outermost(mod: Mod) -> Mod:
+    """Mark a mod that this project's ClientApps call around everything else, for every message."""
+    mod.__dict__[_OUTERMOST] = True
+    return mod
+
+
+def is_outermost(mod: Mod) -> bool:
+    """Return whether a mod is marked so."""
+    return bool(getattr(mod, _OUTERMOST, False))
 
 
 def keep_local(*patterns: str) -> Mod:
@@ -111,6 +124,7 @@ def _bytes_of(message: Message) -> int:
     return sum(len(array.data) for record in array_records(message.content).values() for array in record.values())
 
 
+@outermost
 def keep_states(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
     """Let the node remember what it kept, and keep what it remembers then: a mod for any ClientApp.
 
@@ -123,6 +137,7 @@ def keep_states(message: Message, context: Context, call_next: ClientAppCallable
 def keep_states_in(folder: Path) -> Mod:
     """Return the mod for a folder."""
 
+    @outermost
     def mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         config = message.content.get(wire.record_names(message.content)[1])
         if not isinstance(config, ConfigRecord) or SERVER_ROUND not in config:
