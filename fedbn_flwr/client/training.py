@@ -118,12 +118,13 @@ def products(instruction: Instruction) -> Iterator[None]:
         return
     with _LOCK:
         _BEFORE.append([])
-        for read, write, *_ in _SETTINGS:
-            with suppress(RuntimeError):  # torch does not tell if a user has set the older and the newer ones
-                _BEFORE[-1].append((write, read()))
-        for _, write, ieee, tf32 in _SETTINGS:
-            write(tf32 if instruction.precision == "tf32" else ieee)
     try:
+        with _LOCK:
+            for read, write, *_ in _SETTINGS:
+                with suppress(RuntimeError):  # torch does not tell if a user has set the older and the newer ones
+                    _BEFORE[-1].append((write, read()))
+            for _, write, ieee, tf32 in _SETTINGS:
+                write(tf32 if instruction.precision == "tf32" else ieee)
         yield
     finally:
         with _LOCK:
@@ -177,7 +178,7 @@ def carried_records(exchange: Exchange | None) -> dict[str, State]:
 
 def make_optimizer(model: nn.Module, instruction: Instruction) -> torch.optim.Optimizer:
     """The instruction's optimizer over the parameters that learn, each at its factor of the rate."""
-    factors = getattr(getattr(model, "structure", model), "rate_factors", {})
+    factors: dict[str, float] = getattr(model, "rate_factors", {})
     lr, decay = instruction.lr, instruction.weight_decay
     groups: dict[float, list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():

@@ -81,17 +81,21 @@ def list_folder(path: Path) -> tuple[list[FileList], list[str], list[str]]:
     if not classes:
         raise ValueError(f"folder:{path}: found neither train/CLASS/ nor DOMAIN/train/CLASS/ nor DOMAIN/CLASS/ in it")
     lists = [_list(path, [os.path.join(home, role) for home in homes], classes) for role in roles]
-    return lists if len(lists) > 1 else _divided(lists[0]), classes, domains if len(domains) > 1 else []
+    divided = lists if len(lists) > 1 else _divided(lists[0], 2 if domains else 1)
+    return divided, classes, domains if len(domains) > 1 else []
 
 
-def _divided(listed: FileList) -> list[FileList]:
-    """Divide files into training and test files by their own names: other classes and domains do not move them."""
+def _divided(listed: FileList, depth: int) -> list[FileList]:
+    """Divide files into training and test files by their names below the class, which is so many folders deep.
+
+    So other classes and domains do not move them.
+    """
     strata: dict[tuple[int, int | None], list[str]] = {}
     for name, label, domain in zip_longest(listed.names, listed.labels, listed.domains):
         strata.setdefault((label, domain), []).append(name)
     train, test = FileList(listed.root), FileList(listed.root)
     for (label, domain), names in strata.items():
-        ordered = sorted(names, key=lambda name: fingerprint(os.path.basename(name)))
+        ordered = sorted(names, key=lambda name: fingerprint(os.sep.join(Path(name).parts[depth:])))
         count = max(round(HELD_OUT * len(names)), len(names) > 1)
         for part, chosen in ((test, ordered[:count]), (train, ordered[count:])):
             part.add(sorted(chosen), [label] * len(chosen), domain)

@@ -21,8 +21,8 @@ from fedbn_flwr.randomness import numpy_generator
 
 #: largest number of values that are gathered together for several batches: 4 MB in float32
 MOST_TOGETHER = 2**20
-#: share of a GPU's memory up to which a split is sent there once, to stay: with 16 processes on it, half of it
-MOST_STAYING = 1 / 32
+#: share of a GPU's memory up to which a split is sent there once, to stay: of 16 processes with two splits, half of it
+MOST_STAYING = 1 / 64
 
 #: most classes or domains that a line names
 MOST_NAMES = 20

@@ -103,7 +103,7 @@ def adapt(
     `preprocess` makes them. All are kept in memory, and the layers' outputs of one batch. The statistics are those of
     one forward pass in training mode over all inputs together, with dropout off: each layer sees what the layers before
     it have normalized with their new statistics, as in the model that is returned. So one batch goes through the model
-    once, and several do once for each layer: the same, in less memory and more time.
+    once, and several do once for each layer: the same, in less memory and more time, where no layer is used twice.
 
     A `weight` below 1 mixes (1 - weight) of the model's statistics with the new ones. n / (n + N) with n inputs counts
     the model's as N samples (Schneider et al., NeurIPS 2020). A model without running statistics is a ValueError.

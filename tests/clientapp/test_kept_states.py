@@ -12,7 +12,7 @@ from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from fedbn_flwr import state
 from fedbn_flwr.client import BNClient, Reply
 from fedbn_flwr.client.node_memory import STATE_VARIABLE
-from fedbn_flwr.clientapp import client_app, keep_states, keep_states_in
+from fedbn_flwr.clientapp import client_app, keep_local, keep_states, keep_states_in
 from fedbn_flwr.clientapp.mods import KeptStates
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.state import Arrays
@@ -52,6 +52,15 @@ def test_a_node_that_starts_again_goes_on_with_its_state(name: str, tmp_path: Pa
     one, other = (nodes.run(REGISTRY[name](**METHODS[name]), 5, momentum=0.5) for nodes in (whole, restarted))
     assert all(torch.equal(one[key], other[key]) for key in one)
     assert not restarted.grid.context(FORGETFUL).state
+    (file,) = tmp_path.glob("*/2/*.records")
+    assert dict(read_records(file)) == dict(whole.grid.context(FORGETFUL).state)
+
+
+def test_states_are_kept_whatever_the_order_of_mods_is(tmp_path: Path) -> None:
+    whole = Federation(make_model(), mods=[keep_local("1.*")])
+    restarted = Federation(make_model(), grid=Restarting, mods=[keep_local("1.*"), keep_states_in(tmp_path)])
+    one, other = (nodes.run(REGISTRY["fedavg"](), 3) for nodes in (whole, restarted))
+    assert all(torch.equal(one[key], other[key]) for key in one)
     (file,) = tmp_path.glob("*/2/*.records")
     assert dict(read_records(file)) == dict(whole.grid.context(FORGETFUL).state)
 

@@ -305,9 +305,10 @@ def test_the_images_for_testing_are_the_same_beside_other_sites_and_classes_and_
         return {str(Path(test.path(row)).relative_to(tmp_path)) for row in range(len(test))}
 
     for site, label, number in ((site, label, number) for site in "mo" for label in "bd" for number in range(17)):
-        paint(tmp_path / site / label / f"{number}.png", grey=number)
+        paint(tmp_path / site / label / (f"{number:02}/scan.png" if site == "m" else f"{number}.png"), grey=number)
     before = for_testing(tmp_path)
     assert len(before) == 4 * 3
+    assert {f"m/b/{number:02}/scan.png" for number in range(3)} - before  # not those that come first
     assert for_testing(tmp_path / "o") == {name for name in before if name.startswith("o/")}
     for site, label in (("a", "b"), ("m", "c"), ("n", "a"), ("z", "b")):
         paint(tmp_path / site / label / "0.png", grey=0)

@@ -217,7 +217,9 @@ def test_where_there_are_no_models_of_nodes(tmp_path: Path) -> None:
         quick().models()
     found = quick("fedbn", tmp_path)
     shutil.rmtree(run_in(tmp_path) / "personal")
-    with pytest.raises(UsageError, match="is missing: with the engine ray and in deployments nodes keep their models"):
+    with pytest.raises(
+        UsageError, match="is missing or empty: with the engine ray and in deployments nodes keep their models"
+    ):
         found.models()
 
 

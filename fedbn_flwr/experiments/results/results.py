@@ -106,9 +106,9 @@ class Results:
         experiment, folder = self._runs[key].experiment, self._runs[key].folder / PERSONAL
         if not experiment.strategy_class.personal:
             raise UsageError(f"{key[0]!r} has one model for all nodes: `model` returns it")
-        if not folder.is_dir():
+        if not [*folder.glob("*.safetensors")]:
             raise UsageError(
-                f"{folder} is missing: with the engine ray and in deployments nodes keep their models, "
+                f"{folder} is missing or empty: with the engine ray and in deployments nodes keep their models, "
                 "of which `export_personal` makes one there"
             )
         weights = read_weights(folder.parent / "model.safetensors")

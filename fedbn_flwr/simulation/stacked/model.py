@@ -40,6 +40,7 @@ class Stack(nn.Module):
         super().__init__()
         # not as a submodule: its parameters are not those of the stack
         object.__setattr__(self, "structure", structure)
+        self.rate_factors = getattr(structure, "rate_factors", {})
         self.clients = len(states)
         #: by an entry's id, the first of its names; tied entries have several
         entries: dict[str, Tensor] = dict(structure.named_parameters(remove_duplicate=False))
@@ -50,7 +51,9 @@ class Stack(nn.Module):
         self._layers = StackedLayers(structure)
         self._entries = entries
         rows = {name: value.new_empty((self.clients, *value.shape)) for name, value in entries.items()}
-        self._parameters_of_all = {name: nn.Parameter(rows[name]) for name, _ in structure.named_parameters()}
+        self._parameters_of_all = {
+            name: nn.Parameter(rows[name], value.requires_grad) for name, value in structure.named_parameters()
+        }
         self._buffers_of_all = {name: rows[name] for name, _ in structure.named_buffers()}
         self.load(states)
 
