@@ -216,9 +216,9 @@ def comparison(runs: Frame, caption: str) -> Table:
     firsts = lines.compared()["first"].reindex(lines.index)
     columns = {
         heading_of(lines.columns[0]): lines.cells(lines.columns[0]).fillna(lines.words("not recorded")),
+        **{f"vs {first}": differences.where(firsts == first) for first in firsts.dropna().unique()},
         "personal": lines.cells("accuracy-personal", ""),
         "mean BN": lines.cells("accuracy-mean-bn", ""),
-        **{f"vs {first}": differences.where(firsts == first) for first in firsts.dropna().unique()},
         "chosen": chosen,
         "lr": pd.Series({key: _rate(own) for key, own in runs.groupby(CELL)}, lines.index).where(chosen.isna()),
         "MB sent": lines.mean("MB sent", 1),
