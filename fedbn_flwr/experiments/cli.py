@@ -215,7 +215,7 @@ def _add_option(group: Any, key: str, forms: Mapping[Option, Sequence[str]], sho
 
 def _run(options: dict[str, Any]) -> None:
     folder = options.pop("results-dir", Config.results_dir)
-    results = run(options.pop("method", None), folder=folder, progress="lines", **options)
+    results = run(options.pop("method", None), folder=folder, **options)
     results.show()
     draw_or_warn(results.plot, results.folder / "curves.png")
 
@@ -233,7 +233,7 @@ def _compare(options: dict[str, Any]) -> None:
     if options.pop("dry-run"):
         show_plan("comparison", comparison(methods, options, **asked).runs(Path(folder)))
         return
-    results = compare(methods, folder=folder, progress="lines", verbose=verbose, **asked, **options)
+    results = compare(methods, folder=folder, verbose=verbose, **asked, **options)
     results.show()
     if any("failed" not in summary for summary in results.summaries):
         draw_or_warn(results.plot, results.folder / "curves.png")

@@ -8,7 +8,7 @@ from copy import deepcopy
 from pathlib import Path
 from tempfile import mkdtemp
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
@@ -31,8 +31,6 @@ Model = str | Callable[..., nn.Module] | nn.Module
 RESULTS = "results-dir"
 #: stands for every domain of the data, one after another
 EACH = "each"
-#: how a call shows how far it has come: a bar, also lines where there is no terminal for a bar, or nothing
-Shown = bool | Literal["lines"]
 #: stands for what is not given; None may come from a loader that has forgotten `return`
 UNSET: Any = object()
 
@@ -48,7 +46,7 @@ def compare(
     grid_seeds: int = SEEDS,
     engine: str = "stacked",
     side_by_side: int = 1,
-    progress: Shown = True,
+    progress: bool = True,
     verbose: bool = False,
     **options: Any,
 ) -> Results:
@@ -66,7 +64,7 @@ def compare(
     - `options`: those of the command, with underscores, such as `partition="classes:2"`.
     - `folder`: where runs are kept. The same call goes on there, and runs with other options, methods and seeds lie
       beside them. Without it, runs are gone with the results that are returned.
-    - `progress`: a bar in a terminal or a notebook; with `"lines"`, lines elsewhere.
+    - `progress`: a bar in a terminal or a notebook, and elsewhere a line in every tenth of the rounds.
 
     A UsageError, which is a ValueError, says in one line what is wrong and what is allowed. A method that fails does
     not stop the others: `Results.failures` says why it failed.
@@ -95,7 +93,7 @@ def run(
     data: str | OwnData = UNSET,
     folder: str | Path | None = None,
     engine: str | None = None,
-    progress: Shown = True,
+    progress: bool = True,
     verbose: bool = False,
     **options: Any,
 ) -> Results:

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Sequence
 from html import escape
 from importlib import import_module
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -24,11 +24,11 @@ def percent(share: float) -> str:
 class Bars:
     """A progress bar over all runs, with the present run and the last score of its model.
 
-    It stands in a terminal or under a notebook's cell, which it leaves at the end. Elsewhere, `lines` lets each run
-    print a line in every tenth of its rounds. Over both stands a line about the data.
+    It stands in a terminal or under a notebook's cell, which it leaves at the end. Elsewhere, each run prints a
+    line in every tenth of its rounds. Over both stands a line about the data.
     """
 
-    def __init__(self, runs: int, data: Data, progress: bool | Literal["lines"] = "lines") -> None:
+    def __init__(self, runs: int, data: Data, progress: bool = True) -> None:
         self._progress = Progress(
             BarColumn(),
             MofNCompleteColumn(),
@@ -41,8 +41,8 @@ class Bars:
         if progress and in_notebook():
             display = import_module("IPython.display").display
             self._cell = display({"text/html": ""}, raw=True, display_id=True)
-        self._has_bar = bool(progress) and self._cell is None and console.is_terminal
-        self._has_lines = progress == "lines" and self._cell is None and not console.is_terminal
+        self._has_bar = progress and self._cell is None and console.is_terminal
+        self._has_lines = progress and self._cell is None and not console.is_terminal
         self._runs, self._data = runs, data
         self._task = self._progress.add_task("", total=None)
         self._done = 0
