@@ -86,16 +86,16 @@ def play(
     config = setup.config
     set_up_process(config)
     experiment = replace(experiment, config=config)
+    standing, arrays = Standing(), setup.initial
+    saver = Saver(folder, config, setup.grid, strategy, standing)
     if saved:
-        refuse_other_model(folder, saved, arrays_of(setup.initial))
+        refuse_other_model(folder, saved, arrays_of(arrays))
+        arrays = saver.restore(saved)
         files = RunFolder(folder, saved.server_round)
     else:
         clear(folder)
         files = RunFolder(folder)
         files.config(experiment.to_mapping(), asked, setup.sites)
-    standing = Standing()
-    saver = Saver(folder, config, setup.grid, strategy, standing)
-    arrays = saver.restore(saved) if saved else setup.initial
     counted = CountingGrid(setup.grid, standing.training, standing.evaluation)
     train_config = ConfigRecord({**instruction_of(config).to_config(always=("lr",)), **setup.facts})
     evaluate_config = ConfigRecord({**evaluation_of(experiment).to_config(), **setup.facts})

@@ -8,6 +8,7 @@ from typing import Any
 from flwr.common import log
 
 from fedbn_flwr.layerwise.exchange import Why
+from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.server.replies import CannotTrainError, DivergedError, Refusal
 from fedbn_flwr.state import Arrays
 
@@ -105,6 +106,8 @@ def pack_state(state: Any, partitions: Mapping[int, int]) -> dict[str, Any]:
 
 def unpack_state(state: Any, packed: Mapping[str, Any], nodes: Mapping[int, int]) -> None:
     """Fill a new state; `nodes` are the present ids by partition, and absent nodes are forgotten."""
+    if lacking := [item.name for item in fields(state) if item.name not in packed]:
+        raise UsageError(f"another version wrote the checkpoint, which lacks {lacking[0]!r}: begin again without it")
     for item in fields(state):
         value = packed[item.name]
         if is_dataclass(present := getattr(state, item.name)):

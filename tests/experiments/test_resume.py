@@ -188,10 +188,15 @@ def forget_rows(path: Path) -> None:
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:1]))
 
 
-def lose_standing(path: Path) -> None:
-    saved = torch.load(path, weights_only=True)
-    del saved["standing"]
-    torch.save(saved, path)
+def lose(*keys: str) -> Callable[[Path], object]:
+    def change(path: Path) -> None:
+        saved = part = torch.load(path, weights_only=True)
+        for key in keys[:-1]:
+            part = part[key]
+        del part[keys[-1]]
+        torch.save(saved, path)
+
+    return change
 
 
 def resize(path: Path) -> None:
@@ -217,7 +222,12 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
         "server.pt cannot be read: ",
     ),
     "no file": (f"{LAST}/server.pt", Path.unlink, "server.pt cannot be read: "),
-    "without a part": (f"{LAST}/server.pt", lose_standing, "server.pt cannot be read: 'standing'"),
+    "without a part": (f"{LAST}/server.pt", lose("standing"), "server.pt cannot be read: 'standing'"),
+    "of an older method": (
+        f"{LAST}/server.pt",
+        lose("strategy", "moments"),
+        "wrote the checkpoint, which lacks 'moments'",
+    ),
     "a node's state truncated": (f"{LAST}/nodes/1.records", truncate, "is damaged: nodes/1.records should have "),
     "a node's state lost": (f"{LAST}/nodes/0.records", Path.unlink, "is damaged: nodes/0.records should have "),
     "rows lost": ("rounds.jsonl", forget_rows, "does not have the rows of the first 2 rounds"),
