@@ -72,8 +72,7 @@ class FedTAN(Layerwise):
     or did not reply when last drawn, goes without corrections, and is not in the pool. What corrections of gradients
     add because a drawn node is silent, those of the next round take back. Messages carry 4 numbers a BN channel more,
     each way (2 without gradients), and each layer's name and 3 sizes. Nodes remember nothing. Corrections of statistics
-    are cut to `trust` standard deviations, and to variance ratios between 1 / `trust` and `trust`; 0 leaves them as
-    they are. What the server keeps has at most 256 megabytes.
+    are cut to 3 standard deviations, and ratios of variances to 1/3 and 3. The server keeps at most 256 megabytes.
 
     Deviations: the authors' code uses another optimizer for the layer-wise step than for the steps after it; here, the
     same one goes on. p_i is the share of examples, in their code 1 / N (`weighting="uniform"`). The running variance is
@@ -95,9 +94,6 @@ class FedTAN(Layerwise):
         carry: Annotated[
             bool, "use corrections from earlier rounds in place of exchanges: one exchange a round"
         ] = False,
-        trust: Annotated[
-            float, "bound of carried corrections, in standard deviations and as ratio of variances; 0 is none"
-        ] = 3.0,
         memory: Annotated[
             float,
             "share of a node's earlier statistics in what carry=true keeps, after one round; 0 keeps the last only",
@@ -111,12 +107,10 @@ class FedTAN(Layerwise):
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        if not carry and (idle := {"trust", "memory", "oldest"} & self.made_with[1].keys()):
+        if not carry and (idle := {"memory", "oldest"} & self.made_with[1].keys()):
             raise ValueError(f"{min(idle)} is an option of carried corrections, but carry is false")
-        if trust != 0 and trust <= 1:
-            raise ValueError(f"trust must be 0 or more than 1, got {trust}")
         self.carry, self.reads_replies = carry, self.reads_replies or carry
-        self.trust, self.memory, self.oldest = trust, memory, oldest
+        self.memory, self.oldest = memory, oldest
         if carry:
             self.let_send(Sent("values that carry=true keeps"))
         if self.carry and exchange != "fused":
@@ -126,7 +120,7 @@ class FedTAN(Layerwise):
     @property
     def carried(self) -> CarriedValues:
         """Return what the server makes of the values that it keeps."""
-        return CarriedValues(self.trust, self.memory, self.oldest, self.averager.combiner, self.state.carried)
+        return CarriedValues(self.memory, self.oldest, self.averager.combiner, self.state.carried)
 
     def package(self, nodes: Sequence[int], arrays: ArrayRecord) -> dict[int, dict[str, ArrayRecord]]:
         """Add the nodes' corrections; evaluations are instructed without them."""

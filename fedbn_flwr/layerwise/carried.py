@@ -94,6 +94,8 @@ Examples = Mapping[int, float]
 #: what is corrected
 KINDS: tuple[Kind, Kind] = ("statistics", "gradients")
 LAYERS, SIZES, EXAMPLES, ROUND = "layers", "sizes", "examples", "round"
+#: the trust region: standard deviations that offsets have at most, and ratios of variances, as in batch renormalization
+TRUST = 3.0
 #: in place of an eps of 0, because channels may be constant
 _LEAST = 1e-12
 #: most bytes of nodes' values that the server keeps
@@ -103,18 +105,13 @@ LIMIT = 256 * 2**20
 # ---- corrections of local values ----------------------------------------------------------------------------------
 
 
-def carried_corrections(
-    kind: Kind, values: Tensor, weights: Sequence[float], trust: float, combiner: Combiner = combine
-) -> Tensor:
-    """Return the participants' corrections from all participants' kept values of one kind, a row for each.
-
-    Channels of several layers may stand side by side. With a `trust` of 0 the region is unbounded.
-    """
+def carried_corrections(kind: Kind, values: Tensor, weights: Sequence[float], combiner: Combiner = combine) -> Tensor:
+    """Return the participants' corrections from all participants' kept values of one kind, a row for each."""
     corrections = correction(kind, values, combiner(kind, values, weights))
-    if kind == "statistics" and trust:
+    if kind == "statistics":
         offsets, ratios = corrections.unbind(1)
-        offsets.clamp_(-trust, trust)
-        ratios.clamp_(1 / trust, trust)
+        offsets.clamp_(-TRUST, TRUST)
+        ratios.clamp_(1 / TRUST, TRUST)
     return corrections
 
 
@@ -264,13 +261,12 @@ class CarriedValues:
 
     def __init__(
         self,
-        trust: float,
         memory: float = 0.0,
         oldest: int = 0,
         combiner: Combiner = combine,
         kept: Kept | None = None,
     ) -> None:
-        self.trust, self.memory, self.oldest, self.combiner = trust, memory, oldest, combiner
+        self.memory, self.oldest, self.combiner = memory, oldest, combiner
         self.kept = kept or Kept()
 
     def hear(self, node: int, num_examples: float, values: Mapping[str, np.ndarray], server_round: int = 0) -> str:
@@ -329,7 +325,7 @@ class CarriedValues:
         for kind in KINDS:
             if kind in first:
                 rows = torch.from_numpy(np.stack([values[kind] for values in heard.values()]))
-                corrected = carried_corrections(kind, rows, weights, self.trust, self.combiner).numpy()
+                corrected = carried_corrections(kind, rows, weights, self.combiner).numpy()
                 if kind == "gradients":
                     corrected -= self._surplus_like(corrected[0]).astype(corrected.dtype)
                 for node, values in zip(heard, corrected, strict=True):

@@ -109,10 +109,9 @@ def test_the_bounds_of_options_are_those_of_the_methods() -> None:
 PRIVATE: dict[str, Any] = {"weighting": "uniform", "privacy": Privacy(1.0, 1.0)}
 #: what does not go together, and why
 REFUSED: list[tuple[Callable[[], object], str]] = [
-    (lambda: FedTAN(carry=True, trust=1.0), "trust must be 0 or more than 1, got 1.0"),
     *(
         (lambda given=given: FedTAN(**given), f"{next(iter(given))} is an option of carried corrections, but carry is")
-        for given in ({"trust": 2.0}, {"memory": 0.1}, {"oldest": 1})
+        for given in ({"memory": 0.1}, {"oldest": 1})
     ),
     (lambda: FedAvg(server_lr=0.1), "server_lr is the rate of a server_optimizer, which is none"),
     (lambda: FedAvg(gather_samples=9), "gather_samples are of gathered statistics, but statistics is running"),
