@@ -23,7 +23,7 @@ from fedbn_flwr.data.sets.hugging_face import CHOICES, hugging_face
 from fedbn_flwr.data.sets.imagenet import imagenet, tiny_imagenet
 from fedbn_flwr.data.splits import Data, Split
 from fedbn_flwr.data.streets import SIDE, streets
-from fedbn_flwr.plugins import Named, add, did_you_mean
+from fedbn_flwr.plugins import Named, add, did_you_mean, warn_once
 from fedbn_flwr.plugins.options import Option, Range, option_key, read_options, read_pairs
 from fedbn_flwr.randomness import torch_generator
 
@@ -257,6 +257,10 @@ def _prepare(data: Data, image_size: int | None, channels: int) -> Data:
         if values.is_floating_point() and values.numel() and not all(map(isfinite, values.aminmax())):
             sample = int((~values.isfinite()).reshape(len(values), -1).any(1).nonzero()[0])
             raise ValueError(f"{data.name}: {role} sample {sample} has a value that is not a finite number")
+    if data.train.inputs.is_floating_point() and len(data.train) and len(data.test):
+        train, test = (float(split.inputs.abs().max()) for _, split in splits)
+        if max(train, test) > 50 * min(train, test):
+            warn_once(f"{data.name}: training inputs reach {train:g}, test inputs {test:g}: are they on one scale?")
     if image_size not in (None, data.image_size):
         data = data.resized(image_size)
     if channels not in (0, data.in_channels):

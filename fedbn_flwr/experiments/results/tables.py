@@ -348,5 +348,6 @@ def cautions(runs: Frame) -> list[str]:
     absent, lines = first.get("absent-classes"), list[str]()
     if isinstance(absent, list):
         lines = [f"Caution: {about_absent(absent, first['partition'], first['clients'])}."]
-    of = f"; scores are means over {', '.join(sites)}" if isinstance(sites := first.get("sites"), dict) else ""
-    return lines + [f"Caution: {len(left)} nodes were missing in rounds{of}; rounds.jsonl names them."] * bool(left)
+    if isinstance(sites := first.get("sites"), dict) and len(sites) < first["clients"]:
+        lines.append(f"Caution: scores are means over {', '.join(sites)}, {len(sites)} of {first['clients']} sites.")
+    return lines + [f"Caution: {len(left)} nodes were missing in rounds; rounds.jsonl names them."] * bool(left)

@@ -138,8 +138,9 @@ def test_what_readers_should_know_of_the_data(tmp_path: Path) -> None:
     text = shown(tmp_path, [ended("a", **about), ended("b")])
     assert "Caution: no client has samples of 2 classes (4, 9): classes:2 with 5 clients." in text
     assert "Caution: 1 nodes were missing in rounds; rounds.jsonl names them." in text
-    text = shown(tmp_path / "sites", [ended("a", **about, sites={"north": {}, "west": {}})])
-    assert "Caution: 1 nodes were missing in rounds; scores are means over north, west; rounds.jsonl" in text
+    text = shown(tmp_path / "sites", [ended("a", **about, clients=3, sites={"north": {}, "west": {}})])
+    assert "Caution: scores are means over north, west, 2 of 3 sites." in text
+    assert "Caution: scores" not in shown(tmp_path / "all", [ended("a", clients=1, sites={"north": {}})])
 
 
 def test_domains_that_nobody_trained_with_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
