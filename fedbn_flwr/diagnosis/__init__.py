@@ -19,7 +19,7 @@ from fedbn_flwr.device import where_exact
 from fedbn_flwr.layerwise import Answer, Exchange, Kind, Observer, Requests, combine, lockstep
 from fedbn_flwr.layerwise.exchange import normalized
 from fedbn_flwr.layerwise.shared_statistics import check_layers, shared_statistics
-from fedbn_flwr.norm import bn_layers
+from fedbn_flwr.norm import freeze, lacks
 from fedbn_flwr.randomness import derive, torch_generator
 
 __all__ = ["Diagnosis", "Measurement", "check_model", "diagnose", "overall"]
@@ -101,13 +101,14 @@ def diagnose(
     shuffled = [_shuffled(draw, torch_generator(seed, "deal", index)) for index, draw in enumerate(draws)]
     shares = normalized(weights)
     measure = partial(_measure, model, shares=shares, loss_function=loss_function, seed=seed)
-    return Diagnosis(shares, sizes, measure(draws), measure(shuffled))
+    with freeze(model, statistics=False):  # layers that keep their statistics in training do it here
+        return Diagnosis(shares, sizes, measure(draws), measure(shuffled))
 
 
 def check_model(model: nn.Module) -> None:
     """Refuse, with a ValueError, a model without BN layers or with variants of BN such as batch renormalization."""
-    if not bn_layers(model):
-        raise ValueError("the model has no BN layer, so there is nothing to diagnose")
+    if lacking := lacks(model, "bn"):
+        raise ValueError(f"there is nothing to diagnose: {lacking}")
     check_layers(model)
 
 

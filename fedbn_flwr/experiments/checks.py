@@ -18,7 +18,7 @@ from fedbn_flwr.experiments.output.scoring import LOWER_IS_BETTER
 from fedbn_flwr.experiments.output.sinks import check_sinks
 from fedbn_flwr.layerwise.shared_statistics import check_layers
 from fedbn_flwr.norm.detect import FunctionalBatchNorm
-from fedbn_flwr.plugins import warn_once
+from fedbn_flwr.plugins import described, warn_once
 from fedbn_flwr.plugins.options import UsageError, refusing
 from fedbn_flwr.strategies import BaseStrategy, Layerwise
 
@@ -40,7 +40,8 @@ def checked_material(experiment: Experiment, strategy: BaseStrategy) -> Material
             check_model(material, strategy)
     except (ValueError, OSError, RuntimeError) as error:  # a model's weights may be those of a server
         about = str(error)
-        is_told = config.norm == "bn" or config.method in about  # the layers of other methods may be possible
+        # other methods, with other layers or options, may be possible
+        is_told = config.method in about or (config.norm == "bn" and ":" not in config.method)
         raise UsageError(about if is_told else f"method {config.method!r}: {about}") from error
     if material is None and experiment.strategy_class.one_node:
         raise UsageError(
@@ -64,11 +65,6 @@ def check_task(config: Config, loaded: data.Data) -> None:
         raise UsageError(f"{loaded.name} has float targets, which need objective={able}; classes are integers from 0")
     if task.has_classes and loaded.num_classes == 1:
         raise UsageError(f"{loaded.name} has one class only, {', '.join(loaded.class_names) or 0}")
-    splits = loaded.train, loaded.test
-    if all(map(len, splits)) and loaded.train.inputs.is_floating_point():
-        train, test = (float(split.inputs.abs().max()) for split in splits)
-        if max(train, test) > 50 * min(train, test):
-            warn_once(f"{loaded.name}: training inputs reach {train:g}, test inputs {test:g}: are they on one scale?")
     if config.class_metrics and (targets := UNCLASSED.get(loaded.task)):
         raise UsageError(f"class-metrics are of labels, and {loaded.name} has {targets}")
     task.check_augmentation(config.augmentation)
@@ -89,7 +85,7 @@ def refuse_percent(config: Config, metric: str) -> None:
 
 def check_model(material: Material, strategy: BaseStrategy) -> None:
     """Refuse a model that does not fit the data, or with which the method would be another one."""
-    config, model = material.config, material.model
+    config, model = material.config, material.model.train()
     functional = check_shapes(material)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageError(f"model {config.model!r} has no parameter that learns (with requires_grad=True)")
@@ -100,7 +96,7 @@ def check_model(material: Material, strategy: BaseStrategy) -> None:
         raise UsageError(f"method {config.method!r} would be another one: {lacking}")
     if isinstance(strategy, Layerwise):
         with refusing(f"method {config.method!r}: "):
-            check_layers(model.train())
+            check_layers(model)
 
 
 def check_shapes(material: Material) -> bool:
@@ -128,8 +124,10 @@ def _check_inputs(material: Material, split: data.Split, role: str) -> bool:
     try:
         with torch.no_grad(), FunctionalBatchNorm(model) as functional:
             outputs = model.eval()(torch.zeros(1, *shape, device=device, dtype=dtype))
-    except (RuntimeError, ValueError) as error:
-        raise UsageError(f"model {config.model!r} cannot take {role}{kind} of the shape {shape}: {error}") from error
+    except Exception as error:  # of whatever kind a user's function raises
+        about = f"model {config.model!r} cannot take {role}{kind} of the shape {shape}"
+        about += " (channels=3 repeats grey images)" * (shape[0] == 1 and len(shape) == 3)
+        raise UsageError(f"{about}: {described(error)}") from error
     logits = logits_of(outputs)
     if config.objective in OBJECTIVES and logits.numel() != loaded.num_classes:
         raise UsageError(f"model {config.model!r} has {logits.numel()} outputs for {loaded.num_classes} targets")

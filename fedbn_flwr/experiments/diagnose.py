@@ -48,6 +48,7 @@ def show_diagnosis(diagnosis: Diagnosis, title: str, advice: str, folder: Path) 
     """Print distances by layer, errors by mismatch, and the suggestion."""
     actual, shuffled = diagnosis.actual, diagnosis.shuffled
     table = new_table(f"{title}: clients' distance from the global values", "BN layer", numbers=[*DISTANCES.values()])
+    table.columns[0].no_wrap = True  # a name in two could not be copied
     for layer, by_chance in zip(actual.layers, shuffled.layers, strict=True):
         cells = (_both(_overall(diagnosis, layer, what), _overall(diagnosis, by_chance, what)) for what in DISTANCES)
         table.add_row(layer.name, *cells)

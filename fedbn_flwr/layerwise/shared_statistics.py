@@ -45,6 +45,8 @@ def shared_statistics(
     ]
     with replaced_forwards({stand_in.layer: stand_in for stand_in in stand_ins}):
         yield
+    if any(stand_in.rests for stand_in in stand_ins) and not any(stand_in.uses for stand_in in stand_ins):
+        raise UnlikeBatchNormError("no BN layer normalized with a batch's statistics: does `forward` set eval mode?")
     if final:
         for stand_in in stand_ins:
             for mean, variance, count in stand_in.seen:
@@ -61,11 +63,14 @@ class _SharedForward:
     use: Use
     apply: Apply
     uses: int = 0
+    #: whether it was called in eval mode
+    rests: bool = False
     seen: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
 
     def __call__(self, inputs: Tensor) -> Tensor:
         layer = self.layer
         if not _uses_batch_statistics(layer):
+            self.rests = True
             return self.plain(inputs)
         layer._check_input_dim(inputs)
         self.uses += 1

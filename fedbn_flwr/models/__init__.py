@@ -2,23 +2,22 @@
 
 import importlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from pkgutil import iter_modules
-from traceback import extract_tb
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fedbn_flwr import norm as norms
 from fedbn_flwr.models.libraries import LIBRARIES, make_published, published
 from fedbn_flwr.models.weights import load_weights, read_weights
-from fedbn_flwr.plugins import add, import_function, warn_once
+from fedbn_flwr.plugins import add, described, import_function
 from fedbn_flwr.plugins.options import Option, Range
 from fedbn_flwr.randomness import derive
 
@@ -89,13 +88,12 @@ def build(
 
     Its weights are a function of the seed alone, and torch's own generator is left as it was. `init_from`, a
     safetensors file or a torch state dict, replaces them, or `pretrained`, the library's own. `norm`, `groups` and
-    `norm_options` are those of `fedbn_flwr.norm.replace`; where the weights are those of the network without them,
-    a log line says what is lost. `normalize_features` lets the classifier take normalized features. `trainable`
-    has patterns of the parameters that learn, and at which part of the rate: the model's `rate_factors`.
+    `norm_options` are those of `fedbn_flwr.norm.replace`. `normalize_features` lets the classifier take normalized
+    features. `trainable` has patterns of the parameters that learn, and at which part of the rate: the model's
+    `rate_factors`.
     """
     make = _maker(name, image_size, pretrained=init_from == PRETRAINED)
-    loaded = init_from == PRETRAINED
-    weights = None if init_from is None or loaded else read_weights(Path(init_from).expanduser())
+    weights = None if init_from in (None, PRETRAINED) else read_weights(Path(str(init_from)).expanduser())
     with torch.random.fork_rng(devices=[]):
         # Only the CPU's generator: torch.manual_seed would reseed the accelerators' too.
         torch.default_generator.manual_seed(derive(seed, "weights"))
@@ -103,23 +101,13 @@ def build(
         if weights is not None:
             with suppress(ValueError):  # said below, if they do not fit the model as it is in the end either
                 load_weights(model, weights, str(init_from), num_classes)
-                loaded = True
-        before = {name: value.clone() for name, value in model.state_dict().items()} if loaded else {}
+                weights = None
         model = norms.replace(model, norm, groups=groups, **norm_options)
         model = norms.normalize_features(model) if normalize_features else model
-        if weights is not None and not loaded:
+        if weights is not None:
             load_weights(model, weights, str(init_from), num_classes)
-    _warn_of_loss(before, model, f"{init_from}: the normalizer {norm!r}")
     _choose(model, trainable)
     return model
-
-
-def _warn_of_loss(before: Mapping[str, Tensor], model: nn.Module, what: str) -> None:
-    """Say which weights are not what they were."""
-    after = model.state_dict()
-    lost = [name for name, value in before.items() if name not in after or not torch.equal(after[name], value)]
-    if lost:
-        warn_once(f"{what} drops or changes {len(lost)} of {len(before)} entries of the weights, such as {lost[0]!r}")
 
 
 def _choose(model: nn.Module, patterns: Sequence[str]) -> None:
@@ -178,9 +166,7 @@ def _custom_model(spec: str) -> Make:
         try:
             model = factory(**{name: value for name, value in offered if name in accepted})
         except Exception as error:  # of whatever kind a user's function raises
-            place = extract_tb(error.__traceback__)[-1]
-            what = f"{type(error).__name__}: {error} ({place.filename}, line {place.lineno})"
-            raise ValueError(f"model {spec!r} cannot be made: {what}") from error
+            raise ValueError(f"model {spec!r} cannot be made: {described(error)}") from error
         if not isinstance(model, nn.Module):
             raise ValueError(f"model {spec!r} returned a {type(model).__name__}, not a torch.nn.Module")
         return model

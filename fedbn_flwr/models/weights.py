@@ -1,5 +1,6 @@
 """Files of weights: read, and loaded into a model whose head may have another number of classes."""
 
+from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from textwrap import shorten
@@ -34,7 +35,7 @@ def load_weights(model: nn.Module, state: Mapping[str, Tensor], source: str, num
         raise ValueError(f"{source} does not fit the model: {shorten(str(error), 300)}") from error
     for layer in map(model.get_submodule, {name.rpartition(".")[0] for name in head}):
         # what libraries start a head with is meant for all layers that start at random: timm's gives a loss of 16
-        layer.reset_parameters()  # type: ignore[operator]
+        getattr(layer, "reset_parameters", tuple)()
     if head:
         warn_once(f"{source} has another number of classes: {', '.join(head)} start at random")
 
@@ -48,7 +49,8 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             with extra("models"):
                 from safetensors.torch import load_file
             return load_file(path)
-        state: Any = torch.load(path, map_location="cpu", weights_only=True)
+        with torch.serialization.safe_globals([Namespace]):  # the options of scripts lie beside the weights
+            state: Any = torch.load(path, map_location="cpu", weights_only=True)
     except MissingExtraError:
         raise
     except Exception as error:  # torch runs the file as a program, and in one that is none anything can go wrong

@@ -3,9 +3,11 @@
 import inspect
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
 
 from fedbn_flwr.norm.convolutions import standardized
 from fedbn_flwr.norm.detect import bn_layers
@@ -18,8 +20,9 @@ def replace(model: nn.Module, kind: str, *, groups: int = 2, **options: object) 
     """Swap every normalizer of `model` for one of `kind`, in place, and return the root.
 
     Normalizers are found by type: BN of any kind, GroupNorm and InstanceNorm, but not LayerNorm, which
-    belongs to transformers. What is put in starts fresh: gamma 1, beta 0, running mean 0 and variance 1.
-    `groups` is for GN. A kind that leaves no normalizer ("none", "wsconv") cannot be turned back.
+    belongs to transformers. What is put in starts fresh: gamma 1, beta 0, running mean 0 and variance 1. If the model
+    was trained, a log line says what is lost. `groups` is for GN. A kind that leaves no normalizer ("none", "wsconv")
+    cannot be turned back.
     """
     if kind not in NORMS:
         raise ValueError(f"unknown normalizer {kind!r}; {did_you_mean(kind, NORMS)}")
@@ -32,10 +35,20 @@ def replace(model: nn.Module, kind: str, *, groups: int = 2, **options: object) 
     if "groups" in allowed:
         options["groups"] = groups
     before, name = {*model.modules()}, type(model).__name__
+    means = [layer.running_mean for layer in bn_layers(model).values()]
+    trained = any(mean.any() for mean in means if mean is not None and not is_lazy(mean))
+    weights = {key: value.clone() for key, value in model.state_dict().items()} if trained else {}
     root = swap(model, **options)
+    state = root.state_dict()
+    lost = [key for key, value in weights.items() if key not in state or not torch.equal(state[key], value)]
     after = {*root.modules()}
     if kind != "bn" and after == before:
         warn_once(f"the normalizer {kind!r} takes no layer's place in the {name}, which stays as it is")
+    elif lost:
+        warn_once(
+            f"the normalizer {kind!r} drops or changes {len(lost)} of {len(weights)} entries of the weights, such as "
+            f"{lost[0]!r}"
+        )
     elif kind == "bn" and (replaced := before - after):
         warn_once(f"BN takes the place of {len(replaced)} normalizers of other kinds in the {name}")
     return root

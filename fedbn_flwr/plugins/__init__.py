@@ -14,6 +14,7 @@ from importlib import import_module
 from importlib.util import resolve_name
 from pathlib import Path
 from time import time
+from traceback import extract_tb
 from types import FunctionType
 from typing import Any
 from uuid import uuid4
@@ -203,6 +204,12 @@ def _imported(text: bytes, package: str) -> set[str]:
             origin = resolve_name("." * node.level + (node.module or ""), package)
             names |= {origin, *(f"{origin}.{each.name}" for each in node.names)}
     return (names | {name.rpartition(".")[0] for name in names}) - {""}
+
+
+def described(error: Exception) -> str:
+    """Return what a user's code has raised, and where."""
+    place = extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({place.filename}, line {place.lineno})"
 
 
 def is_foreign(thing: Any) -> bool:

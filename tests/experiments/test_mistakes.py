@@ -77,12 +77,26 @@ COMMANDS: list[tuple[str, str, str]] = [
         ("run", f"--method {method} --model {HERE}:held", f"'{method}': all BN layers are in eval mode in training")
         for method in ("fedtan", "feddna:carry=true")
     ),
+    *(
+        ("run", f"--method {method} --model {HERE}:held", f"'{method}' would be another one: all BN layers are in eval")
+        for method in ("silobn", "fixbn", "fedavg:statistics=exact")
+    ),
     ("diagnose", f"--model {HERE}:held", "all BN layers are in eval mode in training"),
     ("run", f"--model {HERE}:broken", f"model '{HERE}:broken' cannot be made: KeyError: 'width' ("),
     (
         "compare",
         f"--methods fedavg,fedavg+bn-ws --model {HERE}:own_convolution",
         "method 'fedavg+bn-ws': layer '0' computes its weight, which cannot be standardized",
+    ),
+    (
+        "run",
+        f"--model {HERE}:failing",
+        "of the shape (1, 8, 8) (channels=3 repeats grey images): KeyError: ",
+    ),
+    (
+        "compare",
+        "--methods fedavg,fedavg:trainable=no.*",
+        "method 'fedavg:trainable=no.*': trainable: no parameter",
     ),
     ("run", f"--model {HERE}:deaf", f"model '{HERE}:deaf' cannot take inputs of the shape (1, 8, 8)"),
     ("run", f"--model {HERE}:narrow", f"model '{HERE}:narrow' has 3 outputs for 4 classes"),

@@ -1,7 +1,7 @@
 """Data and models that are not those of images and plain BN."""
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -86,6 +86,20 @@ def held(num_classes: int, in_channels: int) -> nn.Module:
     return Held(*layers, nn.Linear(8, num_classes))
 
 
+class HeldInPasses(nn.Sequential):
+    """Sets eval mode of BN in each pass."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Normalize with running statistics, whatever mode is asked for."""
+        self[1].eval()
+        return cast(Tensor, super().forward(inputs))  # type: ignore[no-untyped-call]
+
+
+def held_in_passes(num_classes: int, in_channels: int) -> nn.Module:
+    """Return the same network with a `forward` that does it."""
+    return HeldInPasses(*held(num_classes, in_channels).children())
+
+
 def own_convolution(num_classes: int, in_channels: int) -> nn.Module:
     """Return a network with a convolution whose weight is computed, and so cannot be standardized."""
     first = weight_norm(nn.Conv2d(in_channels, 8, 3))
@@ -101,6 +115,22 @@ def broken() -> nn.Module:
 def deaf(num_classes: int) -> nn.Module:
     """Return a network for inputs of 7 numbers alone."""
     return nn.Sequential(nn.Flatten(), nn.Linear(7, num_classes))
+
+
+def failing() -> nn.Module:
+    """Return a network whose `forward` has a mistake."""
+    return Failing()
+
+
+class Failing(nn.Linear):
+    """Fails with an error that no layer raises."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Fail."""
+        return dict[str, Tensor]()["inputs"]
 
 
 def narrow(num_classes: int) -> nn.Module:

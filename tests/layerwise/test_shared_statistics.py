@@ -16,6 +16,7 @@ from torch.func import vmap
 from fedbn_flwr.layerwise import Answer, Mode, Requests, SharedBatchNorm, shared_statistics
 from fedbn_flwr.layerwise.exchange import OrderError
 from fedbn_flwr.layerwise.shared_batch_norm import Use
+from fedbn_flwr.layerwise.shared_statistics import UnlikeBatchNormError
 from fedbn_flwr.models import build
 from fedbn_flwr.norm import bn_layers
 from tests.helpers.layerwise_references import (
@@ -30,6 +31,7 @@ from tests.helpers.layerwise_references import (
     small_network,
     weighted_gradients,
 )
+from tests.helpers.other_shapes import held_in_passes
 
 Apply = Callable[..., tuple[Tensor, ...]]
 
@@ -135,6 +137,12 @@ def test_after_an_exception_the_model_is_as_it_was() -> None:
     assert all("forward" not in vars(layer) for layer in model.modules())
     for key, value in model.state_dict().items():
         assert torch.equal(value, before[key]), key
+
+
+def test_a_forward_that_sets_eval_mode_is_refused() -> None:
+    model = held_in_passes(3, 1)
+    with pytest.raises(UnlikeBatchNormError, match="no BN layer normalized"), shared_statistics(model, alone):
+        model(torch.randn(3, 1, 4, 4))
 
 
 def test_what_stood_in_for_forward_before_does_so_again() -> None:

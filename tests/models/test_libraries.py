@@ -2,16 +2,21 @@
 
 import json
 import math
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
+from fedbn_flwr.experiments.output.console import console
 from fedbn_flwr.models import build
+from fedbn_flwr.models.weights import load_weights
 from fedbn_flwr.norm import bn_layers
 from fedbn_flwr.plugins import warn_once
+from fedbn_flwr.strategies import prepare
 from tests.helpers.layerwise_references import heterogeneous_batches, made
 from tests.helpers.runs import rounds, run, run_in
 from tests.layerwise.test_shared_statistics import assert_centralized
@@ -123,7 +128,7 @@ def test_a_file_with_another_head_is_loaded_but_for_the_head(
     if form == "module.":
         torch.save({"epoch": 3, "state_dict": {f"module.{name}": value for name, value in state.items()}}, path)
     elif form != "safetensors":
-        torch.save({form: state, "epoch": 3}, path)
+        torch.save({form: state, "args": Namespace(epochs=3)}, path)
     given = {**SMALL, "lr": "0", "method": "fedavg:freeze-bn=true"}
     assert run("run", model=NETWORK, init_from=str(path), results_dir=str(tmp_path / "run"), **given) == 0
     after = weights_of_run(tmp_path / "run")
@@ -133,6 +138,20 @@ def test_a_file_with_another_head_is_loaded_but_for_the_head(
     # as torch's own linear layers, of 256 inputs
     assert after["classifier.weight"].shape == (4, 256)
     assert 0.5 < after["classifier.weight"].abs().max() * math.sqrt(256) <= 1
+
+
+def test_a_head_of_a_users_own_starts_as_the_user_made_it(caplog: pytest.LogCaptureFixture) -> None:
+    class Head(nn.Module):
+        def __init__(self, classes: int) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.full((classes, 2), float(classes)))
+
+    model = nn.Sequential(nn.Linear(2, 2), Head(3))
+    state = nn.Sequential(nn.Linear(2, 2), Head(5)).state_dict()
+    load_weights(model, state, "five.pth", 3)
+    assert model.state_dict()["1.scale"].unique().tolist() == [3.0]
+    assert torch.equal(model.state_dict()["0.weight"], state["0.weight"])
+    assert "five.pth has another number of classes: 1.scale start at random" in caplog.text
 
 
 def test_published_weights_that_are_not_here(
@@ -180,6 +199,10 @@ def test_substitutes_say_what_they_throw_away(norm: str, tmp_path: Path, caplog:
     caplog.clear()
     assert build(NETWORK, num_classes=4, image_size=32, init_from=path)
     assert not caplog.messages
+    # so does a network that was trained, wherever it comes from
+    warn_once.cache_clear()
+    assert prepare(build(NETWORK, num_classes=4, image_size=32, init_from=path), f"fedavg+{norm}")
+    assert [said in message for message in caplog.messages] == [True]
     # what was trained with the substitute is loaded as it is
     save_file({name: value.contiguous() for name, value in after.items()}, path)
     again = build(NETWORK, num_classes=4, image_size=32, norm=norm, init_from=path, seed=3).state_dict()
@@ -268,6 +291,21 @@ def test_exact_statistics_are_of_layers_that_learn(tmp_path: Path) -> None:
     running, exact = (weights_of_run(tmp_path / statistics) for statistics in ("running", "exact"))
     moved = {name for name in before if not torch.equal(exact[name], running[name])}
     assert moved == {"bn2.running_mean", "bn2.running_var"}
+
+
+def test_a_diagnosis_is_of_layers_that_learn(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(console, "width", 40)
+    given = {**SMALL, "trainable": "bn2.*,classifier.*", "model": NETWORK, "results_dir": str(tmp_path), "batches": "2"}
+    unused = ("local_steps", "rounds")
+    given = {key: value for key, value in given.items() if key not in unused}
+    assert run("diagnose", **given) == 0
+    said = capfd.readouterr().out
+    assert " bn2 " in said
+    assert "blocks." not in said
+    assert run("diagnose", **{**given, "trainable": "head"}) == 2
+    assert "there is nothing to diagnose: none of the model's BN layers has a param" in capfd.readouterr().err
 
 
 def test_methods_of_bn_need_a_layer_that_learns(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
