@@ -26,7 +26,8 @@ PROJECTS = {
     ),
     "lightning": (
         "A network of timm, as ImageNet has left it, fine-tuned by Lightning's `Trainer`, whose optimizer calls the "
-        "loss as a closure."
+        "loss as a closure. In place of `FixBN`, [first try](choosing.md#a-network-that-was-already-trained) "
+        "`FedAvg(freeze_bn=True)` for such a network, at a lower rate."
     ),
     "numpy-client": (
         "FedBN by the names of layers, as in Flower's baseline: a `NumPyClient` and Flower's older server. Names of "
