@@ -67,8 +67,8 @@ class FixBN(FedAvg):
 
     Under frozen statistics nothing rescales the layers any more, and training can diverge at learning rates that work
     with normal BN. From the freeze on, the rate is at most `frozen_lr` times the `lr` of the train config, and lower
-    where the schedule is. With `freeze_round=0`, for a network that was trained before, the rate is as given.
-    `frozen_lr=1` leaves the rate to a schedule that lowers it, as the paper does. A schedule
+    where the schedule is. With `freeze_round=0`, for a network that was trained before, the rate is as given, unless
+    `frozen_lr` is given, too. `frozen_lr=1` leaves the rate to a schedule that lowers it, as the paper does. A schedule
     that names the freeze (`lr_schedule="=0.01@freeze"`) is followed as it stands. A train config without `lr` gets
     none: the client's own rate holds, and the log says that it should be lowered.
     """
@@ -122,7 +122,8 @@ class FixBN(FedAvg):
             return replace(instruction, later=",".join(filter(None, ("freeze,omit", instruction.later))))
         kept = "none" if self.send_frozen else {"both": "bn"}.get(self.freeze, self.freeze)
         instruction = replace(instruction, freeze=self.freeze, omit=kept)
-        if not frozen_after or self.freeze == "affine" or any(change.when is None for change in self.schedule):
+        as_given = not frozen_after and "frozen_lr" not in self.made_with[1]
+        if as_given or self.freeze == "affine" or any(change.when is None for change in self.schedule):
             return instruction
         if not self.round.has_rate:
             if instruction.server_round == frozen_after + 1:

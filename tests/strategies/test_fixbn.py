@@ -208,8 +208,10 @@ def test_the_rate_under_frozen_statistics(case: str, make: Any) -> None:
 
 
 def test_a_network_that_is_frozen_from_the_start_has_the_rate_as_given() -> None:
-    rates = [FixBN(freeze_round=0).instruct(Instruction(server_round=number, lr=0.1)).lr for number in (1, 2)]
-    assert rates == [0.1, 0.1]
+    made = FixBN(freeze_round=0), FixBN(freeze_round=0, frozen_lr=0.5), FixBN(freeze_round=0, frozen_lr=0.2)
+    for strategy, rate in zip(made, (0.1, 0.05, 0.02), strict=True):
+        rates = [strategy.instruct(Instruction(server_round=number, lr=0.1)).lr for number in (1, 2)]
+        assert rates == pytest.approx([rate, rate])
 
 
 def test_a_loop_that_has_a_rate_of_its_own_gets_none_and_a_warning(caplog: pytest.LogCaptureFixture) -> None:
