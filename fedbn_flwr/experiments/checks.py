@@ -40,8 +40,7 @@ def checked_material(experiment: Experiment, strategy: BaseStrategy) -> Material
             check_model(material, strategy)
     except (ValueError, OSError, RuntimeError) as error:  # a model's weights may be those of a server
         about = str(error)
-        # other methods, with other layers or options, may be possible
-        is_told = config.method in about or (config.norm == "bn" and ":" not in config.method)
+        is_told = config.method in about or (config.norm == "bn" and ":" not in config.method)  # others may do
         raise UsageError(about if is_told else f"method {config.method!r}: {about}") from error
     if material is None and experiment.strategy_class.one_node:
         raise UsageError(
@@ -94,6 +93,8 @@ def check_model(material: Material, strategy: BaseStrategy) -> None:
         lacking = "the model's forward calls F.batch_norm, which it finds in layers only"
     if lacking:
         raise UsageError(f"method {config.method!r} would be another one: {lacking}")
+    if (layers := norm.bn_layers(model)) and not any(layer.training for layer in layers.values()):
+        warn_once("all BN layers are in eval mode in training, so they keep their statistics")
     if isinstance(strategy, Layerwise):
         with refusing(f"method {config.method!r}: "):
             check_layers(model)
@@ -126,7 +127,6 @@ def _check_inputs(material: Material, split: data.Split, role: str) -> bool:
             outputs = model.eval()(torch.zeros(1, *shape, device=device, dtype=dtype))
     except Exception as error:  # of whatever kind a user's function raises
         about = f"model {config.model!r} cannot take {role}{kind} of the shape {shape}"
-        about += " (channels=3 repeats grey images)" * (shape[0] == 1 and len(shape) == 3)
         raise UsageError(f"{about}: {described(error)}") from error
     logits = logits_of(outputs)
     if config.objective in OBJECTIVES and logits.numel() != loaded.num_classes:

@@ -43,9 +43,10 @@ def shared_statistics(
         _SharedForward(layer, layer.forward, Use(name, exchange, mode, final, eps=layer.eps), apply)
         for name, layer in check_layers(model).items()
     ]
+    live = [stand_in for stand_in in stand_ins if _uses_batch_statistics(stand_in.layer)]
     with replaced_forwards({stand_in.layer: stand_in for stand_in in stand_ins}):
         yield
-    if any(stand_in.rests for stand_in in stand_ins) and not any(stand_in.uses for stand_in in stand_ins):
+    if any(stand_in.rests for stand_in in live) and not any(stand_in.uses for stand_in in stand_ins):
         raise UnlikeBatchNormError("no BN layer normalized with a batch's statistics: does `forward` set eval mode?")
     if final:
         for stand_in in stand_ins:

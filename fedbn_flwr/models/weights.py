@@ -49,7 +49,8 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             with extra("models"):
                 from safetensors.torch import load_file
             return load_file(path)
-        with torch.serialization.safe_globals([Namespace]):  # the options of scripts lie beside the weights
+        others = {Namespace} - {*torch.serialization.get_safe_globals()}
+        with torch.serialization.safe_globals([*others]):  # the options of scripts lie beside the weights
             state: Any = torch.load(path, map_location="cpu", weights_only=True)
     except MissingExtraError:
         raise

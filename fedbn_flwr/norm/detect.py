@@ -47,9 +47,6 @@ def lacks(model: nn.Module, need: str) -> str:
     layers = bn_layers(model)
     if layers and all(map(keeps_statistics, layers.values())):
         return "none of the model's BN layers has a parameter that learns, so all of them keep their statistics"
-    resting = model.training and not any(layer.training for layer in layers.values())
-    if layers and resting and need in ("statistics", "all-statistics"):
-        return "all BN layers are in eval mode in training, so they keep their statistics"
     without = [name for name, layer in layers.items() if need != "bn" and getattr(layer, entry) is None]
     if without and (need == "all-statistics" or len(without) == len(layers)):
         return f"the model's BN layer {without[0]!r} has no {kind}"

@@ -108,7 +108,7 @@ def adapt(
     A `weight` below 1 mixes (1 - weight) of the model's statistics with the new ones. n / (n + N) with n inputs counts
     the model's as N samples (Schneider et al., NeurIPS 2020). A model without running statistics is a ValueError.
     """
-    if lacking := lacks(deepcopy(model).train(), "statistics"):
+    if lacking := lacks(model, "statistics"):
         raise ValueError(f"adapt re-estimates BN's running statistics: {lacking}")
     if not 0 < weight <= 1:
         raise ValueError(f"adapt: weight must be above 0 and at most 1, got {weight}")

@@ -36,19 +36,18 @@ def replace(model: nn.Module, kind: str, *, groups: int = 2, **options: object) 
         options["groups"] = groups
     before, name = {*model.modules()}, type(model).__name__
     means = [layer.running_mean for layer in bn_layers(model).values()]
-    trained = any(mean.any() for mean in means if mean is not None and not is_lazy(mean))
-    weights = {key: value.clone() for key, value in model.state_dict().items()} if trained else {}
+    trained = any(mean.any() for mean in means if mean is not None and not (is_lazy(mean) or mean.is_meta))
+    kept = {key: value for key, value in model.state_dict().items() if isinstance(value, Tensor) and not is_lazy(value)}
+    had = {key: value.clone() for key, value in kept.items()} if trained else {}
     root = swap(model, **options)
     state = root.state_dict()
-    lost = [key for key, value in weights.items() if key not in state or not torch.equal(state[key], value)]
+    lost = [key for key, value in had.items() if key not in state or not torch.equal(state[key], value)]
     after = {*root.modules()}
     if kind != "bn" and after == before:
         warn_once(f"the normalizer {kind!r} takes no layer's place in the {name}, which stays as it is")
     elif lost:
-        warn_once(
-            f"the normalizer {kind!r} drops or changes {len(lost)} of {len(weights)} entries of the weights, such as "
-            f"{lost[0]!r}"
-        )
+        about = f"{len(lost)} of {len(had)} entries of the weights, such as {lost[0]!r}"
+        warn_once(f"the normalizer {kind!r} drops or changes {about}")
     elif kind == "bn" and (replaced := before - after):
         warn_once(f"BN takes the place of {len(replaced)} normalizers of other kinds in the {name}")
     return root

@@ -207,9 +207,10 @@ def _imported(text: bytes, package: str) -> set[str]:
 
 
 def described(error: Exception) -> str:
-    """Return what a user's code has raised, and where."""
-    place = extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {error} ({place.filename}, line {place.lineno})"
+    """Return what a user's code has raised, and where of it."""
+    passed = [(Path(frame.filename), frame.lineno) for frame in extract_tb(error.__traceback__)]
+    own = [place for place in passed if not {"torch", Path(__file__).parents[1]} & {*place[0].parts, *place[0].parents}]
+    return f"{type(error).__name__}: {error}" + "".join(f" ({path}, line {line})" for path, line in own[-1:])
 
 
 def is_foreign(thing: Any) -> bool:

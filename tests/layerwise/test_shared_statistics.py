@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -143,6 +143,20 @@ def test_a_forward_that_sets_eval_mode_is_refused() -> None:
     model = held_in_passes(3, 1)
     with pytest.raises(UnlikeBatchNormError, match="no BN layer normalized"), shared_statistics(model, alone):
         model(torch.randn(3, 1, 4, 4))
+
+
+class Branches(nn.Sequential):
+    """Takes the second branch only if it is asked to."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return cast(Tensor, self[0](inputs))
+
+
+def test_a_pass_that_leaves_the_layers_out_that_learn_is_none_in_eval_mode() -> None:
+    model = Branches(nn.BatchNorm1d(2), nn.BatchNorm1d(2))
+    model[0].eval()
+    with shared_statistics(model, alone):
+        model(torch.randn(3, 2))
 
 
 def test_what_stood_in_for_forward_before_does_so_again() -> None:

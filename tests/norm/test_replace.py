@@ -234,6 +234,16 @@ def test_what_cannot_be_is_refused(layer: nn.Module, kind: str, options: dict[st
     assert isinstance(layer, nn.Conv2d) or list(model) == before
 
 
+def test_a_trained_model_may_hold_what_is_no_tensor_yet(flower_log: pytest.LogCaptureFixture) -> None:
+    layer = nn.BatchNorm2d(4)
+    layer.load_state_dict({**layer.state_dict(), "running_mean": torch.ones(4)})
+    replace(nn.Sequential(nn.Conv2d(1, 4, 3), layer, nn.LazyLinear(2)), "gn")
+    # BN's statistics and counter
+    assert "the normalizer 'gn' drops or changes 3 of 7 entries of the weights, such as '1.running_m" in flower_log.text
+    with torch.device("meta"):
+        replace(nn.Sequential(nn.BatchNorm2d(4)), "gn")
+
+
 def test_says_that_there_was_nothing_to_replace(flower_log: pytest.LogCaptureFixture) -> None:
     class Bare(nn.Sequential):
         """Has no normalizer."""

@@ -368,6 +368,17 @@ def test_what_corrections_add_over_all_rounds_is_never_more_than_one_pool_can(
                 carried.hear(node, sizes[node], values(0.0) | with_gradients(last[node], 0.0))
 
 
+def test_statistics_are_corrected_by_three_deviations_and_a_factor_of_three_at_most() -> None:
+    carried = CarriedValues()
+    for node, (mean, variance) in enumerate(((0.0, 1.0), (10.0, 1.0), (0.0, 1e4))):
+        carried.hear(node, 10, values(mean, variance))
+    found = carried.corrections(range(3), lambda examples: list(examples.values()))
+    corrections = [found[node]["statistics"].ravel().tolist() for node in range(3)]
+    assert corrections[0] == [3.0, 3.0]
+    assert corrections[1] == [-3.0, 3.0]
+    assert corrections[2] == pytest.approx([10 / 3 / 100, (1e4 + 2 * 1 + 200 / 3) / 3 / 1e4])
+
+
 def test_a_surplus_of_other_layers_is_not_taken_back() -> None:
     carried = CarriedValues()
     carried.kept.surplus = np.ones((2, 3))

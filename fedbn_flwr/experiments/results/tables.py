@@ -348,6 +348,6 @@ def cautions(runs: Frame) -> list[str]:
     absent, lines = first.get("absent-classes"), list[str]()
     if isinstance(absent, list):
         lines = [f"Caution: {about_absent(absent, first['partition'], first['clients'])}."]
-    if isinstance(sites := first.get("sites"), dict) and len(sites) < first["clients"]:
+    if isinstance(sites := first.get("sites"), dict) and 0 < len(sites) < first.get("clients", 0):
         lines.append(f"Caution: scores are means over {', '.join(sites)}, {len(sites)} of {first['clients']} sites.")
     return lines + [f"Caution: {len(left)} nodes were missing in rounds; rounds.jsonl names them."] * bool(left)
