@@ -93,11 +93,11 @@ def check_model(material: Material, strategy: BaseStrategy) -> None:
         lacking = "the model's forward calls F.batch_norm, which it finds in layers only"
     if lacking:
         raise UsageError(f"method {config.method!r} would be another one: {lacking}")
-    if (layers := norm.bn_layers(model)) and not any(layer.training for layer in layers.values()):
-        warn_once("all BN layers are in eval mode in training, so they keep their statistics")
     if isinstance(strategy, Layerwise):
         with refusing(f"method {config.method!r}: "):
             check_layers(model)
+    elif (layers := norm.bn_layers(model)) and not any(layer.training for layer in layers.values()):
+        warn_once("all BN layers are in eval mode in training, so they keep their statistics")
 
 
 def check_shapes(material: Material) -> bool:

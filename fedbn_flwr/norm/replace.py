@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from fedbn_flwr.norm.convolutions import standardized
 from fedbn_flwr.norm.detect import bn_layers
 from fedbn_flwr.norm.layers import BatchNorm, BatchRenorm, GroupNorm, HybridBatchNorm, StaticBatchNorm
-from fedbn_flwr.norm.substitute import NORMS, Slot, register_norm, substitute, swap_normalizers
+from fedbn_flwr.norm.substitute import NORMALIZERS, NORMS, Slot, register_norm, substitute, swap_normalizers
 from fedbn_flwr.plugins import did_you_mean, warn_once
 
 
@@ -35,8 +35,10 @@ def replace(model: nn.Module, kind: str, *, groups: int = 2, **options: object) 
     if "groups" in allowed:
         options["groups"] = groups
     before, name = {*model.modules()}, type(model).__name__
-    means = [layer.running_mean for layer in bn_layers(model).values()]
-    trained = any(mean.any() for mean in means if mean is not None and not (is_lazy(mean) or mean.is_meta))
+    # of normalizers as they start, both are 0
+    layers = [layer for layer in model.modules() if isinstance(layer, NORMALIZERS)]
+    moved = [getattr(layer, entry, None) for layer in layers for entry in ("running_mean", "bias")]
+    trained = any(value.any() for value in moved if value is not None and not (is_lazy(value) or value.is_meta))
     kept = {key: value for key, value in model.state_dict().items() if isinstance(value, Tensor) and not is_lazy(value)}
     had = {key: value.clone() for key, value in kept.items()} if trained else {}
     root = swap(model, **options)

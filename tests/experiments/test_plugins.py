@@ -9,11 +9,12 @@ import pandas as pd
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedbn_flwr.experiments import UsageError, main, resolve
 from fedbn_flwr.experiments.results.plots import marks_of
 from fedbn_flwr.experiments.sites.own_model import load_own_model
+from fedbn_flwr.plugins import described
 from fedbn_flwr.strategies import FedTAN, register_strategy
 from fedbn_flwr.wire import Instruction
 from tests.helpers.deaths import Death, dying
@@ -134,3 +135,14 @@ def test_plugins_are_given_again(capsys: pytest.CaptureFixture[str]) -> None:
         with registries_restored():
             assert main([*words, "--plugins", "brought", *(["--results-dir", "second"] * (words[0] != "run"))]) == 0
     assert model_bytes(Path("first")) == model_bytes(Path("second")) == model_bytes(Path("whole"))
+
+
+def test_an_error_is_told_with_the_line_of_the_users_code_that_led_to_it() -> None:
+    """Not with torch's, in which it was raised."""
+
+    def forward() -> Tensor:
+        return nn.Sequential(nn.Linear(2, 2))(torch.zeros(1, 3))  # type: ignore[no-any-return]
+
+    with pytest.raises(RuntimeError) as caught:
+        forward()
+    assert described(caught.value).endswith(f"({__file__}, line {forward.__code__.co_firstlineno + 1})")

@@ -244,6 +244,18 @@ def test_a_trained_model_may_hold_what_is_no_tensor_yet(flower_log: pytest.LogCa
         replace(nn.Sequential(nn.BatchNorm2d(4)), "gn")
 
 
+def test_says_what_a_trained_network_without_bn_loses(flower_log: pytest.LogCaptureFixture) -> None:
+    def network() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4))
+
+    replace(network(), "none")
+    assert not flower_log.text
+    trained = network()
+    trained.load_state_dict({**trained.state_dict(), "1.bias": torch.ones(4)})
+    replace(trained, "none")
+    assert "the normalizer 'none' drops or changes 2 of 4 entries of the weights, such as '1.weight'" in flower_log.text
+
+
 def test_says_that_there_was_nothing_to_replace(flower_log: pytest.LogCaptureFixture) -> None:
     class Bare(nn.Sequential):
         """Has no normalizer."""
