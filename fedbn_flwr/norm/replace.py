@@ -21,8 +21,8 @@ def replace(model: nn.Module, kind: str, *, groups: int = 2, **options: object) 
 
     Normalizers are found by type: BN of any kind, GroupNorm and InstanceNorm, but not LayerNorm, which
     belongs to transformers. What is put in starts fresh: gamma 1, beta 0, running mean 0 and variance 1. If the model
-    was trained, a log line says what is lost. `groups` is for GN. A kind that leaves no normalizer ("none", "wsconv")
-    cannot be turned back.
+    was trained, a log line says what is lost. `groups` is for GN. A kind that leaves no normalizer ("none", "wsconv",
+    "fixup") cannot be turned back.
     """
     if kind not in NORMS:
         raise ValueError(f"unknown normalizer {kind!r}; {did_you_mean(kind, NORMS)}")

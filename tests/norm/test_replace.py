@@ -218,10 +218,11 @@ BRANCH_SCALE = "branch_scale must be auto, paper or a number above 0"
         (nn.LazyBatchNorm2d(), "gn", {}, "layer '1' is lazy"),
         (Scaled(4), "gn", {}, "layer '1' is a Scaled with scale, which GroupNorm would drop"),
         (nn.BatchNorm1d(4), "brn", {"r_max": 0.5}, r"not 0\.5 and 5\.0"),
+        (nn.BatchNorm1d(4), "fixup", {}, r"BasicBlock and Bottleneck \(resnet20, resnet18 and its kin\)"),
         (weight_norm(nn.Conv2d(2, 3, 3)), "wsconv", {}, "layer '1' computes its weight, which cannot be standardized"),
         (nn.ReLU(), "wsconv", {"gain": "free"}, "unknown gain 'free'; there are: constant, learnable"),
         *((nn.ReLU(), "wsconv", {"branch_scale": scale}, BRANCH_SCALE) for scale in ("brock", 0, -1.0, math.nan)),
-        (nn.ReLU(), "batch", {}, r"unknown normalizer 'batch'; known: bn, gn, ln, in, gn-ws, .*wsconv"),
+        (nn.ReLU(), "batch", {}, r"unknown normalizer 'batch'; known: bn, gn, ln, in, gn-ws, .*fixup"),
         (nn.ReLU(), "ln", {"eps": 1.0}, "normalizer 'ln' has no option 'eps'; its options: none"),
     ],
 )
