@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.flower_run import AUTO
-from fedbn_flwr.experiments.method import ENGINE, all_options, forms_of, own_options, owners
+from fedbn_flwr.experiments.method import ANEW, ENGINE, REUSE, all_options, forms_of, own_options, owners
 from fedbn_flwr.plugins.options import Option, as_value, options_of
 from fedbn_flwr.strategies import REGISTRY, FedAvg
 
@@ -51,6 +51,13 @@ COMMAND = (
         "simulation, on its own Ray or the cluster at `RAY_ADDRESS`. See [simulation.md](simulation.md)",
     ),
     ("`--verbose`", "", "show Flower's own log, round by round"),
+    (
+        "`--reuse`",
+        "",
+        "take results that were made with code or data of your own, and go on with unfinished ones; without it, and "
+        "without `--anew`, the command stops before it trains ([Runs are kept](simulation.md#runs-are-kept))",
+    ),
+    ("`--anew`", "", "train again what has results, and move these into the run's folder `before`"),
     ("`--methods`", "", "of `compare`: comma-separated methods"),
     (
         "`--seeds`",
@@ -103,6 +110,8 @@ def single_strategies() -> Iterator[tuple[str, ...]]:
 def with_run_config(project: str) -> str:
     """Return the text of pyproject.toml with a key for every option: Flower refuses to override any other."""
     lines = ["# by whom the nodes are trained: see docs/simulation.md", f'{ENGINE} = "{AUTO}"']
+    lines += ["# results that are there and were made with code of your own: taken, or set aside"]
+    lines += [f"{REUSE} = false", f"{ANEW} = false"]
     lines += ["# options that all methods share"]
     lines += [f"{key} = {json.dumps(value)}" for key, value in Config().to_mapping().items()]
     lines += ["# options of strategies; an empty text is the strategy's own default"]

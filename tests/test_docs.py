@@ -108,6 +108,8 @@ def test_commands_are_understood(page: Path) -> None:
             "command",
             "engine",
             "verbose",
+            "reuse",
+            "anew",
             "overwrite",
             "dry-run",
             "seeds",

@@ -9,7 +9,7 @@ from functools import lru_cache, partial
 from math import isfinite
 from pathlib import Path
 from threading import RLock
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -239,13 +239,15 @@ def load(
     with _loading:  # clients in other threads wait for the first client
         if isinstance(spec, Named):
             return _prepared(spec.target, image_size, channels)
-        return _load(spec, DATASETS.get(spec.partition(":")[0], _call), image_size, channels, folder, image_workers)
+        name, _, argument = spec.partition(":")
+        if name in DATASETS:
+            request = DatasetRequest(name, argument, image_size, folder, image_workers)
+            return _load(request, DATASETS[name], image_size, channels)
+        return _call(spec, _function_of(spec), image_size, channels)
 
 
 @lru_cache(maxsize=2)
-def _load(spec: str, read: Read, image_size: int | None, channels: int, root: Path, image_workers: int) -> Data:
-    name, _, argument = spec.partition(":")
-    request = DatasetRequest(name, argument, image_size, root, image_workers)
+def _load(request: DatasetRequest, read: Read, image_size: int | None, channels: int) -> Data:
     return _prepare(read(request), image_size, channels)
 
 
@@ -272,22 +274,28 @@ def _prepare(data: Data, image_size: int | None, channels: int) -> Data:
 _prepared = lru_cache(maxsize=2)(_prepare)
 
 
-def _call(request: DatasetRequest) -> Data:
-    """Return the data that a user's function returns."""
-    spec = f"{request.name}:{request.argument}" if request.argument else request.name
+@lru_cache(maxsize=2)
+def _call(spec: str, function: Callable[[], Data], image_size: int | None, channels: int) -> Data:
+    """Return the data that a user's function returns: the same object as long as it is the same function."""
+    made = function()
+    if not isinstance(made, Data):
+        raise ValueError(f"{spec} must return fedbn_flwr.data.Data, not {type(made).__name__}")
+    return _prepare(made, image_size, channels)
+
+
+def _function_of(spec: str) -> Callable[[], Data]:
+    """Return the user's function of "package.module:function"."""
+    module_name, _, name = spec.partition(":")
     unknown = ValueError(f"unknown data set {spec!r}; {did_you_mean(spec, DATASETS, 'or package.module:function')}")
-    if not (request.argument.isidentifier() and all(part.isidentifier() for part in request.name.split("."))):
+    if not (name.isidentifier() and all(part.isidentifier() for part in module_name.split("."))):
         raise unknown
     try:
-        module = importlib.import_module(request.name)
+        module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if not f"{request.name}.".startswith(f"{error.name}."):
+        if not f"{module_name}.".startswith(f"{error.name}."):
             raise  # the module exists, but a module that it imports does not
         raise unknown from error
-    function = getattr(module, request.argument, None)
+    function = getattr(module, name, None)
     if not callable(function):
-        raise ValueError(f"{request.name} has no function {request.argument!r}")
-    data = function()
-    if not isinstance(data, Data):
-        raise ValueError(f"{spec} must return fedbn_flwr.data.Data, not {type(data).__name__}")
-    return data
+        raise ValueError(f"{module_name} has no function {name!r}")
+    return cast(Callable[[], Data], function)

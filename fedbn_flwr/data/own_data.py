@@ -1,9 +1,7 @@
 """A user's own data, as they are in Python: `Data`, or a pair of training and test data."""
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields
-from hashlib import blake2b
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -50,25 +48,6 @@ def preprocess(inputs: Any, trained: Tensor, mean: Channels = (), std: Channels 
     if raw.shape[1] == 1:
         raw = raw.expand(-1, trained.shape[1], *raw.shape[2:])
     return normalize(raw.clone(), mean, std)
-
-
-def fingerprint_of(data: Data) -> str:
-    """Return a short text that changes with any value of the data."""
-    splits = [getattr(split, item.name) for split in (data.train, data.test) for item in fields(split)]
-    return digest_of([*splits, data.num_classes, data.domain_names, data.class_names, data.task])
-
-
-def digest_of(values: Iterable[Any]) -> str:
-    """Return a short text that changes with any number of tensors, and with the text of other values."""
-    digest = blake2b(digest_size=4)
-    for value in values:
-        if not isinstance(value, Tensor):
-            digest.update(repr(value).encode())
-            continue
-        digest.update(f"{value.dtype} {tuple(value.shape)}".encode())
-        if 0 not in value.stride():  # or it is the placeholder of images in files
-            digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 def _split(part: Any, name: str) -> Split:

@@ -109,6 +109,7 @@ def _parser(others: Mapping[str, str], everything: bool = False) -> argparse.Arg
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
     run = _command(commands, "run", "train with one method")
     _add_engine(run, everything)
+    _add_kept(run, everything)
     _add_shared(run, everything, skip=())
     several = _command(commands, "compare", "train with several methods on the same data, model and seeds")
     several.add_argument("--methods", required=True, metavar="A,B", help="comma-separated methods")
@@ -169,8 +170,20 @@ def _command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
     return parser
 
 
+def _add_kept(parser: argparse.ArgumentParser, everything: bool) -> None:
+    """Add the options that say what becomes of results that are there."""
+    texts = {
+        "reuse": "take results that were made with code or data of your own",
+        "anew": "train again what has results, which are set aside",
+    }
+    for name, text in texts.items():
+        about = text if everything else argparse.SUPPRESS
+        parser.add_argument(f"--{name}", action="store_true", default=False, help=about)
+
+
 def _add_runs(parser: argparse.ArgumentParser, everything: bool) -> None:
     """Add the options of commands that have several runs."""
+    _add_kept(parser, everything)
     text = f"runs of a grid's values [{SEEDS}]" if everything else argparse.SUPPRESS
     parser.add_argument("--grid-seeds", dest="grid-seeds", metavar="N", help=text)
     text = "show what would run, and how many steps"
@@ -229,11 +242,11 @@ def _compare(options: dict[str, Any]) -> None:
         "grid": _read_grid(options.pop("grid", [])),
         "engine": engine_named(options.pop("engine", None)),
     }
-    verbose = options.pop("verbose")
+    how = {key: options.pop(key) for key in ("verbose", "reuse", "anew")}
     if options.pop("dry-run"):
         show_plan("comparison", comparison(methods, options, **asked).runs(Path(folder)))
         return
-    results = compare(methods, folder=folder, verbose=verbose, **asked, **options)
+    results = compare(methods, folder=folder, **how, **asked, **options)
     results.show()
     if any("failed" not in summary for summary in results.summaries):
         draw_or_warn(results.plot, results.folder / "curves.png")

@@ -13,15 +13,15 @@ from flwr.serverapp import Grid
 from fedbn_flwr.experiments.checks import refuse_own_nodes, refuse_sites
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.engines import ENGINES, run_with_grid
-from fedbn_flwr.experiments.method import ENGINE, Experiment, resolve
+from fedbn_flwr.experiments.method import ANEW, ENGINE, REUSE, Experiment, resolve
 from fedbn_flwr.experiments.output.recorder import Progress, Summary
 from fedbn_flwr.experiments.output.run_folder import CONFIG, read_json
 from fedbn_flwr.experiments.results.plots import draw_or_warn, plot_curves
 from fedbn_flwr.experiments.results.rows import rows
-from fedbn_flwr.experiments.runs import Run, alone_in, asked_of, has_results
+from fedbn_flwr.experiments.runs import Run, alone_in, asked_of, has_results, settle
 from fedbn_flwr.experiments.server_side import count_nodes, run
 from fedbn_flwr.plugins import did_you_mean
-from fedbn_flwr.plugins.options import UsageError, refusing
+from fedbn_flwr.plugins.options import UsageError, convert, refusing
 from fedbn_flwr.server.grids import is_simulated, wait_for_all
 from fedbn_flwr.server.packing_grid import PackingGrid
 from fedbn_flwr.server.site_names import sites_by_name
@@ -40,7 +40,8 @@ def serve(grid: Grid, run_config: Mapping[str, Any], run_id: int = 0) -> Summary
     """Run what a Flower run configuration says, and log where the results are.
 
     The folder is kept: a finished run of these options is not repeated, an unfinished one goes on after its last
-    checkpoint, and a folder with another run is refused: give another results-dir.
+    checkpoint, and a folder with another run is refused: give another results-dir. Results that were made with code of
+    a user's own are taken with `reuse`, and set aside with `anew`.
 
     A relative `results-dir` is relative to where the SuperLink was started: Flower does not tell where `flwr run` was.
     Where `FEDBN_FLWR_RESULTS` names a folder, results go to `run_id` in it, and `results-dir` counts for nothing;
@@ -66,8 +67,12 @@ def serve(grid: Grid, run_config: Mapping[str, Any], run_id: int = 0) -> Summary
             return run_with_grid(engine, experiment, folder)
         return run(with_side_channel(PackingGrid(sites), experiment), experiment, folder, engine=engine)
 
+    reuse = bool(config.resume) or convert(REUSE, run_config.get(REUSE) or False, bool)
+    anew = convert(ANEW, run_config.get(ANEW) or False, bool)
+    one = Run(experiment, engine, folder)
     with alone_in(folder), sites_by_name(grid, config.sites) as sites:
-        summary = Run(experiment, engine, folder).train(train)
+        settle([one], reuse, anew)
+        summary = one.train(train)
         if not (folder / "curves.png").exists():
             draw_or_warn(lambda: plot_curves(rows(folder)), folder / "curves.png")
     log(INFO, "Results: %s", folder)

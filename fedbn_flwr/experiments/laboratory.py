@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from fedbn_flwr.data.own_data import OwnData, digest_of, fingerprint_of, own_data
+from fedbn_flwr.data.own_data import OwnData, own_data
 from fedbn_flwr.experiments.checks import check_simulation
 from fedbn_flwr.experiments.choice import SEEDS, Grid
 from fedbn_flwr.experiments.config import Config
@@ -23,7 +23,7 @@ from fedbn_flwr.experiments.output.console import Bars
 from fedbn_flwr.experiments.results.results import Results
 from fedbn_flwr.experiments.runs import keeping, resume
 from fedbn_flwr.experiments.study import STUDY, Setting, Study, cells_of, checked, execute, quiet, write_study
-from fedbn_flwr.plugins import Named, code_fingerprint
+from fedbn_flwr.plugins import Named
 from fedbn_flwr.plugins.options import UsageError, as_given, option_key, refusing, whole_number
 
 #: a name, a function or class that makes a model, or a model
@@ -46,6 +46,8 @@ def compare(
     grid_seeds: int = SEEDS,
     engine: str = "stacked",
     side_by_side: int = 1,
+    reuse: bool = False,
+    anew: bool = False,
     progress: bool = True,
     verbose: bool = False,
     **options: Any,
@@ -64,6 +66,9 @@ def compare(
     - `options`: those of the command, with underscores, such as `partition="classes:2"`.
     - `folder`: where runs are kept. The same call goes on there, and runs with other options, methods and seeds lie
       beside them. Without it, runs are gone with the results that are returned.
+    - `reuse`, `anew`: what becomes of runs in the folder that were made with code or data of your own, which nothing
+      can compare: taken as they are, or trained again (any run, and what it had lies in `before`). Without either, the
+      call stops before it trains.
     - `progress`: a bar in a terminal or a notebook, and elsewhere a line in every tenth of the rounds.
 
     A UsageError, which is a ValueError, says in one line what is wrong and what is allowed. A method that fails does
@@ -76,7 +81,7 @@ def compare(
             runs = checked(study, place, side_by_side)
             total = len(runs) + sum(len(each) for run, *_ in cells_of(runs) for each in run.tried.values())
             with (
-                keeping(place, runs) if is_kept else nullcontext(),
+                keeping(place, runs, reuse, anew) if is_kept else nullcontext(),
                 Bars(total, load_data(runs[0].experiment.config), progress) as bars,
             ):
                 write_study(place, study, runs)
@@ -93,6 +98,8 @@ def run(
     data: str | OwnData = UNSET,
     folder: str | Path | None = None,
     engine: str | None = None,
+    reuse: bool = False,
+    anew: bool = False,
     progress: bool = True,
     verbose: bool = False,
     **options: Any,
@@ -102,7 +109,10 @@ def run(
         given = given_options(model, data, folder, options)
         given |= {} if method is None else {"method": method_of(method)}
         label = str(given.get("method", Config.method))
-        if not (resumed := given.get("resume")):
+        resumed = given.get("resume")
+        if resumed and anew:
+            raise UsageError("resume goes on with a run, and anew begins it again: give one of them")
+        if not resumed:
             _refuse_ignored([label], given)
         with _opened(resumed or given.get(RESULTS)) as (place, is_kept):
             if resumed:
@@ -112,11 +122,13 @@ def run(
                 (one,) = study.runs(place)
             prepare(ENGINES[one.engine], one.experiment)
             check_simulation(one.experiment)
-            one.refuse_other_run()
+            if not anew:
+                one.refuse_other_run()
             study_folder = one.folder.parent
             held = study_folder if (study_folder / STUDY).exists() or not resumed else one.folder
             with (
-                keeping(held, [one]) if is_kept else nullcontext(),
+                # whoever names the folder of a run to go on with vouches for its code
+                keeping(held, [one], reuse or bool(resumed), anew) if is_kept else nullcontext(),
                 Bars(1, load_data(one.experiment.config), progress) as bars,
             ):
                 if not resumed:
@@ -133,7 +145,7 @@ def given_options(
     import_plugins(str(given.get("plugins", "")))
     if callable(objective := given.get("objective")):
         name = getattr(objective, "__name__", type(objective).__name__)
-        given["objective"] = Named(name, objective, code_fingerprint(objective))
+        given["objective"] = Named(name, objective)
     if data is not UNSET and "dataset" in given:
         raise UsageError("data and dataset mean the same: give one of them")
     given |= {} if model is UNSET else {"model": model_of(model)}
@@ -147,16 +159,13 @@ def model_of(given: Model) -> str:
         return given
     if isinstance(given, nn.Module):
         held = deepcopy(given)
-        # it may have learned, or got other attributes, since it was handed over before; tensors' texts are shortened
-        values = [value for module in given.modules() for value in (vars(module), *vars(module).values())]
-        digest = digest_of([code_fingerprint(given), *values, *given.parameters(), *given.buffers()])
-        return Named(type(held).__name__, lambda: deepcopy(held), digest)
+        return Named(type(held).__name__, lambda: deepcopy(held))
     if not callable(given):
         raise UsageError(
             "model must be a name, a function or class that makes a torch.nn.Module, or a torch.nn.Module, got "
             f"{type(given).__name__}"
         )
-    return Named(getattr(getattr(given, "func", given), "__name__", "model"), given, code_fingerprint(given))
+    return Named(getattr(getattr(given, "func", given), "__name__", "model"), given)
 
 
 def dataset_of(given: str | OwnData) -> str:
@@ -165,7 +174,7 @@ def dataset_of(given: str | OwnData) -> str:
         return given
     with refusing():
         data = own_data(given)
-    return Named(data.name, data, fingerprint_of(data))
+    return Named(data.name, data)
 
 
 def comparison(

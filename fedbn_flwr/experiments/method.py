@@ -12,7 +12,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from fedbn_flwr.client.rules import RULES
 from fedbn_flwr.data import DATASETS, PARTITIONS, SITES, Data, leave_out, load
 from fedbn_flwr.data.files import TORCHVISION
 from fedbn_flwr.experiments.choice import Choice
@@ -21,10 +20,8 @@ from fedbn_flwr.models import LIBRARIES, MODELS, build, published
 from fedbn_flwr.norm import NORMS
 from fedbn_flwr.plugins import (
     Named,
-    code_fingerprint,
     did_you_mean,
     fingerprint,
-    import_function,
     is_foreign,
     is_importable,
     load_plugins,
@@ -52,8 +49,8 @@ Method = str | BaseStrategy | type[BaseStrategy]
 BOUND_NORMS = {"hbn": "hbn", "static-bn": "heterofl"}
 #: constructor arguments of strategies that follow from the shared options
 SHARED = ("lr_schedule", "seed", "patience", "exchange_timeout", "evaluate_every")
-#: the key of the engine in a run configuration; it is no option of a run's own
-ENGINE = "engine"
+#: keys of a run configuration that are no options of a run's own: its engine, and what becomes of results
+ENGINE, REUSE, ANEW = "engine", "reuse", "anew"
 #: a side of images that two cores can train networks of timm with
 SMALL_SIZE = 64
 #: the clients of a run that brings its own, where neither options nor domains say how many
@@ -73,24 +70,34 @@ class Experiment:
     asked: Mapping[str, Any] | None = None
 
     @property
-    def code(self) -> dict[str, str]:
-        """The fingerprints of users' code, data and files, which names do not tell, by the options that name them."""
-        config, initial = self.config, Path(self.config.init_from).expanduser()
-        plugins = {*map(str.strip, config.plugins.split(","))} - {""}
-        named = {
-            "model": _given_code(config.model, {name: entry.make for name, entry in MODELS.items()}),
-            "dataset": _given_code(config.dataset, DATASETS) or _listing(config.dataset),
-            "objective": _given_code(config.objective, {}),
-            "partition": code_fingerprint(getattr(PARTITIONS.get(config.partition.partition(":")[0]), "share", None)),
-            "norm": code_fingerprint(NORMS[config.norm]),
-            "init-from": _content(initial, initial.stat().st_mtime_ns) if initial.is_file() else "",
-            "method": code_fingerprint(self.strategy_class),
-            # all that they register: no option names a task
-            "plugins": " ".join(sorted(code_fingerprint(sys.modules[name], name) for name in plugins)),
+    def files(self) -> dict[str, str]:
+        """The digests of files that options name: images of a folder by names and sizes, weights by their content."""
+        initial = Path(self.config.init_from).expanduser()
+        listed = _listing(self.config.dataset)
+        digests = dict[str, str]()
+        if listed:
+            digests["dataset"] = listed
+        if initial.is_file():
+            digests["init-from"] = _content(initial, initial.stat().st_mtime_ns)
+        return digests
+
+    @property
+    def own(self) -> list[str]:
+        """A user's own code and data in the run, in words: nothing here can tell whether they have changed."""
+        config = self.config
+        built_in: dict[str, Mapping[str, Any]] = {
+            "model": {name: entry.make for name, entry in MODELS.items()},
+            "dataset": DATASETS,
+            "objective": {},
+            "partition": {name: kind.share for name, kind in PARTITIONS.items()},
+            "norm": NORMS,
         }
-        if named["method"]:  # only its rounds tell which rules it asks for
-            named["rules"] = " ".join(sorted({*map(code_fingerprint, RULES.values())} - {""}))
-        return {key: print_ for key, print_ in named.items() if print_}
+        held = [f"{key} {getattr(config, key)}" for key in built_in if _is_own(getattr(config, key), built_in[key])]
+        if is_foreign(self.strategy_class):
+            held.insert(0, f"method {self.strategy}")
+        if config.plugins:
+            held.append(f"plugins {config.plugins}")
+        return held
 
     @property
     def bound_here(self) -> str:
@@ -144,16 +151,14 @@ class Parsed(NamedTuple):
     options: Mapping[str, str]
 
 
-def _given_code(spec: str, registered: Mapping[str, Any]) -> str:
-    """Return the fingerprint of a user's code, or data, that a text holds or names; empty if it is one of ours."""
-    if isinstance(spec, Named):
-        return spec.fingerprint
-    name = spec.partition(":")[0]
-    if name in registered:
-        return code_fingerprint(registered[name])
-    with suppress(Exception):  # whatever a module raises, which is said when it is used
-        return code_fingerprint(import_function("", spec, ()), name)
-    return ""
+def _is_own(value: str, built_in: Mapping[str, Any]) -> bool:
+    """Return whether the value of an option is a user's own code or data, by object, by name or as module:function."""
+    name, colon, _ = value.partition(":")
+    if isinstance(value, Named):
+        return True
+    if name in built_in:
+        return is_foreign(built_in[name])
+    return bool(colon) and name not in LIBRARIES
 
 
 @cache
@@ -194,7 +199,11 @@ def resolve(values: Mapping[str, Any], federation: bool = False, read_from: str 
     # in a run configuration every key must exist, and an empty text stands for "not given"
     options = {own[key].name: own[key].read(value) for key, value in values.items() if key in own and value != ""}
     options |= {name: value for name, value in overrides.items() if wire_key(name) in own}
-    common = {key: value for key, value in values.items() if key not in owned and not (federation and key == ENGINE)}
+    common = {
+        key: value
+        for key, value in values.items()
+        if key not in owned and not (federation and key in (ENGINE, REUSE, ANEW))
+    }
     common |= {wire_key(name): value for name, value in overrides.items() if wire_key(name) in shared}
     config = Config.from_mapping(common)
     if read_from:

@@ -1,8 +1,9 @@
 """One run: what was asked for, and its folder. A finished run is read, an unfinished one goes on, nothing is replaced.
 
-What makes a run are its options and engine, users' code and data, and the grid that its values are chosen from. The
-name of its folder ends with a digest of these, and `config.json` in it has them as `asked`. What a run becomes by its
-data, such as rounds for a budget or what sites agree on, does not count.
+What makes a run are its options and engine, the files that options name, and the grid that its values are chosen from.
+The name of its folder ends with a digest of these, and `config.json` in it has them as `asked`. What a run becomes by
+its data, such as rounds for a budget or what sites agree on, does not count. Code and data of a user's own cannot be
+compared, so `settle` asks what becomes of results that they made.
 """
 
 import json
@@ -10,7 +11,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from logging import INFO, WARNING
@@ -21,7 +22,7 @@ from filelock import FileLock, Timeout
 from flwr.common import log
 
 from fedbn_flwr import __version__
-from fedbn_flwr.experiments.checkpoint import STOPPING, checkpoint_round, clear, read_checkpoint
+from fedbn_flwr.experiments.checkpoint import PREFIX, STOPPING, checkpoint_round, clear, read_checkpoint
 from fedbn_flwr.experiments.choice import Choice
 from fedbn_flwr.experiments.method import Experiment, resolve
 from fedbn_flwr.experiments.output.recorder import Progress, Summary, diverged
@@ -40,6 +41,8 @@ from fedbn_flwr.strategies import CannotTrainError
 
 #: held by the process that writes into a folder of results
 LOCK = "lock"
+#: where a run's folder keeps what it had before it was trained again
+BEFORE = "before"
 #: differing options that an error names
 NAMED = 4
 #: set in a process whose run has others beside it, which their common parent stops
@@ -72,7 +75,9 @@ def asked_of(experiment: Experiment, engine: str) -> dict[str, Any]:
     hidden = {*FREE, *(choice.grid if choice else ())}
     options = {key: value for key, value in experiment.to_mapping().items() if key not in hidden}
     grid = {"grid": choice.text} if choice else {}
-    asked: dict[str, Any] = json.loads(as_json({"options": options, "engine": engine, "code": experiment.code, **grid}))
+    asked: dict[str, Any] = json.loads(
+        as_json({"options": options, "engine": engine, "files": experiment.files, **grid})
+    )
     return asked
 
 
@@ -209,9 +214,9 @@ class Run:
 
 
 def _flat(asked: Mapping[str, Any], versions: Mapping[str, Any]) -> dict[str, Any]:
-    code = {f"code or data of {key}": value for key, value in asked.get("code", {}).items()}
+    files = {f"content of {key}": value for key, value in asked.get("files", {}).items()}
     known = {f"version of {name}": versions.get(name) for name in VERSIONS} if versions else {}
-    return {**asked["options"], "engine": asked["engine"], "grid": asked.get("grid"), **code, **known}
+    return {**asked["options"], "engine": asked["engine"], "grid": asked.get("grid"), **files, **known}
 
 
 def resume(given: Mapping[str, Any], engine: str | None) -> Run:
@@ -228,10 +233,48 @@ def resume(given: Mapping[str, Any], engine: str | None) -> Run:
     engine = engine or str(asked["engine"])
     changed = {**saved, **given, "results-dir": str(folder)}
     before, now = (resolve(options, federation=True, read_from=str(folder)) for options in (saved, changed))
-    if asked_of(now, engine) == asked_of(before, asked["engine"]):  # as it was asked, but by today's code
+    if asked_of(now, engine) == asked_of(before, asked["engine"]):  # as it was asked, but with today's files
         choice = Choice(**asked["choice"]) if "choice" in asked else None
-        now = replace(now, choice=choice, asked={**asked, "code": now.code})
+        now = replace(now, choice=choice, asked={**asked, "files": now.files})
     return Run(now, engine, folder)
+
+
+def settle(runs: Iterable[Run], reuse: bool = False, anew: bool = False) -> None:
+    """Decide what becomes of the results that runs have, before the first of them trains.
+
+    With `anew` they are set aside. Without `reuse`, a UsageError names a folder whose results were made with code or
+    data of a user's own, which may have changed since.
+    """
+    if reuse and anew:
+        raise UsageError("reuse takes what runs left, and anew trains them again: give one of them")
+    for run in [run for run in runs if has_results(run.folder)]:
+        if anew:
+            set_aside(run.folder)
+            continue
+        own = "; ".join(run.experiment.own)
+        if own and not reuse:
+            raise UsageError(
+                f"{run.folder} has results that were made with code or data of your own ({own}), which may have "
+                "changed: --reuse takes them, --anew trains again (in Python reuse=True, anew=True)"
+            )
+
+
+def set_aside(folder: Path) -> None:
+    """Move what a run has left into a folder of its own below the run's."""
+    place = folder / BEFORE / str(len(list(folder.glob(f"{BEFORE}/*"))) + 1)
+    place.mkdir(parents=True)
+    # without its summary and its checkpoint, a run begins anew, wherever this process ends
+    ends = (SUMMARY, *sorted(path.name for path in folder.glob(f"{PREFIX}*")))
+    others = sorted(path.name for path in folder.iterdir() if path.name not in (*ends, BEFORE, LOCK))
+    for name in (*ends, *others):
+        if (folder / name).exists():
+            (folder / name).rename(place / name)
+
+
+def every(runs: Iterable[Run]) -> list[Run]:
+    """Return runs with those by which their values are chosen."""
+    tried = [each for run in runs for several in run.tried.values() for each in several]
+    return list({run.folder: run for run in (*runs, *tried)}.values())
 
 
 def progress_of(runs: Sequence[Run]) -> str:
@@ -271,9 +314,13 @@ def alone_in(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def keeping(folder: Path, runs: Sequence[Run]) -> Iterator[None]:
-    """Hold the folder of these runs; say what it has, and what is kept where the work ends before its end."""
+def keeping(folder: Path, runs: Sequence[Run], reuse: bool = False, anew: bool = False) -> Iterator[None]:
+    """Hold the folder of these runs; say what it has, and what is kept where the work ends before its end.
+
+    `reuse` and `anew` are as in `settle`.
+    """
     with alone_in(folder), stoppable(at_once=any(run.engine == "ray" for run in runs)):
+        settle(every(runs), reuse, anew)
         if had := progress_of(runs):
             print(f"{folder}: {had}")
         try:

@@ -1,23 +1,18 @@
 """What users add under a name: items of a registry, their own objects in the place of names, and modules to import."""
 
-import ast
 import logging
 import pickle
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import cache
 from hashlib import blake2b
 from importlib import import_module
-from importlib.util import resolve_name
 from pathlib import Path
-from time import time
 from traceback import extract_tb
-from types import FunctionType
 from typing import Any
-from uuid import uuid4
 
 #: a name that neither `STRATEGY+NORM:key=value` nor `name:argument` can misread
 NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
@@ -111,13 +106,11 @@ class Named(str):
     """
 
     target: Any
-    #: tells the object from others of its name, in another process too
-    fingerprint: str
 
-    def __new__(cls, text: str, target: Any = None, fingerprint: str = "") -> "Named":
+    def __new__(cls, text: str, target: Any = None) -> "Named":
         """Make the name of an object."""
         named = super().__new__(cls, text)
-        named.target, named.fingerprint = target, fingerprint
+        named.target = target
         return named
 
     def __eq__(self, other: object) -> bool:
@@ -148,62 +141,6 @@ def import_function(kind: str, spec: str, known: Iterable[str]) -> Any:
 def fingerprint(text: str) -> str:
     """Return a short text that changes with a text."""
     return blake2b(text.encode(), digest_size=4).hexdigest()
-
-
-#: objects that count as themselves, by `id`, with their texts; kept, or another object would get the `id` of a lost one
-_KEPT: dict[int, tuple[Any, str]] = {}
-#: a file that has changed since then may not be what was imported
-_STARTED = time()
-
-
-def code_fingerprint(thing: Any, module: str = "") -> str:
-    """Return a short text that changes with a user's code; empty if the code is ours.
-
-    A function or class that another process can import counts by the file that holds it, and by those that this file
-    imports from the same folder or package; so does whatever a `module` holds under a name. All else counts as itself,
-    in this process only. Code in a file that has changed since the process began counts as both.
-    """
-    if isinstance(thing, type | FunctionType):
-        if not is_foreign(thing):
-            return ""
-        module = module or (thing.__module__ if is_importable(thing) else "")
-    text, changed = "", True
-    with suppress(ImportError, LookupError, OSError, SyntaxError):
-        text, changed = _sources(module)
-    return fingerprint(text + _KEPT.setdefault(id(thing), (thing, uuid4().hex))[1] if changed else text)
-
-
-def _sources(module: str) -> tuple[str, bool]:
-    """Return the text of a module and, unless it is installed, of those beside it, and whether a file has changed."""
-    file = Path(getattr(sys.modules[module], "__file__", None) or "")
-    folder = file.parents[module.count(".") + (file.name == "__init__.py")]
-    if {"site-packages", "dist-packages"} & {*file.parts}:
-        return repr(file.read_bytes()), False
-    sources, left, changed = dict[str, bytes](), {module}, False
-    while left:
-        name = left.pop()
-        path = folder.joinpath(*name.split("."))
-        found = next((file for file in (path / "__init__.py", path.with_suffix(".py")) if file.is_file()), None)
-        if found and name not in sources and name.partition(".")[0] != "fedbn_flwr":
-            changed |= found.stat().st_mtime > _STARTED
-            sources[name] = found.read_bytes()
-            left |= _imported(sources[name], name if found.name == "__init__.py" else name.rpartition(".")[0])
-    if module not in sources:
-        raise FileNotFoundError(file)
-    return repr(sorted(sources.items())), changed
-
-
-@cache
-def _imported(text: bytes, package: str) -> set[str]:
-    """Return the names of all modules that a module of a package may import by its text, with the package's own."""
-    names = {package}
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Import):
-            names |= {each.name for each in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            origin = resolve_name("." * node.level + (node.module or ""), package)
-            names |= {origin, *(f"{origin}.{each.name}" for each in node.names)}
-    return (names | {name.rpartition(".")[0] for name in names}) - {""}
 
 
 def described(error: Exception) -> str:

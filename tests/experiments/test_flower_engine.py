@@ -156,7 +156,7 @@ def test_the_run_config_has_every_option_with_the_commands_default_and_type() ->
     app = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]
     shared = Config().to_mapping()
     # a strategy's own option is not given by default
-    wanted = {"engine": "auto", **shared, **dict.fromkeys(all_options(), "")}
+    wanted = {"engine": "auto", "reuse": False, "anew": False, **shared, **dict.fromkeys(all_options(), "")}
     # Flower hands values over as they stand there
     there, here = ({key: (type(value), value) for key, value in each.items()} for each in (app["config"], wanted))
     assert there == here

@@ -3,15 +3,12 @@
 import gc
 import json
 import logging
-import os
 import random
 import re
 import shutil
 import signal
 import sys
 import warnings
-from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -31,10 +28,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from fedbn_flwr import compare, run
-from fedbn_flwr.client import Rule, register_rule
 from fedbn_flwr.client.evaluation import evaluate
 from fedbn_flwr.data import Split, load
-from fedbn_flwr.data.own_data import fingerprint_of
 from fedbn_flwr.experiments import UsageError
 from fedbn_flwr.experiments.laboratory import UNSET, comparison, given_options
 from fedbn_flwr.experiments.method import _listing
@@ -270,140 +265,6 @@ def name_of(method: Any = "fedavg", model: Any = UNSET, **options: Any) -> str:
     return one.folder.name
 
 
-#: a user's parts, which are not what they were if a number in a file beside theirs is another one
-OWN_PARTS = """
-from torch import nn
-from fedbn_flwr.client import Rule, register_rule
-from fedbn_flwr.data import load, register_dataset, register_partition
-from fedbn_flwr.models import register_model
-from fedbn_flwr.norm import register_norm
-from fedbn_flwr.strategies import FedAvg, register_strategy
-IMPORT
-
-def make_net(num_classes):
-    return nn.Linear(WIDTHS[0], num_classes)
-
-loss = nn.CrossEntropyLoss(label_smoothing=1 / WIDTHS[0])
-
-@register_model("own")
-def own_model(num_classes, in_channels, image_size):
-    return make_net(num_classes)
-
-@register_dataset("own")
-def own_data(request):
-    return load("synthetic:n=80")
-
-@register_partition("own:COUNT")
-def own_partition(request):
-    return [request.order[:: WIDTHS[0]]]
-
-@register_norm("own")
-def own_norm(model):
-    return model
-
-@register_strategy("own")
-class Own(FedAvg):
-    pass
-"""
-
-
-@pytest.mark.parametrize("held", ["{}", "{}.inner"])
-def test_code_that_a_name_tells_counts_by_its_file_and_those_beside_it(
-    held: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
-    module = held.format(f"own_parts_{len(held)}")
-    folder = tmp_path.joinpath(*module.split(".")[:-1])
-    file, beside = folder / f"{module.rpartition('.')[2]}.py", folder / f"beside_{len(held)}.py"
-
-    def write(text: str, path: Path, when: int = 1) -> None:
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text)
-        os.utime(path, (when, when))
-
-    def names() -> list[str]:
-        chosen = {"partition": "own:1", "method": "own", "norm": "own", "dataset": "own", "model": "own"}
-        told = {"model": f"{module}:make_net", "objective": f"{module}:loss"}
-        asked = [{key: value} for options in ({"plugins": module}, chosen, told) for key, value in options.items()]
-        return [name_of(**options) for options in ({}, *asked)]
-
-    alone = f"from {beside.stem} import WIDTHS"
-    inside = f"from . import {beside.stem} as beside\nWIDTHS = beside.WIDTHS"
-    write(OWN_PARTS.replace("IMPORT", alone if folder == tmp_path else inside), file)
-    write("WIDTHS = (4, 4)", beside)
-    first = names()
-    assert len({*first}) == len(first)
-    assert names() == first
-    write("WIDTHS = (64, 64)", beside)
-    changed = names()
-    assert [one == other for one, other in zip(first, changed, strict=True)] == [True] + [False] * 8
-    # what is imported may be another one than the file's, or may have become it: it counts as itself and by its file
-    before = {*first, *changed}
-    for width in (4, 16):
-        write(f"WIDTHS = ({width}, {width})", beside, when=2**32)
-        assert not {*names()[1:]} & before
-        assert names() == names()
-        before |= {*names()}
-
-
-def test_what_is_handed_over_counts_as_itself() -> None:
-    def net(width: int) -> Any:
-        class Wide(FedAvg):
-            weight = width
-
-        return lambda num_classes: nn.Linear(width, num_classes), Wide
-
-    def objectives() -> Iterator[str]:
-        for number in range(10):
-            yield name_of(objective=nn.CrossEntropyLoss(label_smoothing=number / 10))
-            gc.collect()
-
-    assert len({*objectives()}) == 10
-    one, other = net(4), net(4)
-    names = [name_of(strategy, make) for make in (one[0], other[0], partial(one[0])) for strategy in (one[1], other[1])]
-    assert len({*names}) == 6
-    assert name_of(one[1], one[0]) == names[0]
-
-
-def test_a_model_that_has_changed_is_another_run() -> None:
-    model = make_net(10, 1)
-    names = [name_of(model=model), name_of(model=model)]
-    model.scale = 2.0  # type: ignore[assignment]
-    names.append(name_of(model=model))
-    with torch.no_grad():
-        model.get_parameter("5.weight")[5, 70] += 1  # which its text leaves out
-    names.append(name_of(model=model))
-    model.table = table = torch.zeros(2000)
-    model.register_buffer("mask", mask := torch.zeros(2000), persistent=False)
-    names.append(name_of(model=model))
-    for tensor in (table, mask):
-        tensor[1000] += 1
-        names.append(name_of(model=model))
-    names.append(name_of(model=make_net(10, 1)))
-    assert [names.index(name) for name in names] == [0, 0, *range(2, 8)]
-
-
-def test_a_rule_that_is_defined_again_is_another_run_of_own_methods() -> None:
-    def define(factor: float) -> list[str]:
-        @register_rule
-        class Times(Rule):
-            times: float = 0.0
-
-            def adjust(self) -> None:
-                self.times *= factor
-
-        return [name_of(Pull), name_of()]
-
-    first, again = define(1.0), define(0.0)
-    assert [one == other for one, other in zip(first, again, strict=True)] == [False, True]
-
-
-def test_changed_data_are_another_run(tmp_path: Path) -> None:
-    for data in (load(DATA), load(DATA), DATA):
-        quick(Pull(mu=0.1), tmp_path, rounds=1, model=make_net, data=data)
-    assert len(list(tmp_path.glob("pull*"))) == 2
-
-
 def test_numbers_of_other_libraries_and_mappings_are_options(tmp_path: Path) -> None:
     """They make the same runs as Python's own, and as text."""
     counts: dict[str, Any] = {"seeds": np.int64(2), "grid_seeds": np.int32(1)}
@@ -445,13 +306,6 @@ def test_changed_files_are_another_run(tmp_path: Path) -> None:
     assert [one == other for one, other in zip(first, again, strict=True)] == [True, False, False]
 
 
-def test_data_are_known_by_every_number() -> None:
-    loaded, inputs = load(DATA), load(DATA).test.inputs.clone()
-    inputs.reshape(-1)[-1] += 1
-    again, changed = (replace(loaded, test=replace(loaded.test, inputs=each)) for each in (loaded.test.inputs, inputs))
-    assert fingerprint_of(again) == fingerprint_of(loaded) != fingerprint_of(changed)
-
-
 def test_without_a_folder_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.chdir(tmp_path)
@@ -487,7 +341,7 @@ from mine import Mine, make_net
 
 data = (torch.rand(60, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(60) % 3)
 options = dict(clients=2, rounds=2, partition="iid", progress=False)
-found = compare(["fedavg", Mine()], model=make_net, data=(data, data), folder="out", **options)
+found = compare(["fedavg", Mine()], model=make_net, data=(data, data), folder="out", reuse=True, **options)
 print([run["seconds"] for run in found.summaries])
 print(run("fedavg", data=(data, data), workers=2, **options).summaries[0]["accuracy"])
 """

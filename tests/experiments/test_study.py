@@ -3,16 +3,13 @@
 import json
 import os
 import signal
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from multiprocessing import Pipe
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 import yaml
 
 from fedbn_flwr import compare
@@ -321,16 +318,6 @@ def test_a_run_of_a_grid_goes_on_by_its_folder(tmp_path: Path) -> None:
     assert main(["run", "--resume", str(run_in(tmp_path, "fedavg"))]) == 0
     # with what was chosen
     assert results(run_in(tmp_path, "fedavg")) == results(run_in(tmp_path / "whole", "fedavg"))
-
-
-def test_a_users_function_is_known_by_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = ModuleType("users_nets")
-    monkeypatch.setitem(sys.modules, "users_nets", module)
-    folders = set[Path]()
-    for function in (lambda: torch.nn.Flatten(), lambda: torch.nn.Identity()):
-        module.net = function  # type: ignore[attr-defined]
-        folders |= {run.folder for run in study(["fedavg"], {**OPTIONS, "model": "users_nets:net"}).runs(tmp_path)}
-    assert len(folders) == 2
 
 
 # ---- runs that diverge -----------------------------------------------------------------------------------------------

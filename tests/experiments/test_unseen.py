@@ -100,7 +100,7 @@ def test_each_domain_in_turn_is_a_run_that_is_kept(tmp_path: Path, capsys: pytes
         (method, domain) for domain in DOMAINS for method in ("fedavg", "fedwon")
     ]
     written = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/summary.json")}
-    again = compare(["fedavg", "fedwon"], **options)
+    again = compare(["fedavg", "fedwon"], reuse=True, **options)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/summary.json")} == written
     assert list(rows(tmp_path)["method"]) == [row["method"] for row in found.summaries]
     again.show()
@@ -109,7 +109,7 @@ def test_each_domain_in_turn_is_a_run_that_is_kept(tmp_path: Path, capsys: pytes
     assert words.count("fedavg") == words.count("fedwon") == 4
     # of a method without a run on the last of them there is no mean
     partly = [f"{method}:unseen={domain}" for method in ("fedavg", "fedwon") for domain in DOMAINS][:-1]
-    compare(partly, **{**options, "unseen": ""}).show()
+    compare(partly, reuse=True, **{**options, "unseen": ""}).show()
     words = capsys.readouterr().out.split()
     assert (words.count("fedavg"), words.count("fedwon")) == (4, 2)
     # a model without BN has nothing to adapt

@@ -83,7 +83,7 @@ def reproduce(options: Mapping[str, Any]) -> None:
         hint = " (--smoke runs it in small on embedded data)" if recipe.small else ""
         raise UsageError(f"recipe {recipe.name}{hint}: {error}") from error
     started, rows = time.perf_counter(), list[tuple[Run, Summary]]()
-    with keeping(folder, runs):
+    with keeping(folder, runs, options.get("reuse", False), options.get("anew", False)):
         more = {"smoke": small, "only": only or [], "seeds": study.seeds, "rounds": rounds}
         write_study(folder, study, runs, full.content, title=full.name, **more)
         for run, summary in execute(runs, lambda _: None, side_by_side):
