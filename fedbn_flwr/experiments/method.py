@@ -2,7 +2,6 @@
 
 import inspect
 import re
-import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -19,6 +18,7 @@ from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.models import LIBRARIES, MODELS, build, published
 from fedbn_flwr.norm import NORMS
 from fedbn_flwr.plugins import (
+    TRUSTED,
     Named,
     did_you_mean,
     fingerprint,
@@ -207,9 +207,11 @@ def resolve(values: Mapping[str, Any], federation: bool = False, read_from: str 
     common |= {wire_key(name): value for name, value in overrides.items() if wire_key(name) in shared}
     config = Config.from_mapping(common)
     if read_from:
-        named = (name.partition(":") for name in (config.model, config.dataset, config.objective))
-        known = {*DATASETS, *LIBRARIES}
-        refuse_code(read_from, (module for module, colon, _ in named if colon and module not in known))
+        built_in: dict[str, Iterable[str]] = {config.model: LIBRARIES, config.dataset: DATASETS, config.objective: ()}
+        for value, known in built_in.items():
+            module, colon, _ = value.partition(":")
+            if colon and module not in known and not isinstance(value, Named):
+                refuse_code(read_from, [module])
     config = _with_clients(_with_images(config), federation)
     config = _with_norm(config, REGISTRY[method.strategy], options, method.norm)
     experiment = Experiment(config, method.strategy, options)
@@ -295,8 +297,9 @@ def import_plugins(modules: str) -> None:
 
 
 def refuse_code(read_from: str, modules: Iterable[str]) -> None:
-    """Refuse modules that a file names and nobody has imported: they are for the one who starts the run to give."""
-    if new := [name for name in dict.fromkeys(map(str.strip, modules)) if name and name not in sys.modules]:
+    """Refuse modules that a file names, and the user has not named as plugins: what they hold would be called."""
+    new = [name for name in dict.fromkeys(map(str.strip, modules)) if name and name not in TRUSTED]
+    if new:
         raise UsageError(f"{read_from} names code of {', '.join(new)}; if you trust it, add --plugins {','.join(new)}")
 
 

@@ -33,6 +33,7 @@ from fedbn_flwr.experiments.output.run_folder import (
     installed_versions,
     make_folder,
     read_json,
+    refuse_links,
     write_json,
 )
 from fedbn_flwr.plugins import fingerprint
@@ -149,6 +150,7 @@ class Run:
 
     def refuse_other_run(self) -> None:
         """Refuse a folder whose results are another run's, or that this version cannot go on with; a UsageError."""
+        refuse_links(self.folder)
         if not has_results(self.folder):
             return
         config = read_json(self.folder / CONFIG)
@@ -248,6 +250,7 @@ def settle(runs: Iterable[Run], reuse: bool = False, anew: bool = False) -> None
     if reuse and anew:
         raise UsageError("reuse takes what runs left, and anew trains them again: give one of them")
     for run in [run for run in runs if has_results(run.folder)]:
+        refuse_links(run.folder)
         if anew:
             set_aside(run.folder)
             continue

@@ -191,9 +191,9 @@ class Instruction:
         return sorted([*changed, *dict(self.rule_keys)])
 
 
-def printable(text: str) -> str:
-    """Return a text of a node as logs and terminals may show it: in one line of at most 500 signs."""
-    return "".join(sign if sign.isprintable() else " " for sign in text[:500])
+def printable(text: str, longest: int = 500) -> str:
+    """Return a text of others as logs and terminals may show it: in one line of at most so many signs."""
+    return "".join(sign if sign.isprintable() else " " for sign in text[:longest])
 
 
 def wire_key(name: str) -> str:

@@ -10,6 +10,7 @@ from fedbn_flwr.client.rules import RULES
 from fedbn_flwr.data import DATASETS, PARTITIONS
 from fedbn_flwr.models import MODELS
 from fedbn_flwr.norm import NORMS
+from fedbn_flwr.plugins import TRUSTED
 from fedbn_flwr.strategies import REGISTRY
 
 DICTIONARIES: tuple[dict[str, Any], ...] = (
@@ -25,11 +26,14 @@ DICTIONARIES: tuple[dict[str, Any], ...] = (
 
 @contextmanager
 def registries_restored() -> Iterator[None]:
-    """Forget what is registered inside, and the modules that are imported to do so."""
+    """Forget what is registered inside, the modules that are imported to do so, and those that were named."""
     before, modules = [dict(items) for items in DICTIONARIES], set(sys.modules)
+    trusted = {*TRUSTED}
     try:
         yield
     finally:
+        TRUSTED.clear()
+        TRUSTED.update(trusted)
         for items, kept in zip(DICTIONARIES, before, strict=True):
             for name in items.keys() - kept.keys():
                 registering = getattr(items[name], "__module__", "")

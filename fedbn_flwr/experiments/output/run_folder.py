@@ -22,6 +22,7 @@ from fedbn_flwr.device import accelerator_name
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.state import from_record
 from fedbn_flwr.state.record_files import write_bytes
+from fedbn_flwr.wire import printable
 
 VERSIONED = ("flwr", "matplotlib", "numpy", "pillow", "ray", "scikit-learn", "torch", "torchvision")
 CONFIG, SUMMARY = "config.json", "summary.json"
@@ -136,19 +137,28 @@ def make_folder(path: Path, option: str = "") -> Path:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"{option or f'results-dir {str(path)!r}'} cannot be made: {error.strerror}") from error
+    refuse_links(path)
     return path
+
+
+def refuse_links(folder: Path) -> None:
+    """Refuse a folder with a link in it or below it: what is written there would be written where the link points."""
+    for place, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            if Path(place, name).is_symlink():
+                raise UsageError(f"{Path(place, name)} is a link, and results are not written through links: remove it")
 
 
 def read_rounds(path: Path, name: str = "rounds.jsonl") -> list[dict[str, Any]]:
     """Return the whole rows that a run has written so far; none if it has not begun."""
-    return [_finite(json.loads(line)) for line in _lines(path / name) if _round_of(line) is not None]
+    return [cleaned(json.loads(line)) for line in _lines(path / name) if _round_of(line) is not None]
 
 
 def read_json(path: Path) -> Any:
     """Return the content of a file; None if it is not there, or not whole."""
     try:
-        return _finite(json.loads(path.read_text()))
-    except (OSError, ValueError):
+        return cleaned(json.loads(path.read_text()))
+    except (OSError, ValueError, RecursionError):
         return None
 
 
@@ -168,8 +178,19 @@ def _round_of(row: bytes) -> int | None:
     """Return the round that a row is of; None if it is no row, or is written just now."""
     try:
         return int(_finite(json.loads(row))["round"]) if row.endswith(b"\n") else None
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         return None
+
+
+def cleaned(content: Any) -> Any:
+    """Return what a file holds, which may be another's: numbers that are not finite are None, texts can be shown."""
+    if isinstance(content, Mapping):
+        return {cleaned(key): cleaned(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [cleaned(value) for value in content]
+    if isinstance(content, str):
+        return printable(content, len(content))
+    return _finite(content)
 
 
 def _finite(content: Any) -> Any:

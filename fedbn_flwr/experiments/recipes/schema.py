@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from fedbn_flwr.experiments.choice import Grid
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.method import all_options, parse, refuse_code
+from fedbn_flwr.experiments.output.run_folder import cleaned
 from fedbn_flwr.experiments.recipes.paper import QUANTITIES, Direction, Number, Paper, Reported, Side
 from fedbn_flwr.experiments.study import Setting, Study
 from fedbn_flwr.plugins import did_you_mean
@@ -303,10 +304,10 @@ def read_recipe(name: str) -> Recipe:
     elif name not in recipe_names():
         raise UsageError(f"unknown recipe {name!r}; `fedbn-flwr recipes` lists them; your own file must end in .yaml")
     try:
-        content = load_yaml(path.read_text())
+        content = cleaned(load_yaml(path.read_text()))
     except OSError as error:
         raise UsageError(f"recipe {name}: cannot be read: {error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"recipe {name}: is not YAML: {error}") from error
     return parse_recipe(name, content, read_from)
 

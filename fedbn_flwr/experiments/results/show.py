@@ -68,12 +68,18 @@ def to_csv(shown: Table) -> str:
     """Return a table as CSV: numbers with all their digits, and deviations in columns of their own."""
     columns = {}
     for name, cells in shown.frame.items():
-        columns[name] = cells.map(
-            lambda cell: cell.value if isinstance(cell, Number) and cell.text != "baseline" else str(cell)
-        )
+        columns[name] = cells.map(_csv_cell)
         spreads = cells.map(lambda cell: cell.spread if isinstance(cell, Number) else None)
         columns |= {f"{name} ±": spreads} if spreads.notna().any() else {}
     return str(pd.DataFrame(columns, dtype=object).to_csv(index=False))
+
+
+def _csv_cell(cell: Any) -> Any:
+    """Return a number, or a text that no program for tables takes for a formula."""
+    if isinstance(cell, Number) and cell.text != "baseline":
+        return cell.value
+    text = str(cell)
+    return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text
 
 
 def to_latex(shown: Table) -> str:

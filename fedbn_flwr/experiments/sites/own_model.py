@@ -15,7 +15,7 @@ from fedbn_flwr import state, wire
 from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.clientapp.bn_client_app import read_message
 from fedbn_flwr.experiments.material import Form, form_of, fresh_model, load_data
-from fedbn_flwr.experiments.method import resolve
+from fedbn_flwr.experiments.method import import_plugins, resolve
 from fedbn_flwr.plugins import extra
 from fedbn_flwr.server.replies import lacks_state
 from fedbn_flwr.state.record_files import write_bytes
@@ -68,8 +68,9 @@ def export_model(message: Message, context: Context, call_next: ClientAppCallabl
     return reply
 
 
-def load_own_model(path: str | Path) -> OwnModel:
-    """Return the model of a file of `export_model`, in evaluation mode; import modules that the file names before."""
+def load_own_model(path: str | Path, plugins: str = "") -> OwnModel:
+    """Return the model of a file of `export_model`, in evaluation mode; `plugins` are modules that it may name."""
+    import_plugins(plugins)
     with extra("models"):
         from safetensors import safe_open
 
