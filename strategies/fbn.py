@@ -8,6 +8,7 @@ import torch
 
 from fedbn_flwr.client.rules import Rule, Session, register_rule
 from fedbn_flwr.client.rules.dynamics import BatchStatistics
+from fedbn_flwr.norm.detect import bn_layers, keeps_statistics
 from fedbn_flwr.plugins.options import Range
 from fedbn_flwr.server.pooling import Pooled, PooledGroup, Sent
 from fedbn_flwr.state import Arrays
@@ -34,8 +35,8 @@ class FBN(FedAvg):
 
     A client's m_k and v_k are means over the round's mini-batches of their means and biased variances. Training and
     evaluation use the same statistics, and a round has one exchange. This is FixBN, frozen from the first round on,
-    with statistics that move. Deviation: the public code divides v by N - 1 samples, here by N. Its optimizer is
-    `momentum=0.9` with `clip_norm=10`.
+    with statistics that move. Layers of which no parameter learns keep theirs. Deviation: the public code divides v by
+    N - 1 samples, here by N. Its optimizer is `momentum=0.9` with `clip_norm=10`.
     """
 
     paper: ClassVar[str] = "Guerraoui et al., 2024, arXiv:2405.14670"
@@ -88,9 +89,12 @@ class BatchMoments(Rule):
         self._statistics = BatchStatistics(session.model)
 
     def finish(self, session: Session) -> None:
-        """Stop, and add the moments to the reply."""
+        """Stop, and add the moments of the layers whose statistics move to the reply."""
         sent: dict[str, torch.Tensor] = {}
-        for name, (variance, mean, *_) in under_all_names(session.model, self._statistics.stop()):
+        layers = bn_layers(session.model)
+        seen = self._statistics.stop()
+        moving = {name: values for name, values in seen.items() if not keeps_statistics(layers[name])}
+        for name, (variance, mean, *_) in under_all_names(session.model, moving):
             prefix = f"{name}." if name else ""
             # in float64, because the server takes the square of the mean away
             sent |= {f"{prefix}running_mean": mean, f"{prefix}running_var": variance + mean**2}

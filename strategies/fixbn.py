@@ -188,6 +188,8 @@ class Centralized(FixBN):
         **options: Any,
     ) -> None:
         super().__init__(freeze_round=NEVER if freeze_round is None else freeze_round, **options)
+        if self.freeze_bn and freeze_round is not None:
+            raise ValueError("freeze_bn freezes statistics from the start on, and freeze_round later: give one of them")
         if freeze_round is None and not self.freeze_bn:
             self.needs = "none" if self.statistics == "running" else "statistics"
 

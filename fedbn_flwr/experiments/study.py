@@ -246,11 +246,11 @@ def _chosen(choice: Choice, tried: Mapping[str, Sequence[Run]], announce: Announ
         results = list[float]()
         for run in runs:
             summary = _train(run, announce)
-            metric = metric_of(summary)
-            score = summary.get(metric)
+            score = summary.get(metric_of(summary))
             if "failed" in summary or score is None:
                 failure = failure or summary.get("failed", "it has no score")
                 break
+            metric = metric_of(summary)
             results.append(float(score))
         scores[text] = fmean(results) if len(results) == len(runs) else None
     best = max(scores, key=lambda text: -inf if (score := scores[text]) is None else merit(metric, score))

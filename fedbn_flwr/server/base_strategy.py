@@ -308,6 +308,7 @@ class BaseStrategy(FlowerFedAvg):
             log(INFO, "[ROUND %s/%s]", number, num_rounds)
             messages = list(self.configure_train(number, arrays, configs[0], grid))
             if self.training.number != number:  # a user's own `configure_train` has made the messages
+                self._refuse_unsaid()
                 self.training = self.round = Round.begin(number, arrays, configs[0], grid)
             trained, metrics = self.aggregate_train(number, self.ask(grid, messages, timeout) if messages else ())
             arrays = self.gather(arrays if trained is None else trained)
@@ -463,6 +464,21 @@ class BaseStrategy(FlowerFedAvg):
             now.instruction.later,
         )
         return now
+
+    def _refuse_unsaid(self) -> None:
+        """Refuse options that clients learn of by `configure_train`, where a user's own one does not call this one."""
+        given = {
+            "clip_norm": self.clip_norm > 0,
+            "clip_factor": self.clip_factor > 0,
+            "freeze_bn": self.freeze_bn,
+            "momentum_state": self.momentum_state != "none",
+        }
+        unsaid = [name for name, is_given in given.items() if is_given]
+        if unsaid:
+            raise ValueError(
+                f"{type(self).__name__}.configure_train does not call super().configure_train, so clients are not told "
+                f"of {', '.join(unsaid)}: change the messages that it returns, or leave the option out"
+            )
 
     def _make_messages(
         self, nodes: Sequence[int], arrays: ArrayRecord, config: ConfigRecord, kind: str

@@ -138,7 +138,8 @@ class OwnMessages(FedAvg):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
-        self.seen.append(float(arrays["passes"].numpy()))
+        if "passes" in arrays:
+            self.seen.append(float(arrays["passes"].numpy()))
         content = RecordDict({"arrays": arrays, "config": config})
         return [Message(content, node, "train") for node in grid.get_node_ids()]
 
@@ -146,6 +147,10 @@ class OwnMessages(FedAvg):
 def test_a_run_begins_with_the_model_as_it_was_made_and_counts_its_rounds_by_itself(tmp_path: Path) -> None:
     with registries_restored():
         run(OwnMessages, model=Aging, data=DATA, folder=tmp_path, **{**SMALL, "rounds": 2, "workers": 1})
+        told = {"clip_norm": 0.1, "clip_factor": 0.1, "freeze_bn": True, "momentum_state": "local"}
+        for key, value in told.items():
+            with pytest.raises(ValueError, match=f"clients are not told of {key}: change the messages"):
+                run(OwnMessages, model=make_net, data=DATA, **{**SMALL, "rounds": 1, key: value})
     assert OwnMessages.seen[0] == 0
     assert [row["round"] for row in results(run_in(tmp_path))["rounds"]] == [1, 2]
 

@@ -18,8 +18,8 @@ from fedbn_flwr.experiments.engines import ENGINES
 from fedbn_flwr.experiments.method import Experiment
 from fedbn_flwr.experiments.output.recorder import Journal, Progress, Summary
 from fedbn_flwr.experiments.recipes.schema import parse_recipe
-from fedbn_flwr.experiments.runs import SIDE_BY_SIDE
-from fedbn_flwr.experiments.study import VALIDATION_SHARE, Setting, Study, _work, execute
+from fedbn_flwr.experiments.runs import SIDE_BY_SIDE, Run
+from fedbn_flwr.experiments.study import VALIDATION_SHARE, Announce, Setting, Study, _chosen, _work, execute
 from fedbn_flwr.strategies import CannotTrainError
 from tests.helpers.deaths import Death, dying
 from tests.helpers.runs import OPTIONS, command, results, run, run_in
@@ -318,6 +318,23 @@ def test_a_run_of_a_grid_goes_on_by_its_folder(tmp_path: Path) -> None:
     assert main(["run", "--resume", str(run_in(tmp_path, "fedavg"))]) == 0
     # with what was chosen
     assert results(run_in(tmp_path, "fedavg")) == results(run_in(tmp_path / "whole", "fedavg"))
+
+
+def test_the_least_error_is_chosen_also_where_the_last_run_ends_without_a_metric(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors = {0.1: 0.5, 0.2: 0.3, 0.3: 0.9}
+
+    def trained(run: Run, _: Announce) -> Summary:
+        error = errors.get(run.experiment.config.lr)
+        return {"failed": "its process ended"} if error is None else {"metric": "mse", "mse": error}
+
+    monkeypatch.setattr("fedbn_flwr.experiments.study._train", trained)
+    (one,) = study(["fedavg"], OPTIONS, grid={"lr": [*errors, 0.4]}, grid_seeds=1).runs(tmp_path)
+    assert one.experiment.choice
+    choice, failure = _chosen(one.experiment.choice, one.tried, lambda _: None)
+    assert choice.values == {"lr": 0.2}
+    assert failure == "its process ended"
 
 
 # ---- runs that diverge -----------------------------------------------------------------------------------------------

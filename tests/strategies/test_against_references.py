@@ -296,6 +296,16 @@ def test_fbn_normalizes_with_constants_that_move_once_a_round(average: float) ->
     assert distance({name: got[name] for name in expected}, expected) < 1e-12
 
 
+def test_fbn_keeps_the_statistics_of_layers_that_do_not_learn() -> None:
+    model = make_model()
+    model.get_submodule("net.1").requires_grad_(False)
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    got = Federation(model).run(FBN(average=0.5), ROUNDS)
+    kept = ["net.1.running_mean", "net.1.running_var"]
+    assert distance({name: got[name] for name in kept}, {name: start[name] for name in kept}) == 0
+    assert float((got["net.4.running_mean"] - start["net.4.running_mean"]).abs().max()) > 1e-3
+
+
 class FarOff(nn.Module):
     """BN of float32 numbers whose mean is a thousand of their deviations."""
 

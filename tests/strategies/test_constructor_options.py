@@ -16,6 +16,7 @@ from fedbn_flwr.strategies import (
     MTFL,
     REGISTRY,
     BaseStrategy,
+    Centralized,
     FedAvg,
     FedBN,
     FedBS,
@@ -112,6 +113,10 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     *(
         (lambda given=given: FedTAN(**given), f"{next(iter(given))} is an option of carried corrections, but carry is")
         for given in ({"memory": 0.1}, {"oldest": 1})
+    ),
+    (
+        lambda: Centralized(freeze_bn=True, freeze_round=1, freeze="affine"),
+        "freeze_bn freezes statistics from the start on, and freeze_round later: give one of them",
     ),
     (lambda: FedAvg(server_lr=0.1), "server_lr is the rate of a server_optimizer, which is none"),
     (lambda: FedAvg(gather_samples=9), "gather_samples are of gathered statistics, but statistics is running"),
