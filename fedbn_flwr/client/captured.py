@@ -260,7 +260,8 @@ def _waits(module: Any) -> Iterator[list[Any]]:
             yield (waits := list[Any]())
         finally:
             getattr(module, "set_sync_debug_mode", int)(before)
-    waits += [each for each in seen if "synchroniz" in str(each.message)]
+    # torch's own word about the mode, once a process, speaks of synchronizing, too
+    waits += [each for each in seen if "called a synchronizing" in str(each.message)]
 
 
 def _present(values: Iterable[Tensor | None]) -> list[Tensor]:

@@ -156,12 +156,21 @@ class _Module:
 
     CUDAGraph, Stream = _Graph, _Stream
     _warns = 0
+    _has_warned = False
 
     def get_sync_debug_mode(self) -> int:
         return self._warns
 
     def set_sync_debug_mode(self, mode: int) -> None:
+        """Set the mode; the first time in a process, torch says this."""
         self._warns = mode
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                "Synchronization debug mode is a prototype feature and does not yet detect all synchronizing "
+                "operations",
+                stacklevel=2,
+            )
 
     _current: Any = _Stream()
 
