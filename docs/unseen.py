@@ -19,7 +19,8 @@ from fedbn_flwr.client.evaluation import evaluate
 from fedbn_flwr.data import leave_out
 from fedbn_flwr.experiments.material import form_of, fresh_model, load_data
 from fedbn_flwr.experiments.method import read_data, resolve
-from fedbn_flwr.experiments.results.rows import config_of, known
+from fedbn_flwr.experiments.output.run_folder import read_config
+from fedbn_flwr.experiments.results.rows import known
 from fedbn_flwr.models import read_weights
 from fedbn_flwr.norm import lacks
 from fedbn_flwr.randomness import torch_generator
@@ -32,7 +33,9 @@ COUNTS, PSEUDO = (10, 20, 100), (0, 16, 64, 256)
 def measured(run: Mapping[str, Any]) -> Iterator[dict[str, object]]:
     """Yield a row for each way in which a run's model is tested."""
     options = {
-        key: value for key, value in config_of(run["folder"])["options"].items() if key not in ("method", "resume")
+        key: value
+        for key, value in read_config(Path(run["folder"]))["options"].items()
+        if key not in ("method", "resume")
     }
     config = resolve({**options, "method": run["method"]}).config
     data = load_data(config)

@@ -15,7 +15,7 @@ from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.engines import ENGINES, run_with_grid
 from fedbn_flwr.experiments.method import ANEW, ENGINE, REUSE, Experiment, resolve
 from fedbn_flwr.experiments.output.recorder import Progress, Summary
-from fedbn_flwr.experiments.output.run_folder import CONFIG, read_json
+from fedbn_flwr.experiments.output.run_folder import read_config
 from fedbn_flwr.experiments.results.plots import draw_or_warn, plot_curves
 from fedbn_flwr.experiments.results.rows import rows
 from fedbn_flwr.experiments.runs import Run, alone_in, asked_of, has_results, settle
@@ -92,7 +92,7 @@ def choose_engine(grid: Grid, given: str, experiment: Experiment, folder: Path) 
         refuse_own_nodes(experiment.config)
         return DEPLOYED
     refuse_sites(experiment.config)
-    before = (read_json(folder / CONFIG) or {}).get("asked", {}).get("engine") if has_results(folder) else None
+    before = read_config(folder).get("asked", {}).get("engine") if has_results(folder) else None
     cluster = os.environ.get("RAY_ADDRESS")
     if given != AUTO:
         engine, why = given, "as asked for"

@@ -117,6 +117,7 @@ def run(
         with _opened(resumed or given.get(RESULTS)) as (place, is_kept):
             if resumed:
                 one = resume(given, engine)
+                engine_named(one.engine)
             else:
                 study = Study({label: label}, [Setting({}, given)], engine=engine_named(engine))
                 (one,) = study.runs(place)

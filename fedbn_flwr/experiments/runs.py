@@ -32,6 +32,7 @@ from fedbn_flwr.experiments.output.run_folder import (
     as_json,
     installed_versions,
     make_folder,
+    read_config,
     read_json,
     refuse_links,
     write_json,
@@ -153,12 +154,12 @@ class Run:
         refuse_links(self.folder)
         if not has_results(self.folder):
             return
-        config = read_json(self.folder / CONFIG)
-        before = config.get("asked") if isinstance(config, dict) else None
-        if not isinstance(before, dict):
+        config = read_config(self.folder)
+        before = config.get("asked", {})
+        if not {"options", "engine"} <= before.keys():
             raise UsageError(f"{self.folder} holds results of which nobody knows the options: its {LOST}")
         goes_on = checkpoint_round(self.folder) and self.finished() is None
-        then = _flat(before, config["versions"] if goes_on else {})
+        then = _flat(before, config.get("versions", {}) if goes_on else {})
         now = _flat(asked_of(self.experiment, self.engine), VERSIONS if goes_on else {})
         # a method brings options of its own: it is what differs
         keys = [key for key in ("method", *sorted({*then, *now} - {"method"})) if then.get(key) != now.get(key)]
@@ -227,8 +228,8 @@ def resume(given: Mapping[str, Any], engine: str | None) -> Run:
     if len(runs := [path.parent for path in folder.glob(f"*/{CONFIG}")]) == 1:
         (folder,) = runs  # of a study with one run
     read_checkpoint(folder)  # says why there is none
-    config = read_json(folder / CONFIG)
-    if not isinstance(config, dict) or "asked" not in config:
+    config = read_config(folder)
+    if "options" not in config or not {"options", "engine"} <= config.get("asked", {}).keys():
         raise UsageError(f"{folder} cannot be resumed: its {LOST}")
     # what was chosen is among the options only
     saved, asked = {**config["options"], **config["asked"]["options"], "results-dir": str(folder)}, config["asked"]
@@ -236,7 +237,10 @@ def resume(given: Mapping[str, Any], engine: str | None) -> Run:
     changed = {**saved, **given, "results-dir": str(folder)}
     before, now = (resolve(options, federation=True, read_from=str(folder)) for options in (saved, changed))
     if asked_of(now, engine) == asked_of(before, asked["engine"]):  # as it was asked, but with today's files
-        choice = Choice(**asked["choice"]) if "choice" in asked else None
+        try:
+            choice = Choice(**asked["choice"]) if "choice" in asked else None
+        except TypeError as error:
+            raise UsageError(f"{folder} cannot be resumed: its {LOST}") from error
         now = replace(now, choice=choice, asked={**asked, "files": now.files})
     return Run(now, engine, folder)
 

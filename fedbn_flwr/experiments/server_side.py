@@ -34,7 +34,7 @@ from fedbn_flwr.experiments.material import (
 )
 from fedbn_flwr.experiments.method import Experiment
 from fedbn_flwr.experiments.output.recorder import Journal, Progress, Standing, Summary
-from fedbn_flwr.experiments.output.run_folder import CONFIG, RunFolder, read_json
+from fedbn_flwr.experiments.output.run_folder import RunFolder, read_config
 from fedbn_flwr.experiments.output.scoring import Scorer, SiteScorer
 from fedbn_flwr.experiments.output.sinks import open_sinks
 from fedbn_flwr.experiments.runs import asked_of
@@ -59,7 +59,7 @@ def run(
     nodes = count_nodes(grid, config)
     strategy.min_available_nodes = config.min_nodes or nodes
     if material is None:
-        setup = set_up_at_sites(grid, config, nodes, read_json(folder / CONFIG)["options"] if saved else {})
+        setup = set_up_at_sites(grid, config, nodes, read_config(folder)["options"] if saved else {})
     else:
         if len(material.partition) != nodes:
             material = replace(material, partition=make_partition(config, material.data, nodes))

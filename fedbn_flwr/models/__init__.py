@@ -93,12 +93,13 @@ def build(
     `rate_factors`.
     """
     make = _maker(name, image_size, pretrained=init_from == PRETRAINED)
-    weights = None if init_from in (None, PRETRAINED) else read_weights(Path(str(init_from)).expanduser())
+    weights = None
     with torch.random.fork_rng(devices=[]):
         # Only the CPU's generator: torch.manual_seed would reseed the accelerators' too.
         torch.default_generator.manual_seed(derive(seed, "weights"))
         model = make(num_classes, in_channels, image_size)
-        if weights is not None:
+        if init_from not in (None, PRETRAINED):
+            weights = read_weights(Path(str(init_from)).expanduser(), model)
             with suppress(ValueError):  # said below, if they do not fit the model as it is in the end either
                 load_weights(model, weights, str(init_from), num_classes)
                 weights = None

@@ -33,7 +33,12 @@ def _timm(name: str) -> Published:
         import timm
     if not timm.is_model(name):
         raise _unknown("timm", name, timm.list_models())
-    about: Any = timm.models.get_pretrained_cfg(name)
+    try:
+        about: Any = timm.models.get_pretrained_cfg(name)
+    except RuntimeError as error:  # no weights of this network have such a tag
+        network = name.partition(".")[0]
+        tagged = timm.list_models(f"{network}.*", pretrained=True)
+        raise UsageError(f"timm has no model {name!r}; known: {', '.join([network, *tagged])}") from error
 
     def make(num_classes: int, in_channels: int, image_size: int, pretrained: bool) -> nn.Module:
         # transformers are made for one size

@@ -131,8 +131,8 @@ def import_function(kind: str, spec: str, known: Iterable[str]) -> Any:
     """Return the function or class of "package.module:function", or that a name holds; else a ValueError."""
     if isinstance(spec, Named):
         return spec.target
-    module_name, colon, function_name = spec.partition(":")
-    if not colon:
+    module_name, _, function_name = spec.partition(":")
+    if not (function_name.isidentifier() and all(part.isidentifier() for part in module_name.split("."))):
         raise ValueError(f"unknown {kind} {spec!r}; {did_you_mean(spec, known, 'or package.module:function')}")
     try:
         function = getattr(import_module(module_name), function_name, None)

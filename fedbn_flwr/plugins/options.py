@@ -131,7 +131,7 @@ def convert(key: str, value: Any, kind: Any) -> Any:
     `kind` is a type, literals, a union of these, or a tuple of any length, which is written with commas.
     """
     if kind is Pairs:
-        return value if isinstance(value, tuple) else tuple(read_pairs(key, _listed(value)))
+        return value if isinstance(value, tuple) else tuple(read_pairs(key, _listed(str(value))))
     if get_origin(kind) is tuple:
         items = value if isinstance(value, tuple) else _listed(str(value))
         return tuple(convert(key, item, get_args(kind)[0]) for item in items)

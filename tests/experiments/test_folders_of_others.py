@@ -4,11 +4,12 @@ import csv
 import json
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from fedbn_flwr.experiments import main
-from fedbn_flwr.experiments.output.run_folder import read_json, read_rounds
+from fedbn_flwr.experiments.output.run_folder import RunFolder, read_json, read_rounds
 from tests.helpers.runs import run, run_in
 
 #: what changes a terminal's colour
@@ -123,3 +124,64 @@ def test_a_file_that_is_nested_without_end_counts_as_no_file(sent: Path, capsys:
     assert "is not YAML" in refused(["reproduce", str(sent / "deep.yaml")], capsys)
     (sent / "study.json").write_text(deep)
     assert "is not the record of a study" in refused(["results", str(sent)], capsys)
+
+
+def test_a_label_in_a_picture_is_no_mathematics(sent: Path) -> None:
+    content = json.loads((sent / "study.json").read_text())
+    for each in content["runs"]:
+        each["label"] = "$x^{$"
+        each["method"] = "$y_{$"
+    (sent / "study.json").write_text(json.dumps(content))
+    assert main(["report", str(sent), "--format", "html,latex"]) == 0
+
+
+@pytest.fixture(scope="module")
+def half(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a run that has all of its rounds and no end."""
+    folder = tmp_path_factory.mktemp("half")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunFolder, "finish", Mock(side_effect=KeyboardInterrupt))
+        assert run("run", "--method", "fedavg", results_dir=str(folder), checkpoint_every="1") == 130
+    return run_in(folder)
+
+
+#: what a part of `config.json` can be edited to
+OTHERS = (None, 3, "x", [1], {"a": 1})
+PLACES = (
+    ("options",),
+    ("asked",),
+    ("versions",),
+    ("asked", "options"),
+    ("asked", "engine"),
+    ("asked", "files"),
+    ("asked", "choice"),
+    ("options", "rounds"),
+    ("options", "norm-options"),
+    ("asked", "options", "lr"),
+    ("asked", "options", "norm-options"),
+)
+
+
+@pytest.mark.parametrize("place", PLACES, ids=".".join)
+def test_a_configuration_that_was_edited_ends_in_one_line_or_counts_as_none(
+    place: tuple[str, ...], half: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = json.loads((half / "config.json").read_text())
+    folder = tmp_path / "sent"
+    for other in OTHERS:
+        edited = json.loads(json.dumps(content))
+        part = edited
+        for key in place[:-1]:
+            part = part[key]
+        part[place[-1]] = other
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(half, folder)
+        (folder / "config.json").write_text(json.dumps(edited))
+        for words in (["results", str(folder)], ["report", str(folder), "--format", "csv"]):
+            assert main(words) == 0, other
+        capsys.readouterr()
+        code = main(["run", "--resume", str(folder)])
+        lines = capsys.readouterr().err.splitlines()
+        is_usual = place[-1] in ("rounds", "choice", "versions", "files", "lr")
+        assert code == 2 or is_usual, other
+        assert len([line for line in lines if line.startswith("fedbn-flwr: ")]) == (code == 2), other

@@ -1,7 +1,10 @@
 """Every model of the registry: its size, its weights, its images, its errors."""
 
+import re
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -97,6 +100,64 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
         build("small-cnn", init_from=path)
 
 
+@pytest.mark.parametrize(
+    ("entry", "value", "reason"),
+    [
+        ("0.weight", float("nan"), "entry '0.weight' has a value that is not a finite number"),
+        ("1.running_mean", float("-inf"), "entry '1.running_mean' has a value that is not a finite number"),
+        ("1.running_var", -1e-3, "entry '1.running_var' has a variance below 0"),
+    ],
+)
+@pytest.mark.parametrize("suffix", ["safetensors", "pt"])
+def test_values_that_weights_cannot_have_are_named(
+    suffix: str, entry: str, value: float, reason: str, tmp_path: Path
+) -> None:
+    path = tmp_path / f"weights.{suffix}"
+    state = build("small-cnn").state_dict()
+    state[entry].reshape(-1)[-1] = value
+    save_file(state, path) if suffix == "safetensors" else torch.save(state, path)
+    with pytest.raises(ValueError, match=f"^{path}: {re.escape(reason)}$"):
+        build("small-cnn", init_from=path)
+
+
+def test_a_file_is_measured_before_it_is_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, packed, many = (tmp_path / name for name in ("plain.pt", "packed.pt", "many.pt"))
+    torch.save({"0.weight": torch.zeros(2**25)}, plain)
+    with zipfile.ZipFile(plain) as source, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as target:
+        for name in source.namelist():
+            target.writestr(name, source.read(name))
+    assert packed.stat().st_size < 2**20
+    torch.save({str(number): torch.zeros(1) for number in range(3000)}, many)
+    several = tmp_path / "several.safetensors"
+    save_file({str(number): torch.zeros(1) for number in range(3000)}, several)
+    with monkeypatch.context() as unread:
+        unread.setattr("torch.load", Mock(side_effect=AssertionError("it was unpacked")))
+        with pytest.raises(ValueError, match=r"packed.pt unpacks to 134,\d+,\d+ bytes, and at most .* for this model"):
+            build("small-cnn", init_from=packed)
+        for path in (many, several):
+            with pytest.raises(ValueError, match=rf"{path.name} has 3,\d+ entries, and at most 1,\d+ are read"):
+                build("small-cnn", init_from=path)
+    # one storage with many names
+    shared = torch.zeros(1)
+    torch.save({str(number): shared for number in range(3000)}, many)
+    with pytest.raises(ValueError, match="has 3,000 entries, and at most"):
+        build("small-cnn", init_from=many)
+    # averages of weights and an optimizer's state may lie beside
+    state = build("small-cnn").state_dict()
+    torch.save({"model": state, "ema": state, "optimizer": {"state": [state, state]}}, plain)
+    build("small-cnn", init_from=plain)
+
+
+def test_a_head_of_another_width_is_no_head_of_another_number_of_classes(tmp_path: Path) -> None:
+    path = tmp_path / "weights.pt"
+    state = build("small-cnn", num_classes=5).state_dict()
+    head = next(name for name in reversed(state) if name.endswith("weight"))
+    state[head] = torch.zeros(5, state[head].shape[1] + 1)
+    torch.save(state, path)
+    with pytest.raises(ValueError, match=f"size mismatch for {head}"):
+        build("small-cnn", num_classes=10, init_from=path)
+
+
 def _save_cut(model: nn.Module, path: Path) -> None:
     torch.save(model.state_dict(), path)
     path.write_bytes(path.read_bytes()[:5000])
@@ -132,6 +193,8 @@ def test_files_that_hold_no_weights(name: str, tmp_path: Path) -> None:
         ("resnet21", 32, "unknown model 'resnet21'; did you mean 'resnet20'?"),
         ("digits-cnn", 32, "cannot take 32x32 images; it takes those of 28x28 only"),
         ("alexnet-bn", 32, "cannot take 32x32 images; it takes those of 63x63 and more"),
+        (".=:x", 32, "unknown model '.=:x'; known: "),
+        ("timm:resnet18.nonsense", 32, "timm has no model 'resnet18.nonsense'; known: resnet18, resnet18."),
         ("nosuchpackage.models:make", 32, "cannot import 'nosuchpackage.models'"),
         ("torchvision.models:nosuchmodel", 32, "has no function 'nosuchmodel'"),
         ("collections:Counter", 32, "returned a Counter, not a torch.nn.Module"),

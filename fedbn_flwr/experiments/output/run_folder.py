@@ -19,7 +19,8 @@ from safetensors.torch import save
 
 from fedbn_flwr import __version__
 from fedbn_flwr.device import accelerator_name
-from fedbn_flwr.plugins.options import UsageError
+from fedbn_flwr.experiments.config import Config
+from fedbn_flwr.plugins.options import UsageError, options_of
 from fedbn_flwr.state import from_record
 from fedbn_flwr.state.record_files import write_bytes
 from fedbn_flwr.wire import printable
@@ -160,6 +161,32 @@ def read_json(path: Path) -> Any:
         return cleaned(json.loads(path.read_text()))
     except (OSError, ValueError, RecursionError):
         return None
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return the content of a run's `config.json`; empty before the run began, and if it is not as one is written."""
+    content = read_json(folder / CONFIG)
+    if not isinstance(content, dict):
+        return {}
+    asked = content.get("asked", {})
+    parts = [asked, content.get("options", {}), content.get("versions", {})]
+    if isinstance(asked, dict):
+        parts += [asked.get(key, {}) for key in ("options", "files", "choice")]
+    is_whole = all(isinstance(part, dict) for part in parts)
+    return content if is_whole and _are_options(parts[1]) and _are_options(parts[3]) else {}
+
+
+def _are_options(values: Mapping[str, Any]) -> bool:
+    """Return whether all shared options among these have values that they can have."""
+    known = options_of(Config)
+    try:
+        for key in values.keys() & known.keys():
+            if not isinstance(values[key], bool | int | float | str):
+                return False
+            known[key].read(values[key])
+    except UsageError:
+        return False
+    return True
 
 
 def _processor() -> str:

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from fedbn_flwr import __version__
-from fedbn_flwr.experiments.output.run_folder import make_folder
+from fedbn_flwr.experiments.output.run_folder import make_folder, read_config
 from fedbn_flwr.experiments.results.findings import findings
 from fedbn_flwr.experiments.results.plots import SETTINGS, bars, curves
-from fedbn_flwr.experiments.results.rows import Part, config_of, counts, read_parts, rounds_of
+from fedbn_flwr.experiments.results.rows import Part, counts, read_parts, rounds_of
 from fedbn_flwr.experiments.results.show import fill, say, to_csv, to_latex
 from fedbn_flwr.experiments.results.tables import all_runs, costs, curve_table, results
 from fedbn_flwr.plugins import did_you_mean
@@ -46,7 +46,7 @@ class Content:
     @cached_property
     def configs(self) -> list[dict[str, Any]]:
         """What the runs have written about themselves; nothing of a run that has not begun."""
-        return [config_of(folder) for folder in self.part.runs["folder"]]
+        return [read_config(Path(folder)) for folder in self.part.runs["folder"]]
 
     def facts(self) -> list[tuple[str, str]]:
         """Return what ran and how, each fact with its name; different values of the runs side by side."""

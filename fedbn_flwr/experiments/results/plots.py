@@ -4,7 +4,7 @@ All have one look, which is legible in print and on a phone, also without colour
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
@@ -18,11 +18,11 @@ import numpy as np
 from flwr.common import log
 
 from fedbn_flwr.experiments.method import resolve
+from fedbn_flwr.experiments.output.run_folder import read_config
 from fedbn_flwr.experiments.recipes.paper import QUANTITIES, Paper
 from fedbn_flwr.experiments.results.rows import (
     Frame,
     column,
-    config_of,
     finished,
     pd,
     rounds_of,
@@ -107,7 +107,7 @@ def _figure_class() -> Any:
             if labels:
                 columns = max(1, int(self.get_figwidth() / (0.75 + 0.085 * max(map(len, labels)))))
                 self.set_figheight(self.get_figheight() + 0.21 * -(-len(labels) // columns))
-                self.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
+                self.legend(handles, letters(labels), loc="outside lower center", ncols=columns, frameon=False)
 
         def _repr_png_(self) -> bytes:
             file = BytesIO()
@@ -124,6 +124,11 @@ def figure(path: Path | IO[bytes], panels: int = 1, size: Sequence[float] = WIDE
         picture = figure_class(figsize=size, dpi=DPI, layout="constrained")
         yield picture, picture.subplots(1, panels)
         picture.save(path, form)
+
+
+def letters(texts: Iterable[str]) -> list[str]:
+    """Return texts for a picture, which matplotlib takes for mathematics between two dollar signs."""
+    return [text.replace("$", r"\$") for text in texts]
 
 
 def file_name(text: str) -> str:
@@ -234,7 +239,7 @@ def plot_curves(runs: Frame) -> Any:
             panel.set(xlabel="round", ylabel=label, xlim=(0, None))
             panel.grid(alpha=0.3)
         panels[1].set_yscale("log")
-        picture.suptitle(title_of(typical(ended)))
+        picture.suptitle(*letters([title_of(typical(ended))]))
         picture.add_legend(panels[0])
     return picture
 
@@ -307,7 +312,7 @@ def _picture(
 
 def marks_of(folder: str | Path, rounds: Frame) -> list[Mark]:
     """Return what changes in a run; nothing where its options are not known, as of a plug-in that is not there."""
-    options = config_of(folder).get("options", {})
+    options = read_config(Path(folder)).get("options", {})
     last = int(options.get("rounds", 0))
     try:
         strategy = resolve({**options, "resume": ""}, federation=True, read_from=str(folder)).make_strategy(1)
@@ -364,7 +369,7 @@ def _domains(setting: str, values: Frame, looks: Looks) -> Iterator[Picture]:
             axes.bar(at, own["mean"], width, label=label, **whiskers, **bar_style(looks[label]))
         axes.grid(alpha=0.3, axis="y")
         axes.set_axisbelow(True)
-        axes.set_xticks(range(len(order)), order, rotation=20 if len(order) > 4 else 0)
+        axes.set_xticks(range(len(order)), letters(order), rotation=20 if len(order) > 4 else 0)
         axes.set_ylabel("accuracy, %")
 
     caption = f"Accuracy by domain{f' in {setting}' if setting else ''}"
@@ -393,8 +398,8 @@ def _map(
             if np.isfinite(value):
                 colour = "white" if abs(value) > 0.7 * limit else "black"
                 axes.text(at, row, f"{value:+.1f}", ha="center", va="center", color=colour, fontsize=10)
-        axes.set_xticks(range(len(table.columns)), table.columns)
-        axes.set_yticks(range(len(table)), table.index, fontsize=9)
+        axes.set_xticks(range(len(table.columns)), letters(table.columns))
+        axes.set_yticks(range(len(table)), letters(table.index), fontsize=9)
         axes.spines[:].set_visible(False)
         axes.tick_params(length=0)
 

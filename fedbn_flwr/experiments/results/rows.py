@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fedbn_flwr.experiments.output.run_folder import CONFIG, SUMMARY, read_json, read_rounds
+from fedbn_flwr.experiments.output.run_folder import CONFIG, SUMMARY, read_config, read_json, read_rounds
 from fedbn_flwr.experiments.recipes.paper import Paper
 from fedbn_flwr.experiments.recipes.schema import parse_recipe
 from fedbn_flwr.experiments.runs import FREE, setting_name
@@ -106,7 +106,7 @@ def _single(folder: Path) -> Part:
     """Return the run that only its own files tell of."""
     if not (folder / CONFIG).is_file():
         raise UsageError(f"{folder} holds no results of `fedbn-flwr run`, `compare` or `reproduce`")
-    known = {**config_of(folder).get("options", {}), **(read_json(folder / SUMMARY) or {})}
+    known = {**read_config(Path(folder)).get("options", {}), **(read_json(folder / SUMMARY) or {})}
     method = str(known.get("method") or folder.name)
     row = row_of(folder, label=method, method=method, seed=int(known.get("seed") or 0))
     return Part(folder.resolve().name, pd.DataFrame([row]))
@@ -142,15 +142,9 @@ def _together(runs: Frame) -> Frame:
     return runs.assign(label=[Path(folder).resolve().name for folder in runs["folder"]])
 
 
-def config_of(folder: str | Path) -> dict[str, Any]:
-    """Return the content of a run's `config.json`; empty before the run began."""
-    config = read_json(Path(folder, CONFIG))
-    return config if isinstance(config, dict) else {}
-
-
 def options_of(runs: Frame) -> list[dict[str, Any]]:
     """Return the options of each run; empty before it began."""
-    return [config_of(folder).get("options", {}) for folder in runs["folder"]]
+    return [read_config(Path(folder)).get("options", {}) for folder in runs["folder"]]
 
 
 def rounds_of(runs: Frame, name: str = "rounds.jsonl") -> Frame:
