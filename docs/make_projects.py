@@ -14,15 +14,25 @@ There are four Flower projects in `apps/examples`, from which `make docs` writes
 runs with `flwr run`. In a copy of the folder, `patch -R < changes.diff` makes the project as it was before. The module
 `task.py`, with model, data and training loop, does not change. With another strategy than `FixBN`, all is the same.
 
-In every project, `pyproject.toml` gets one more line: the dependency `"fedbn-flwr>=0.1"`. In `quickstart` and
-`advanced`, two more lines are only for [speed](plugin.md#a-faster-simulation).
+In `quickstart` and `advanced`, two lines are only for [speed](plugin.md#a-faster-simulation).
+
+Flower 1.42 installs the dependencies of an app for each run, and until there is a release no index has this package.
+There are two ways:
+
+- Install this package where the SuperLink runs, leave `pyproject.toml` as it is, and let Flower use what is installed:
+  `export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1` before the first `flwr run`, which starts the SuperLink.
+- Build a wheel (`uv build --wheel`), and add its path to the app's dependencies, such as
+  `"fedbn-flwr @ file:///home/me/fedbn_flwr-0.1.0-py3-none-any.whl"`. With hatchling, `pyproject.toml` also needs
+  `[tool.hatch.metadata]` with `allow-direct-references = true`.
 """
 
 PROJECTS = {
     "quickstart": "Flower's quickstart: the message API, and a training loop in plain PyTorch.",
     "advanced": (
-        "The project has its own strategy, a global evaluation that keeps the best model, and a classification head "
-        "that stays on each node in its `context.state`. Only the base class of the strategy changes."
+        "The project has its own strategy, which keeps the best model, and a classification head "
+        "that stays on each node in its `context.state`. Only the base class of the strategy changes. Its `start` is a "
+        "loop of its own, as in Flower's example: methods with one exchange a round run in it. Layer-wise ones need "
+        "`self.ask(grid, messages, timeout)` in the place of `grid.send_and_receive`, and say so."
     ),
     "lightning": (
         "A network of timm, as ImageNet has left it, fine-tuned by Lightning's `Trainer`, whose optimizer calls the "

@@ -58,6 +58,7 @@ class Layerwise(FedAvg):
         """Take the nodes that wait for each other through their step, and return what they sent at its end."""
         if not self.round.instruction.waits_for_others:
             return super().ask(grid, messages, timeout)
+        self.round.was_asked = True
         for attempt in range(1, MAX_ATTEMPTS + 1):
             try:
                 return self._take_step(grid, messages, attempt)

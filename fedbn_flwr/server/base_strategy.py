@@ -46,8 +46,12 @@ from fedbn_flwr.wire import Instruction
 
 WRAPPED = (
     "{} must be started itself, by `start`: a strategy around it, such as Flower's for differential privacy, takes "
-    "entries by their positions, also variances and counters; in its place, strategies take `privacy=Privacy(...)`"
+    "entries by their positions, also variances and counters; in its place, strategies take `privacy=Privacy(...)` "
+    "(a loop of your own around `configure_train` sets `started = True`)"
 )
+#: said where a loop of a user's own does not do what `start` does
+NOT_ASKED = "{} needs `replies = strategy.ask(grid, messages, timeout)` in the place of `grid.send_and_receive`"
+NOT_GATHERED = "{} needs `arrays = strategy.gather(arrays)` after `aggregate_train`, or statistics that are not exact"
 
 
 class BaseStrategy(FlowerFedAvg):
@@ -252,6 +256,7 @@ class BaseStrategy(FlowerFedAvg):
 
     def ask(self, grid: Grid, messages: Sequence[Message], timeout: float) -> Iterable[Message]:
         """Take the messages of training to the nodes, and return the replies, at most `timeout` seconds later."""
+        self.round.was_asked = True
         return grid.send_and_receive(messages, timeout=timeout)
 
     @abstractmethod
@@ -337,8 +342,11 @@ class BaseStrategy(FlowerFedAvg):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
         """Instruct the drawn nodes."""
-        if not self.started:
+        if not (self.started or type(self).start is not BaseStrategy.start):
             raise RuntimeError(WRAPPED.format(type(self).__name__))
+        earlier = self.training
+        if self.statistics == "exact" and earlier.replies and not earlier.was_gathered:
+            raise RuntimeError(NOT_GATHERED.format(type(self).__name__))
         self.training = self._begin_round(server_round, arrays, config, grid, MessageType.TRAIN)
         nodes = self.draw_nodes(grid, server_round, self.fraction_train, self.min_train_nodes)
         kind = wire.LAYERWISE if self.round.instruction.waits_for_others else MessageType.TRAIN
@@ -349,6 +357,8 @@ class BaseStrategy(FlowerFedAvg):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Update the state with the usable replies; a round without one leaves the model as it was."""
         state, now = self.state, self.round
+        if now.instruction.waits_for_others and not now.was_asked:
+            raise RuntimeError(NOT_ASKED.format(type(self).__name__))
         usable = now.read(replies, state, ends=not state.ever_trained)
         for reply in usable:
             self.partitions |= reply.nodes
@@ -375,6 +385,7 @@ class BaseStrategy(FlowerFedAvg):
         If no node has trained in the round, the state may still have the statistics of training.
         """
         now = self.training
+        now.was_gathered = True
         is_due = self.gathers_always or self.evaluates(now.number) or now.number == self.state.frozen_after
         if self.statistics != "exact" or not is_due or now.instruction.freeze in ("statistics", "both"):
             return arrays

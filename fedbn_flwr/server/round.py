@@ -54,6 +54,9 @@ class Round:
     #: the nodes that get a message, and the messages
     nodes: Sequence[int] = ()
     messages: list[Message] = field(default_factory=list)
+    #: whether the loop over the rounds has called `ask` and `gather`
+    was_asked: bool = False
+    was_gathered: bool = False
     #: whether the exchanges of a layer-wise step go by messages
     by_messages: bool = False
     #: by node, the number of samples that it named before it trained, in a layer-wise step
