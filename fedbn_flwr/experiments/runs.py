@@ -37,7 +37,7 @@ from fedbn_flwr.experiments.output.run_folder import (
     refuse_links,
     write_json,
 )
-from fedbn_flwr.plugins import fingerprint
+from fedbn_flwr.plugins import MissingExtraError, described, fingerprint
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.strategies import CannotTrainError
 
@@ -191,7 +191,9 @@ class Run:
             return self.train(engine, progress)
         except Exception as error:
             log(INFO, "%s failed", self.folder, exc_info=error)
-            return self.failed(" ".join(str(error).split()) or type(error).__name__, diverged(error))
+            is_told = isinstance(error, CannotTrainError | UsageError | OSError | MissingExtraError)
+            reason = str(error) if is_told else described(error)  # of a user's own code: its kind and its line
+            return self.failed(" ".join(reason.split()) or type(error).__name__, diverged(error))
 
     def failed(self, reason: str, more: Mapping[str, Any]) -> Summary:
         """Return the summary of a run that failed, and write it if the run has not."""

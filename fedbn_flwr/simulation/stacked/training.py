@@ -54,6 +54,9 @@ def train_together(
     unsent = stays | state.group_keys(structure, instruction.omit)
     shared = {name: value for name, value in stack.state_dict().items() if name not in unsent}
     metrics = _metrics(clients, stack, instruction, losses.tolist())
+    for name, value in session.metrics.items():
+        for row, own in enumerate(_rows_of(value, len(clients))):
+            metrics[row][name] = own
     replies = [client.reply(metrics[row], instruction, {}) for row, client in enumerate(clients)]
     return Trained(jobs, replies, {wire.ARRAYS: shared, **session.records})
 
@@ -68,6 +71,14 @@ def _metrics(
             state.load(stack.structure, {name: values[row] for name, values in ends.items()})
             metrics[row] |= client.local_loss(stack.structure, instruction)
     return metrics
+
+
+def _rows_of(value: Any, clients: int) -> Sequence[Any]:
+    """Return what each client reports: a row of a tensor with a row for each, or else the same for all."""
+    if isinstance(value, Tensor) and value.dim() and len(value) == clients:
+        rows: list[Any] = value.tolist()
+        return rows
+    return [value.item() if isinstance(value, Tensor) else value] * clients
 
 
 def _states(
