@@ -64,6 +64,7 @@ def test_they_are_those_of_clients_alone(work: dict[str, int]) -> None:
     seen = {}
     for kind in ("inprocess", "stacked"):
         federation, strategy = Federation(make_model()), quiet(Counts)
+        assert isinstance(strategy, Counts)
         with engine(kind, federation) as grid:
             federation.run(strategy, 1, grid, **work)
         seen[kind] = strategy.seen
