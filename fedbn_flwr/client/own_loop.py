@@ -6,8 +6,8 @@ first trains, and when its optimizer steps. What an instruction asks for happens
 
 import gc
 import threading
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from logging import INFO
 from typing import Any, Self, cast
 
@@ -15,6 +15,7 @@ import torch
 from flwr.app import RecordDict
 from flwr.common import log
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -24,12 +25,19 @@ from fedbn_flwr.client.reply import Metrics
 from fedbn_flwr.client.rules import Rule, Session, rules_for
 from fedbn_flwr.client.training import carried_exchange, carried_records, frozen, layerwise_mode
 from fedbn_flwr.layerwise import Exchange, shared_statistics
+from fedbn_flwr.plugins import warn_once
 from fedbn_flwr.state import State
 from fedbn_flwr.wire import Instruction
 
 SHARED = (
     "BN statistics were those of all nodes in %d forward passes, up to the first step of an optimizer (%s, of %d of "
     "the %d parameters that learn)"
+)
+
+
+TRAINING_MODE = (
+    "the evaluation runs BN in training mode, so every batch is normalized with its own statistics: call model.eval() "
+    "in the handler"
 )
 
 
@@ -204,6 +212,20 @@ class OwnLoop:
                 f"cannot obey {', '.join(sorted(keys))}: the handler trained {trained}; `model` of the ClientApp must "
                 "have the entries of the model that the handler trains"
             )
+
+
+@contextmanager
+def saying_training_mode() -> Iterator[None]:
+    """Say once if BN of a model that this thread evaluates is in training mode."""
+    thread = threading.get_ident()
+
+    def look(module: nn.Module, _: object) -> None:
+        if module.training and isinstance(module, _BatchNorm) and threading.get_ident() == thread:
+            warn_once(TRAINING_MODE)
+
+    with ExitStack() as undo:
+        undo.callback(register_module_forward_pre_hook(look).remove)
+        yield
 
 
 class GatheringLoop(OwnLoop):

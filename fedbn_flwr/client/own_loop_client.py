@@ -11,7 +11,7 @@ from torch import nn
 from fedbn_flwr import norm, state, wire
 from fedbn_flwr.client.bn_client import model_names
 from fedbn_flwr.client.node_memory import Memory
-from fedbn_flwr.client.own_loop import GatheringLoop, OwnLoop
+from fedbn_flwr.client.own_loop import GatheringLoop, OwnLoop, saying_training_mode
 from fedbn_flwr.client.reply import Metrics, Reply
 from fedbn_flwr.client.rules import obeyed_keys
 from fedbn_flwr.client.training import require_bn
@@ -92,7 +92,8 @@ class OwnLoopClient:
             stays = self.memory.personal(state.group_keys(self.model, instruction.stays))
             self.memory.store(wire.STAYS, {**stays, **own})
             received = {**received, wire.ARRAYS: {**received[wire.ARRAYS], **own}}
-        content = self._handler(self._seen(received, instruction), self._context).content
+        with saying_training_mode():
+            content = self._handler(self._seen(received, instruction), self._context).content
         kept = self.memory.personal(
             state.group_keys(self.model, instruction.stays if instruction.send_personal else "none")
         )

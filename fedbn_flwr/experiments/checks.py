@@ -2,6 +2,7 @@
 
 from copy import deepcopy
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -30,6 +31,8 @@ def checked_material(experiment: Experiment, strategy: BaseStrategy) -> Material
     """
     config, drawn = experiment.config, experiment.config.clients_in_round()
     check_sinks(config.log_to)
+    if config.init_from not in ("", models.PRETRAINED) and not Path(config.init_from).expanduser().is_file():
+        raise UsageError(f"no weights: there is no file {config.init_from} for init-from")
     material = None
     try:
         pick_device(config.device)

@@ -36,7 +36,7 @@ UNSET: Any = object()
 
 
 def compare(
-    methods: Sequence[Method],
+    methods: Method | Sequence[Method],
     *,
     model: Model = UNSET,
     data: str | OwnData = UNSET,
@@ -56,7 +56,7 @@ def compare(
 
         compare(["fedavg", "fixbn", MyMethod(mu=0.1)], model=make_net, data=(train, test), rounds=100, seeds=3)
 
-    - `methods`: names with options (`fedprox:mu=0.1`), strategies, or their classes.
+    - `methods`: names with options (`fedprox:mu=0.1`), strategies, or their classes; a list, or one of them.
     - `model`: a name, a function or class that makes a `torch.nn.Module`, or such a module.
     - `data`: a name, `fedbn_flwr.data.Data`, a function that returns them, or a pair of training and test data: each
       tensors (inputs, labels), or a torch `Dataset`.
@@ -76,6 +76,8 @@ def compare(
     """
     with quiet(verbose):
         given = given_options(model, data, folder, options)
+        if isinstance(methods, str) or not isinstance(methods, Sequence):
+            methods = [methods]
         study = comparison(methods, given, seeds, grid, grid_seeds, engine, side_by_side)
         with _opened(given.get(RESULTS)) as (place, is_kept):
             runs = checked(study, place, side_by_side)

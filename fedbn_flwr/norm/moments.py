@@ -99,11 +99,12 @@ def adapt(
 ) -> nn.Module:
     """Return a copy of a model with the BN statistics of unlabeled inputs; nothing else differs.
 
-    `inputs` are a tensor, or batches of any sizes: tensors, or pairs that begin with one, as training had them or as
-    `preprocess` makes them. All are kept in memory, and the layers' outputs of one batch. The statistics are those of
-    one forward pass in training mode over all inputs together, with dropout off: each layer sees what the layers before
-    it have normalized with their new statistics, as in the model that is returned. So one batch goes through the model
-    once, and several do once for each layer: the same, in less memory and more time, where no layer is used twice.
+    `inputs` are a tensor, or batches of any sizes: tensors, pairs that begin with one, or dictionaries, of which the
+    first tensor with more than one dimension counts, as training had them or as `preprocess` makes them. All are kept
+    in memory, and the layers' outputs of one batch. The statistics are those of one forward pass in training mode over
+    all inputs together, with dropout off: each layer sees what the layers before it have normalized with their new
+    statistics, as in the model that is returned. So one batch goes through the model once, and several do once for each
+    layer: the same, in less memory and more time, where no layer is used twice.
 
     A `weight` below 1 mixes (1 - weight) of the model's statistics with the new ones. n / (n + N) with n inputs counts
     the model's as N samples (Schneider et al., NeurIPS 2020). A model without running statistics is a ValueError.
@@ -146,9 +147,16 @@ def adapt(
 
 
 def _inputs_of(batch: Any) -> Tensor:
-    first = batch[0] if isinstance(batch, tuple | list) and batch else batch
+    first = batch
+    if isinstance(batch, tuple | list) and batch:
+        first = batch[0]
+    elif isinstance(batch, Mapping):
+        # labels have one dimension
+        tensors = [value for value in batch.values() if isinstance(value, Tensor) and value.dim() > 1]
+        first = tensors[0] if tensors else batch
     if not isinstance(first, Tensor):
-        raise ValueError(f"adapt: a batch must be a tensor, or a pair that begins with one, got {type(batch).__name__}")
+        able = "a tensor, a pair that begins with one, or a dictionary with one"
+        raise ValueError(f"adapt: a batch must be {able}, got {type(batch).__name__}")
     return first
 
 

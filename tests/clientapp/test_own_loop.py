@@ -20,6 +20,7 @@ from fedbn_flwr.client import BNClient
 from fedbn_flwr.client.rules import read_instruction
 from fedbn_flwr.client.training import make_optimizer
 from fedbn_flwr.clientapp import ClientApp, numpy_client_app
+from fedbn_flwr.plugins import warn_once
 from fedbn_flwr.server.replies import CannotTrainError
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.strategies import (
@@ -89,6 +90,7 @@ def own_app(
     factor: int = 1,
     arrays: str = "arrays",
     settings: str = "config",
+    evaluates: bool = True,
     **options: Any,
 ) -> FlowerClientApp:
     """Return a user's app: it loads, trains by the loop, and replies, and knows nothing of this project's methods.
@@ -112,7 +114,7 @@ def own_app(
     def evaluate(message: Message, context: Context) -> Message:
         model = make()
         model.load_state_dict(message.content.array_records[arrays].to_torch_state_dict())
-        model.eval()
+        model.train(not evaluates)
         with torch.no_grad():
             loss = F.cross_entropy(model(split.inputs), split.labels)
         metrics = MetricRecord({weight_name: len(split), "eval-loss": float(loss)})
@@ -239,6 +241,17 @@ def test_a_node_evaluates_the_model_that_it_keeps() -> None:
     # `BNClient` adds losses up in float32
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     assert len(set(losses[1])) == len(SIZES)
+
+
+@pytest.mark.parametrize("evaluates", [True, False])
+def test_the_log_says_once_that_a_model_is_evaluated_in_training_mode(
+    evaluates: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_once.cache_clear()
+    grid = InProcessGrid(own_app(plain_loop, make, evaluates=evaluates), len(SIZES))
+    with caplog.at_level("WARNING", logger="flwr"):
+        Federation(make()).run(FedAvg(fraction_evaluate=1.0), 2, grid=grid, lr=0.05)
+    assert caplog.text.count("the evaluation runs BN in training mode") == (0 if evaluates else 1)
 
 
 def test_the_first_mini_batch_is_that_of_the_model_and_not_of_a_transform(caplog: pytest.LogCaptureFixture) -> None:

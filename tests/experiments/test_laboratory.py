@@ -376,6 +376,11 @@ def test_a_strategy_whose_name_or_options_are_taken() -> None:
     quick()
 
 
+def test_one_method_needs_no_list() -> None:
+    for one in ("fedavg", FedAvg(), FedAvg):
+        assert [row["method"] for row in compare(one, data=DATA, **SMALL).summaries] == ["fedavg"]
+
+
 def test_a_method_that_fails_does_not_stop_the_others() -> None:
     found = compare(["fedavg:lr=1e30", "fedavg"], **{**SMALL, "data": DATA})
     assert list(found.failures) == [("fedavg:lr=1e30", 0)]

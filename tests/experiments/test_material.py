@@ -11,7 +11,7 @@ import torch
 
 from fedbn_flwr import device
 from fedbn_flwr.data import Data, Split
-from fedbn_flwr.experiments import Config, material, resolve
+from fedbn_flwr.experiments import Config, UsageError, material, resolve
 from fedbn_flwr.experiments.checks import checked_material
 from fedbn_flwr.experiments.material import Material, load_data, rounds_within_budget
 from fedbn_flwr.plugins import warn_once
@@ -110,6 +110,12 @@ def test_only_a_federation_that_is_there_knows_how_many_it_is() -> None:
     assert material
     assert not material.partition
     assert [resolve({"dataset": TINY}, federation=there).config.clients for there in (True, False)] == [0, 5]
+
+
+def test_missing_weights_are_said_before_sites_are_asked() -> None:
+    at_sites = resolve({"dataset": "sites", "classes": "a,b", "init-from": "/nowhere/weights.pth"}, federation=True)
+    with pytest.raises(UsageError, match=r"no weights: there is no file /nowhere/weights\.pth for init-from"):
+        checked_material(at_sites, at_sites.make_strategy(0))
 
 
 def test_sharing_leaves_a_users_array_its_memory() -> None:

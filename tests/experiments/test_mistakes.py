@@ -263,7 +263,7 @@ def flawed() -> Data:
 
 #: methods and options of `compare`, and a part of the error
 CALLS: list[tuple[Any, dict[str, Any], str]] = [
-    ("fedavg", {}, "methods must be a list of at least one method, got 'fedavg'"),
+    (3, {}, "a method must be a name, or a strategy of fedbn_flwr.strategies or a subclass of one, got builtins.int"),
     ([], {}, "methods must be a list"),
     (["fedavg", FedAvg()], {}, "methods names 'fedavg' twice"),
     ([dict], {}, "a method must be a name, or a strategy of fedbn_flwr.strategies or a subclass of one, got builtins"),

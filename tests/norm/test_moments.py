@@ -110,6 +110,13 @@ def test_adapted_statistics_are_those_of_all_inputs_in_one_pass(sizes: list[int]
         assert not torch.allclose(state[name], model.state_dict()[name], rtol=0.01)
 
 
+def test_batches_may_be_dictionaries_as_loaders_of_hugging_face_give_them() -> None:
+    model, inputs = trained_model(), normal(60, 2, 4, 4)
+    labels = torch.zeros(30, dtype=torch.int64)
+    batches = [{"name": ["a"] * 30, "label": labels, "image": batch} for batch in inputs.split(30)]
+    torch.testing.assert_close(adapt(model, batches).state_dict(), adapt(model, inputs.split(30)).state_dict())
+
+
 @pytest.mark.parametrize("sizes", [[60], [30, 30]])
 def test_one_batch_goes_through_the_model_once(sizes: list[int]) -> None:
     model, counted = trained_model(), list[int]()
@@ -167,10 +174,9 @@ def test_what_cannot_be_adapted_is_said_in_one_line() -> None:
         adapt(make_model(), inputs, weight=0)
     with pytest.raises(ValueError, match=r"^adapt: there are no inputs$"):
         adapt(make_model(), [])
-    with pytest.raises(
-        ValueError, match=r"^adapt: a batch must be a tensor, or a pair that begins with one, got dict$"
-    ):
-        adapt(make_model(), [{"img": inputs}])
+    able = "a tensor, a pair that begins with one, or a dictionary with one"
+    with pytest.raises(ValueError, match=rf"^adapt: a batch must be {able}, got dict$"):
+        adapt(make_model(), [{"label": torch.zeros(30)}])
 
 
 def test_few_inputs_are_warned_of() -> None:
