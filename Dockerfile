@@ -5,7 +5,7 @@
 # what is installed, apart from the rest of pyproject.toml: the layer with PyTorch stays while these lines do
 FROM python:3.11-slim-bookworm AS requirements
 COPY pyproject.toml ./
-RUN python -c "import tomllib; f = tomllib.load(open('pyproject.toml', 'rb')); p = f['project']; e = p['optional-dependencies']; print(*(n for n in p['dependencies'] + e['cli'] + e['models'] + e['data'] + e['tensorboard'] + f['build-system']['requires'] if not n.startswith('fedbn-flwr')), sep='\n')" > requirements.txt
+RUN python -c "import tomllib; f = tomllib.load(open('pyproject.toml', 'rb')); p = f['project']; e = p['optional-dependencies']; print(*(n for n in p['dependencies'] + e['cli'] + e['models'] + e['data'] + e['tensorboard'] + e['timm'] + f['build-system']['requires'] if not n.startswith('fedbn-flwr')), sep='\n')" > requirements.txt
 
 FROM python:3.11-slim-bookworm
 

@@ -4,11 +4,11 @@ A site itself completes its kit with its keys and secret.
 
 ```
 ca/        ca.key                                the CA's private key: needed to renew, best kept offline
-server/    .env docker-compose.yml ca.crt server.crt server.key superexec.secret state/ results/
+server/    .env docker-compose.yml ca.crt server.crt server.key superexec.secret state/ results/ code/ weights/
            nginx.conf operator.conf              the doors for sites and for the operator
 operator/  config.toml operator.key ca.crt       Flower's own configuration (FLWR_HOME), and who is registered
 .env       for all of it on one machine
-sites/S/   .env docker-compose.yml ca.crt *.service state/ models/ log/ code/      the kit of site S
+sites/S/   .env docker-compose.yml ca.crt *.service state/ models/ log/ code/ weights/   the kit of site S
 numbers.json                                     the sites' numbers, also of sites that were removed
 ```
 
@@ -41,8 +41,8 @@ from fedbn_flwr.deployment.operator import Operator
 _TEMPLATES = Path(__file__).parent / "templates"
 #: the names of the server's services in docker-compose.yml, and the machine itself
 _INNER_HOSTS = ("superlink", "proxy", "localhost", "127.0.0.1")
-#: folders of a kit that the containers write to
-WRITTEN = ("log", "state", "models")
+#: folders of a kit that the containers write to, and those that they read, which the server has, too
+WRITTEN, READ = ("log", "state", "models"), ("code", "weights")
 #: lines of `.env` that are not the federation's
 _OWN = ("FEDBN_DATA", "FEDBN_USER", "COMPOSE_PROFILES")
 
@@ -89,7 +89,8 @@ def fill(template: str, values: Mapping[str, object]) -> str:
 
 
 def _make_folders(federation: Federation, out: Path) -> None:
-    inner = [f"sites/{site}/{part}" for site in federation.sites for part in ("", "code", *WRITTEN)]
+    inner = [f"sites/{site}/{part}" for site in federation.sites for part in ("", *READ, *WRITTEN)]
+    inner += [f"server/{part}" for part in READ]
     try:
         for name in ("", "ca", "operator", "server", "server/state", "server/results", "sites", *inner):
             (out / name).mkdir(mode=0o755 if name in ("", "sites") else 0o700, parents=True, exist_ok=True)
@@ -192,9 +193,9 @@ def init_site(kit: Path) -> Path:
         public.unlink(missing_ok=True)  # the key that it belonged to is lost
         make_node_key(kit / "node.key", public, site)
     _write_missing(kit / "superexec.secret", secrets.token_bytes(32), PRIVATE)
-    for folder in (*WRITTEN, "code"):
+    for folder in (*WRITTEN, *READ):
         (kit / folder).mkdir(mode=0o700, exist_ok=True)
-    for name in ("node.key", "superexec.secret", "code", *WRITTEN):
+    for name in ("node.key", "superexec.secret", *READ, *WRITTEN):
         hand_over(kit / name, user)
     return public
 

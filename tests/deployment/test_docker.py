@@ -22,7 +22,10 @@ from threading import Thread
 from typing import Any, Self
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
+from fedbn_flwr.models import build as build_model
 from tests.helpers.checkout import ROOT, copy_checkout, run
 from tests.helpers.federation import OPTIONS, Federation, assert_same_results, await_that, command
 from tests.helpers.ports import free_ports
@@ -382,6 +385,27 @@ def test_a_run_has_the_bits_of_one_in_process(method: str, federation: DockerFed
         # of the three of a model with one BN layer, the first connects, and the last brings models, by Flower
         timed = re.findall(r"(\d+) exchanges over the side channel", federation.log(there.name))
         assert timed == ["1"] * METHODS[method]["rounds"]
+
+
+def test_a_trained_network_is_fine_tuned_from_the_servers_folder_of_weights(federation: DockerFederation) -> None:
+    weights = federation.out / "server" / "weights" / "network.safetensors"
+    start = build_model("timm:test_efficientnet", num_classes=10, in_channels=3, seed=5).state_dict()
+    save_file(start, weights)
+    weights.chmod(0o644)
+    asked = {"method": "fedavg", "freeze-bn": True, "model": "timm:test_efficientnet", "image-size": 32, "lr": 0.05}
+    number = federation.submit(
+        {**OPTIONS, **asked, "clients": 3, "rounds": 2, "init-from": "/srv/weights/network.safetensors"}
+    )
+    assert federation.await_end(number) == "finished:completed", federation.log(number)
+    end = load_file(federation.results(number) / "model.safetensors")
+    frozen = [name for name in start if name.endswith(("running_mean", "running_var"))]
+    assert frozen
+    assert all(torch.equal(end[name], start[name]) for name in frozen)
+    assert not torch.equal(end["classifier.weight"], start["classifier.weight"])
+    # a file that is not there costs a line, and no round
+    number = federation.submit({**OPTIONS, **asked, "clients": 3, "rounds": 2, "init-from": "/srv/weights/other.pth"})
+    assert federation.await_end(number) == "finished:failed"
+    assert "no weights: there is no file /srv/weights/other.pth for init-from" in federation.log(number)
 
 
 @as_root

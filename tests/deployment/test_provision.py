@@ -85,7 +85,7 @@ def test_only_the_operators_door_knows_the_operators_key(out: Path) -> None:
 def test_no_kit_holds_a_private_key_or_secret(out: Path) -> None:
     for kit in (out / "sites").iterdir():
         assert {path.name for path in kit.iterdir()} == {
-            *(".env", "ca.crt", "docker-compose.yml", "state", "models", "log", "code"),
+            *(".env", "ca.crt", "docker-compose.yml", "state", "models", "log", "code", "weights"),
             *("fedbn-node.service", "fedbn-exec.service"),
         }
         assert not [path for path in kit.iterdir() if path.is_file() and b"PRIVATE" in path.read_bytes()]
