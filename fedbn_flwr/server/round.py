@@ -47,6 +47,8 @@ class Round:
     instruction: Instruction = field(default_factory=Instruction)
     #: whether the user's options have a learning rate; without one, clients have their own
     has_rate: bool = True
+    #: what the method has made of the schedule's learning rate, in words
+    bound: str = ""
     #: what messages hold beside the instruction, such as a user's own keys
     other_config: Mapping[str, Any] = field(default_factory=dict)
     #: the binding keys, and the arrays whose shapes replies must have
@@ -129,12 +131,19 @@ class Round:
 
     def circumstances(self, state: MethodState) -> str:
         """Return what may have made training diverge in this round, and what to try, in words."""
-        rate = f"the learning rate is {self.instruction.lr:g}: " if self.has_rate else ""
-        tried = f"{rate}try a lower learning rate"
-        if state.frozen_after is None or self.instruction.freeze == "none":
-            return tried
-        option = " (frozen-lr)" if self.has_rate and self.instruction.freeze != "affine" else ""
-        return f"BN is frozen after round {state.frozen_after}, {tried}{option}, or a later freeze"
+        rate = f"the learning rate is {self.instruction.lr:g}"
+        frozen = ""
+        if state.frozen_after is not None and self.instruction.freeze != "none":
+            frozen = f"BN is frozen after round {state.frozen_after}, "
+        if not self.has_rate:
+            tried = "try a lower learning rate"
+        elif self.bound:
+            share, _, _ = self.bound.partition(" ")
+            tried = f"{rate}, {self.bound}: try one below {share}"
+        else:
+            tried = f"{rate}: try a lower learning rate"
+        later = ", or a later freeze" if frozen else ""
+        return f"{frozen}{tried}{later}"
 
     def _count_connected(self) -> int:
         return len(list(self.grid.get_node_ids())) if self.grid else 0

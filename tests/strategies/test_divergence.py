@@ -31,8 +31,8 @@ def test_three_rounds_without_a_finite_model_end_the_run_and_say_what_came_befor
     assert strategy.round.number == 5
     assert str(error.value) == (
         "training diverged at round 3: no node has had a usable reply since (node 1000: its array 'net.0.weight' in "
-        "'arrays' is not finite); BN is frozen after round 2, the learning rate is 0.05: try a lower learning rate "
-        "(frozen-lr), or a later freeze"
+        "'arrays' is not finite); BN is frozen after round 2, the learning rate is 0.05, frozen-lr=0.5 times the "
+        "schedule's 0.1: try one below frozen-lr=0.5, or a later freeze"
     )
 
 

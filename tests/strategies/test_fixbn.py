@@ -183,13 +183,13 @@ FROZEN_RATES: dict[str, tuple[dict[str, Any], list[float]]] = {
     "another share": ({"frozen_lr": 0.5}, [0.1, 0.1, 0.05, 0.05, 0.05]),
     "no more learning": ({"frozen_lr": 0.0}, [0.1, 0.1, 0.0, 0.0, 0.0]),
     "no bound": ({"frozen_lr": 1.0}, [0.1] * 5),
-    "lower where the schedule is": ({"lr_schedule": "0.5@3,0.1@4"}, [0.1, 0.1, 0.02, 0.02, 0.005]),
-    "not lower than a schedule that is low enough": ({"lr_schedule": "0.1@2"}, [0.1, 0.1, 0.01, 0.01, 0.01]),
+    "lower where the schedule is": ({"lr_schedule": "0.5@3,0.1@4"}, [0.1, 0.1, 0.02, 0.01, 0.001]),
+    "lower than a schedule that falls at the freeze": ({"lr_schedule": "0.1@2"}, [0.1, 0.1, 0.002, 0.002, 0.002]),
     "what the schedule says of the freeze": ({"lr_schedule": "=0.09@freeze,0.5@4"}, [0.1, 0.1, 0.09, 0.09, 0.045]),
     "a schedule that raises the rate at the freeze": ({"lr_schedule": "=0.3@freeze"}, [0.1, 0.1, 0.3, 0.3, 0.3]),
-    "a cosine, lower than the bound at last": (
+    "a share of a cosine": (
         {"lr_schedule": "warmup@1,cosine@1"},
-        [0.1, 0.1, 0.02, 0.02, 0.1 * (1 + math.cos(0.75 * math.pi)) / 2],
+        [0.1, 0.1, *(0.02 * (1 + math.cos(turn * math.pi)) / 2 for turn in (0.25, 0.5, 0.75))],
     ),
     "a cosine from the freeze on": ({"lr_schedule": "=0.3@freeze,cosine@3"}, [0.1, 0.1, 0.3, 0.3, 0.15]),
     "statistics that move": ({"freeze": "affine"}, [0.1] * 5),
