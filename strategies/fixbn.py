@@ -66,12 +66,13 @@ class FixBN(FedAvg):
     (`weighting="uniform"`).
 
     Under frozen statistics nothing rescales the layers any more, and training can diverge at learning rates that work
-    with normal BN. From the freeze on, the learning rate is `frozen_lr` times that of the schedule: a schedule that
-    divides it by ten at the freeze, as the paper's, is not enough where the rate was high, whichever statistics are
-    frozen (docs/results.md has the arms). `frozen_lr=1` leaves it to the schedule, as the paper does. With
-    `freeze_round=0`, for a network that was trained before, the rate is as given, unless `frozen_lr` is given, too. A
-    schedule that names the freeze (`lr_schedule="=0.01@freeze"`) is followed as it stands. A train config without `lr`
-    gets none: the client's own rate holds, and the log says that it should be lowered.
+    with normal BN. From the freeze on, the learning rate is at most `frozen_lr` times the `lr` of the train config, and
+    lower where the schedule is. At the default freeze, a schedule that divides by ten, as the paper's, was not enough
+    where the rate was high, whichever statistics were frozen: half of that was (docs/results.md). With
+    `freeze_round=0`, for a network that was trained before, the rate is as given, unless `frozen_lr` is given, too.
+    `frozen_lr=1` leaves the rate to the schedule, as the paper does. A schedule that names the freeze
+    (`lr_schedule="=0.01@freeze"`) is followed as it stands. A train config without `lr` gets none: the client's own
+    rate holds, and the log says that it should be lowered.
     """
 
     paper: ClassVar[str] = "Zhong, Chen and Chao, 2023, arXiv:2303.06530"
@@ -89,9 +90,7 @@ class FixBN(FedAvg):
         freeze: Annotated[
             Literal["statistics", "affine", "both"], "what to freeze: statistics, affine or both"
         ] = "statistics",
-        frozen_lr: Annotated[
-            float, "learning rate under frozen statistics, as a share of the schedule's", Range(0, 1)
-        ] = 0.2,
+        frozen_lr: Annotated[float, "largest learning rate under frozen statistics, as a share of lr", Range(0)] = 0.05,
         send_frozen: Annotated[bool, "keep sending frozen entries, as the papers count bytes"] = False,
         window: Annotated[int, "how many rounds auto looks back", Range(2)] = 10,
         threshold: Annotated[
@@ -113,6 +112,7 @@ class FixBN(FedAvg):
 
     def instruct(self, instruction: Instruction) -> Instruction:
         """Freeze, and lower the learning rate, in the rounds of the second stage."""
+        asked = instruction.lr
         if self.freeze_at is not None:
             self.state.frozen_after = round_of(self.freeze_at, self.num_rounds)
             if instruction.server_round == 1 and (self.num_rounds or NEVER) <= self.state.frozen_after < NEVER:
@@ -131,9 +131,10 @@ class FixBN(FedAvg):
             if instruction.server_round == frozen_after + 1:
                 log(WARNING, UNBOUNDED)
             return instruction
-        share = f"frozen-lr={self.frozen_lr:g}"
-        self.round.bound = f"{share} times the schedule's {instruction.lr:g}"
-        return replace(instruction, lr=self.frozen_lr * instruction.lr)
+        rate = min(instruction.lr, self.frozen_lr * asked)
+        who = f"frozen-lr={self.frozen_lr:g}" if rate < instruction.lr else "the schedule"
+        self.round.bound = f"by {who}: try frozen-lr below {rate / asked if asked else 0:g}"
+        return replace(instruction, lr=rate)
 
     def update(self, pooled: Pooled) -> Arrays:
         """Update; with `auto`, also watch how much the statistics still change."""

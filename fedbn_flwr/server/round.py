@@ -47,7 +47,7 @@ class Round:
     instruction: Instruction = field(default_factory=Instruction)
     #: whether the user's options have a learning rate; without one, clients have their own
     has_rate: bool = True
-    #: what the method has made of the schedule's learning rate, in words
+    #: what bounded the learning rate under frozen statistics, and what to try, in words
     bound: str = ""
     #: what messages hold beside the instruction, such as a user's own keys
     other_config: Mapping[str, Any] = field(default_factory=dict)
@@ -138,8 +138,7 @@ class Round:
         if not self.has_rate:
             tried = "try a lower learning rate"
         elif self.bound:
-            share, _, _ = self.bound.partition(" ")
-            tried = f"{rate}, {self.bound}: try one below {share}"
+            tried = f"{rate}, {self.bound}"
         else:
             tried = f"{rate}: try a lower learning rate"
         later = ", or a later freeze" if frozen else ""

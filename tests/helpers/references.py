@@ -110,7 +110,7 @@ def federated(
     weigh: Callable[[list[float], int], list[float]] | None = None,
     proximal_mu: Callable[[int], float] = lambda server_round: 0.0,
     frozen_after: int = 10**9,
-    frozen_lr: float = 0.2,
+    frozen_lr: float = 0.05,
     momentum: str = "none",
     loss_on: str = "mini-batches",
 ) -> State:

@@ -1,6 +1,7 @@
 """A run that has diverged ends with the round, what came before, and what to try."""
 
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -31,9 +32,27 @@ def test_three_rounds_without_a_finite_model_end_the_run_and_say_what_came_befor
     assert strategy.round.number == 5
     assert str(error.value) == (
         "training diverged at round 3: no node has had a usable reply since (node 1000: its array 'net.0.weight' in "
-        "'arrays' is not finite); BN is frozen after round 2, the learning rate is 0.05, frozen-lr=0.5 times the "
-        "schedule's 0.1: try one below frozen-lr=0.5, or a later freeze"
+        "'arrays' is not finite); BN is frozen after round 2, the learning rate is 0.05, by frozen-lr=0.5: try "
+        "frozen-lr below 0.5, or a later freeze"
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"frozen_lr": 0.2, "lr_schedule": "0.1@2"},
+            "0.01, by the schedule: try frozen-lr below 0.1, or a later freeze",
+        ),
+        ({"lr_schedule": "=0.3@freeze"}, "0.3: try a lower learning rate, or a later freeze"),
+        ({"freeze": "affine"}, "0.1: try a lower learning rate, or a later freeze"),
+    ],
+    ids=str,
+)
+def test_it_says_what_bounded_the_learning_rate_and_below_what_it_must_go(options: dict[str, Any], said: str) -> None:
+    strategy = FixBN(freeze_round=2, **options)
+    with pytest.raises(DivergedError, match=rf"frozen after round 2, the learning rate is {re.escape(said)}$"):
+        Federation(make_model(), grid=spoiling(infinite, lambda _, number: number >= 3)).run(strategy, 60)
 
 
 def mixed(message: Message, reply: Message) -> Message:

@@ -179,21 +179,25 @@ def test_a_client_that_could_not_freeze_is_known_before_the_freeze() -> None:
 
 
 FROZEN_RATES: dict[str, tuple[dict[str, Any], list[float]]] = {
-    "a fifth from the freeze on": ({}, [0.1, 0.1, 0.02, 0.02, 0.02]),
+    "a twentieth from the freeze on": ({}, [0.1, 0.1, 0.005, 0.005, 0.005]),
     "another share": ({"frozen_lr": 0.5}, [0.1, 0.1, 0.05, 0.05, 0.05]),
     "no more learning": ({"frozen_lr": 0.0}, [0.1, 0.1, 0.0, 0.0, 0.0]),
     "no bound": ({"frozen_lr": 1.0}, [0.1] * 5),
-    "lower where the schedule is": ({"lr_schedule": "0.5@3,0.1@4"}, [0.1, 0.1, 0.02, 0.01, 0.001]),
-    "lower than a schedule that falls at the freeze": ({"lr_schedule": "0.1@2"}, [0.1, 0.1, 0.002, 0.002, 0.002]),
+    "lower where the schedule is": ({"lr_schedule": "0.5@3,0.01@4"}, [0.1, 0.1, 0.005, 0.005, 0.0005]),
+    "lower than a schedule that divides by ten at the freeze": (
+        {"lr_schedule": "0.1@2,0.1@4"},
+        [0.1, 0.1, 0.005, 0.005, 0.001],
+    ),
+    "not lower than a schedule that is low enough": ({"lr_schedule": "0.01@2"}, [0.1, 0.1, 0.001, 0.001, 0.001]),
     "what the schedule says of the freeze": ({"lr_schedule": "=0.09@freeze,0.5@4"}, [0.1, 0.1, 0.09, 0.09, 0.045]),
     "a schedule that raises the rate at the freeze": ({"lr_schedule": "=0.3@freeze"}, [0.1, 0.1, 0.3, 0.3, 0.3]),
-    "a share of a cosine": (
-        {"lr_schedule": "warmup@1,cosine@1"},
-        [0.1, 0.1, *(0.02 * (1 + math.cos(turn * math.pi)) / 2 for turn in (0.25, 0.5, 0.75))],
+    "a cosine, lower than the bound at last": (
+        {"lr_schedule": "warmup@1,cosine@1", "frozen_lr": 0.2},
+        [0.1, 0.1, 0.02, 0.02, 0.1 * (1 + math.cos(0.75 * math.pi)) / 2],
     ),
     "a cosine from the freeze on": ({"lr_schedule": "=0.3@freeze,cosine@3"}, [0.1, 0.1, 0.3, 0.3, 0.15]),
     "statistics that move": ({"freeze": "affine"}, [0.1] * 5),
-    "statistics and affine parameters that stand still": ({"freeze": "both"}, [0.1, 0.1, 0.02, 0.02, 0.02]),
+    "statistics and affine parameters that stand still": ({"freeze": "both"}, [0.1, 0.1, 0.005, 0.005, 0.005]),
 }
 
 
