@@ -190,7 +190,8 @@ class FedTANII(FedTAN, FixBN):
     `m` is M: a number of rounds, a fraction of the run between 0 and 1, or `auto` (FixBN's rule), and takes the place
     of FixBN's `freeze_round`. With M at or above the number of rounds this is FedTAN, with M = 0 it is FixBN frozen
     from the start. Frozen statistics are not sent; the paper counts them (`send_frozen=True`). The paper lowers the
-    learning rate at the freeze by hand, from 0.5 to 0.01 on CIFAR-10 and to 0.05 on MNIST: see `FixBN` for `frozen_lr`.
+    learning rate at the freeze by hand, from 0.5 to 0.01 on CIFAR-10 and to 0.05 on MNIST: see `FixBN` for `frozen_lr`,
+    which is larger here, because FedTAN's statistics are those that the averaged weights were trained with.
     """
 
     paper: ClassVar[str] = "Wang et al., 2023, arXiv:2301.02982"
@@ -204,8 +205,9 @@ class FedTANII(FedTAN, FixBN):
             float | Literal["auto"],
             "rounds of FedTAN before the statistics are frozen, or their fraction of the run, or auto",
         ] = 0.5,
+        frozen_lr: Annotated[float, "largest learning rate under frozen statistics, as a share of lr", Range(0)] = 0.2,
         **options: Any,
     ) -> None:
         # FedTAN passes on what it does not know to FixBN
-        passed: Any = {**options, "freeze_round": m}
+        passed: Any = {**options, "freeze_round": m, "frozen_lr": frozen_lr}
         super().__init__(**passed)

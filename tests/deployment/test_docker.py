@@ -392,7 +392,7 @@ def test_a_trained_network_is_fine_tuned_from_the_servers_folder_of_weights(fede
     start = build_model("timm:test_efficientnet", num_classes=10, in_channels=3, seed=5).state_dict()
     save_file(start, weights)
     weights.chmod(0o644)
-    asked = {"method": "fedavg", "freeze-bn": True, "model": "timm:test_efficientnet", "image-size": 32, "lr": 0.05}
+    asked = {"method": "fedavg", "freeze-bn": True, "model": "timm:test_efficientnet", "image-size": 32, "lr": 0.01}
     number = federation.submit(
         {**OPTIONS, **asked, "clients": 3, "rounds": 2, "init-from": "/srv/weights/network.safetensors"}
     )

@@ -202,7 +202,9 @@ FROZEN_RATES: dict[str, tuple[dict[str, Any], list[float]]] = {
 
 
 @pytest.mark.parametrize("case", FROZEN_RATES)
-@pytest.mark.parametrize("make", [lambda **options: FixBN(freeze_round=2, **options), lambda **o: FedTANII(m=2, **o)])
+@pytest.mark.parametrize(
+    "make", [lambda **options: FixBN(freeze_round=2, **options), lambda **o: FedTANII(m=2, **{"frozen_lr": 0.05, **o})]
+)
 def test_the_rate_under_frozen_statistics(case: str, make: Any) -> None:
     options, wanted = FROZEN_RATES[case]
     strategy = make(**options)
