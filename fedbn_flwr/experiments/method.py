@@ -207,8 +207,12 @@ def resolve(values: Mapping[str, Any], federation: bool = False, read_from: str 
     common |= {wire_key(name): value for name, value in overrides.items() if wire_key(name) in shared}
     config = Config.from_mapping(common)
     if read_from:
-        built_in: dict[str, Iterable[str]] = {config.model: LIBRARIES, config.dataset: DATASETS, config.objective: ()}
-        for value, known in built_in.items():
+        built_in: list[tuple[str, Iterable[str]]] = [
+            (config.model, LIBRARIES),
+            (config.dataset, DATASETS),
+            (config.objective, ()),
+        ]
+        for value, known in built_in:
             module, colon, _ = value.partition(":")
             if colon and module not in known and not isinstance(value, Named):
                 refuse_code(read_from, [module])

@@ -97,6 +97,7 @@ def brought(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         {"methods": ["fedavg"], "options": {"dataset": "timm:net"}},
         {"methods": ["fedavg"], "options": {"objective": "torchvision:net"}},
         {"methods": ["fedavg:model=sys:exit"]},
+        {"methods": ["fedavg"], "options": {"model": "digits:net", "dataset": "digits:net"}},
     ],
 )
 def test_a_recipe_imports_nothing_by_itself(content: object, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from fedbn_flwr import compare, wire
 from fedbn_flwr.client import Rule, Session, register_rule
 from fedbn_flwr.server.pooling import Pooled
 from fedbn_flwr.state import Arrays
-from fedbn_flwr.strategies import FedAvg, register_strategy
+from fedbn_flwr.strategies import FedAvg
 from fedbn_flwr.wire import Instruction
 from tests.helpers.engine_comparison import quiet
 from tests.helpers.harness import Federation, make_model
@@ -41,7 +41,6 @@ def clean() -> Iterator[None]:
         yield
 
 
-@register_strategy("counts")
 class Counts(FedAvg):
     """FedAvg that reads its nodes' numbers."""
 
