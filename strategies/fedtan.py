@@ -191,7 +191,7 @@ class FedTANII(FedTAN, FixBN):
     of FixBN's `freeze_round`. With M at or above the number of rounds this is FedTAN, with M = 0 it is FixBN frozen
     from the start. Frozen statistics are not sent; the paper counts them (`send_frozen=True`). The paper lowers the
     learning rate at the freeze by hand, from 0.5 to 0.01 on CIFAR-10 and to 0.05 on MNIST: see `FixBN` for `frozen_lr`,
-    which is larger here, because FedTAN's statistics are those that the averaged weights were trained with.
+    which is larger here, as it was measured (docs/fedtan.md).
     """
 
     paper: ClassVar[str] = "Wang et al., 2023, arXiv:2301.02982"

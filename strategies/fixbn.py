@@ -133,7 +133,8 @@ class FixBN(FedAvg):
             return instruction
         rate = min(instruction.lr, self.frozen_lr * asked)
         who = f"frozen-lr={self.frozen_lr:g}" if rate < instruction.lr else "the schedule"
-        self.round.bound = f"by {who}: try frozen-lr below {rate / asked if asked else 0:g}"
+        share = rate / asked if asked else 0.0
+        self.round.bound = f"by {who}: try frozen-lr below {share:g}"
         return replace(instruction, lr=rate)
 
     def update(self, pooled: Pooled) -> Arrays:

@@ -315,8 +315,11 @@ class BaseStrategy(FlowerFedAvg):
             if self.training.number != number:  # a user's own `configure_train` has made the messages
                 self._refuse_unsaid()
                 self.training = self.round = Round.begin(number, arrays, configs[0], grid)
-            trained, metrics = self.aggregate_train(number, self.ask(grid, messages, timeout) if messages else ())
+            asked = self.ask(grid, messages, timeout) if messages else ()
+            self.training.was_asked = True  # also by an `ask` of a user's own, and so is `gather`
+            trained, metrics = self.aggregate_train(number, asked)
             arrays = self.gather(arrays if trained is None else trained)
+            self.training.was_gathered = True
             _note("\t└──> Aggregated MetricRecord", result.train_metrics_clientapp, number, metrics)
             messages = list(self.configure_evaluate(number, arrays, configs[1], grid))
             replies = grid.send_and_receive(messages, timeout=timeout) if messages else ()

@@ -443,3 +443,14 @@ def test_a_handler_that_runs_another_model_is_named() -> None:
     app.train("gather")(lambda message, context: Message(RecordDict({"a": ArrayRecord()}), reply_to=message))
     with pytest.raises(CannotTrainError, match="the handler ran no model with the entries of `model`"):
         Federation(make_model()).run(FedAvg(statistics="exact"), 1, grid=InProcessGrid(app, len(SIZES)), lr=0.05)
+
+
+def test_a_gather_of_ones_own_is_no_loop_of_ones_own() -> None:
+    class Kept(FedAvg):
+        """Keeps the statistics of training, and does not call this project's `gather`."""
+
+        def gather(self, arrays: ArrayRecord) -> ArrayRecord:
+            return arrays
+
+    got = Federation(make_model()).run(Kept(statistics="exact"), 2)
+    assert distance(got, Federation(make_model()).run(FedAvg(), 2)) == 0

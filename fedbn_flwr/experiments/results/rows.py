@@ -106,7 +106,7 @@ def _single(folder: Path) -> Part:
     """Return the run that only its own files tell of."""
     if not (folder / CONFIG).is_file():
         raise UsageError(f"{folder} holds no results of `fedbn-flwr run`, `compare` or `reproduce`")
-    known = {**read_config(Path(folder)).get("options", {}), **(read_json(folder / SUMMARY) or {})}
+    known = {**read_config(folder).get("options", {}), **(read_json(folder / SUMMARY) or {})}
     method = str(known.get("method") or folder.name)
     row = row_of(folder, label=method, method=method, seed=int(known.get("seed") or 0))
     return Part(folder.resolve().name, pd.DataFrame([row]))
