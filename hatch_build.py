@@ -1,4 +1,6 @@
-"""The README as a package index shows it: links and pictures lead into the repository, at the tag of the version."""
+"""The README as a package index shows it: links and pictures lead into the repository, at the tag
+of the version.
+"""
 
 import re
 from pathlib import Path
@@ -18,7 +20,10 @@ class CustomMetadataHook(MetadataHookInterface):
 
 
 def absolute(text: str, repository: str, tag: str) -> str:
-    """Return a Markdown text whose relative links lead into a repository: `raw` has files, `blob` shows them."""
+    """Return a Markdown text whose relative links lead into a repository:
+
+    `raw` has files, `blob` shows them.
+    """
 
     def link(found: re.Match[str]) -> str:
         mark, label, target = found.groups()

@@ -11,7 +11,10 @@ app = ServerApp()
 
 
 class RunEndedError(Exception):
-    """A run ends for a reason that one line says: Flower's log would show a traceback of thirty lines with it."""
+    """A run ends for a reason that one line says:
+
+    Flower's log would show a traceback of thirty lines with it.
+    """
 
     # logging reads this attribute, and context managers set it
     __traceback__ = property(lambda _: None, lambda *_: None)

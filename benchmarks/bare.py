@@ -26,16 +26,23 @@ class BareLoop:
     ) -> None:
         self.model, self._parts, self._lr = model, parts, lr
         self._inputs, self._labels = data
-        self._local_steps, self._batch_size, self._freeze_after = local_steps, batch_size, freeze_after
+        self._local_steps, self._batch_size, self._freeze_after = (
+            local_steps,
+            batch_size,
+            freeze_after,
+        )
         self._generator = torch.Generator().manual_seed(0)
         self._rounds = 0
-        #: of the model, in which clients train; of the server, before the round; and their sum so far
+        #: of the model, in which clients train; of the server, before the round; and their sum so
+        #: far
         self._own = list(model.state_dict().values())
         self._current = [value.clone() for value in self._own]
         self._sum = [value.clone() for value in self._own]
 
     def round(self) -> None:
-        """Train every client from the same state, and average their states by their numbers of samples."""
+        """Train every client from the same state, and average their states by their numbers of
+        samples.
+        """
         self._set_mode()
         samples = sum(len(part) for part in self._parts)
         for total in self._sum:
@@ -49,7 +56,10 @@ class BareLoop:
 
     def state(self) -> dict[str, Tensor]:
         """The server's model."""
-        return {name: value.clone() for name, value in zip(self.model.state_dict(), self._current, strict=True)}
+        return {
+            name: value.clone()
+            for name, value in zip(self.model.state_dict(), self._current, strict=True)
+        }
 
     def _set_mode(self) -> None:
         self.model.train()

@@ -47,15 +47,19 @@ class Settings:
     most_rounds: int = 20
     #: after which no case begins
     minutes: float = math.inf
-    #: Ray keeps a process busy for every client in turn, and takes minutes a round with more clients than this
+    #: Ray keeps a process busy for every client in turn, and takes minutes a round with more
+    #: clients than this
     most_on_ray: int = 100
-    #: whose processes serve all cases of a model and number of clients, because they take long to start
+    #: whose processes serve all cases of a model and number of clients, because they take long to
+    #: start
     lasting: Sequence[str] = ON_RAY
     results_dir: str = "results"
 
     def cases(self) -> list[Case]:
         """Return all cases."""
-        return make_cases(self.models, self.methods, self.clients, self.device, self.short_methods, self.variants)
+        return make_cases(
+            self.models, self.methods, self.clients, self.device, self.short_methods, self.variants
+        )
 
 
 QUICK = Settings(clients=(10,), repetitions=3, seconds=1.0, most_rounds=10)
@@ -86,7 +90,9 @@ class Bench:
     def measure(self, cases: Sequence[Case]) -> int:
         """Measure cases until the time is over, and return how many were left."""
         end, done = time.monotonic() + 60 * self.settings.minutes, 0
-        for _, group in groupby(cases, key=lambda case: (case.model, case.size, case.clients, case.options)):
+        for _, group in groupby(
+            cases, key=lambda case: (case.model, case.size, case.clients, case.options)
+        ):
             alike = list(group)
             with ExitStack() as stack:
                 lasting = {
@@ -97,7 +103,10 @@ class Bench:
                 for case in alike:
                     if time.monotonic() > end:
                         return len(cases) - done
-                    self._measure(case, [process for process, its_cases in lasting.items() if case in its_cases])
+                    self._measure(
+                        case,
+                        [process for process, its_cases in lasting.items() if case in its_cases],
+                    )
                     done += 1
         return 0
 
@@ -112,10 +121,12 @@ class Bench:
         )
 
     def _measure(self, case: Case, lasting: Sequence[EngineProcess]) -> None:
-        """Measure a case; every other engine gets a new process for it, so that its memory can be told."""
+        """Measure a case; every other engine gets a new process for it, so that its memory can be
+        told.
+        """
         asked = self.settings
-        # FedTAN's clients each wait in a thread of their own, which several of torch's make no faster, and to their
-        # exchanges the loop has no counterpart
+        # FedTAN's clients each wait in a thread of their own, which several of torch's make no
+        # faster, and to their exchanges the loop has no counterpart
         threads = [1] if case.layerwise else sorted({1, count_cores()})
         own = [
             (engine, number)
@@ -124,11 +135,15 @@ class Bench:
             for number in (threads if engine in (BARE, "sequential") else [1])
         ]
         with ExitStack() as stack:
-            fresh = [stack.enter_context(EngineProcess(engine, number, [case])) for engine, number in own]
+            fresh = [
+                stack.enter_context(EngineProcess(engine, number, [case])) for engine, number in own
+            ]
             effort = Effort(asked.repetitions, asked.seconds, asked.most_rounds)
             rows = rows_of(case, measure(case, [*fresh, *lasting], effort))
         if pick_device(case.device).type != "cpu":
-            fitting = clients_that_fit(one_step(Material.of(case.experiment().config)), pick_device(case.device))
+            fitting = clients_that_fit(
+                one_step(Material.of(case.experiment().config)), pick_device(case.device)
+            )
             rows = [{**row, "fitting": fitting} for row in rows]
         self.rows += rows
         write(self.folder / "bench.json", self.rows)
@@ -138,7 +153,11 @@ class Bench:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, write `bench.json`, `bench.md` and `bench-machine.json`, and show the table."""
-    given = {name: value for name, value in vars(make_parser().parse_args(arguments)).items() if value is not None}
+    given = {
+        name: value
+        for name, value in vars(make_parser().parse_args(arguments)).items()
+        if value is not None
+    }
     settings = replace(given.pop("preset"), **given)
     try:
         pick_device(settings.device)
@@ -149,10 +168,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     write(folder / "bench-machine.json", {**machine(), "settings": vars(settings)})
     bench, cases = Bench(settings, folder), settings.cases()
     left = bench.measure(cases)
-    note = f"\n{left} of {len(cases)} cases were not measured in {settings.minutes:g} minutes.\n" if left else ""
+    note = (
+        f"\n{left} of {len(cases)} cases were not measured in {settings.minutes:g} minutes.\n"
+        if left
+        else ""
+    )
     (folder / "bench.md").write_text(table(bench.rows) + note)
     print(table(bench.rows) + note)
-    for failed in dict.fromkeys(f"failed: {row['engine']}: {row['error']}" for row in bench.rows if "error" in row):
+    for failed in dict.fromkeys(
+        f"failed: {row['engine']}: {row['error']}" for row in bench.rows if "error" in row
+    ):
         print(failed)
     return 1 if all("error" in row for row in bench.rows) else 0
 
@@ -160,17 +185,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command; what is not given is that of the preset."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.bench", description=__doc__)
-    parser.add_argument("--quick", dest="preset", action="store_const", const=QUICK, help="few clients and rounds")
-    parser.add_argument("--gpu", dest="preset", action="store_const", const=GPU, help="a GPU's cases, in five minutes")
+    parser.add_argument(
+        "--quick", dest="preset", action="store_const", const=QUICK, help="few clients and rounds"
+    )
+    parser.add_argument(
+        "--gpu",
+        dest="preset",
+        action="store_const",
+        const=GPU,
+        help="a GPU's cases, in five minutes",
+    )
     parser.add_argument("--engines", type=_engines, help=f"comma-separated [{','.join(ENGINES)}]")
-    parser.add_argument("--models", type=_words, help=f"such as resnet20:32 on 32 x 32 [{','.join(MODELS)}]")
+    parser.add_argument(
+        "--models", type=_words, help=f"such as resnet20:32 on 32 x 32 [{','.join(MODELS)}]"
+    )
     parser.add_argument("--methods", type=_words, help=f"comma-separated [{','.join(METHODS)}]")
     parser.add_argument("--clients", type=_numbers, help="comma-separated [10,100,1000; quick: 10]")
     parser.add_argument("--repetitions", type=int, help="turns of every engine [7; quick: 3]")
-    parser.add_argument("--seconds", type=float, help="of timed rounds an engine and case [30; quick: 1]")
+    parser.add_argument(
+        "--seconds", type=float, help="of timed rounds an engine and case [30; quick: 1]"
+    )
     parser.add_argument("--minutes", type=float, help="after which no case begins")
     parser.add_argument("--device", help="cpu, cuda or auto [auto]")
-    parser.add_argument("--most-on-ray", type=int, help="the most clients with Flower's simulation [100]")
+    parser.add_argument(
+        "--most-on-ray", type=int, help="the most clients with Flower's simulation [100]"
+    )
     parser.add_argument("--results-dir", help="where results go [results]")
     parser.set_defaults(preset=Settings())
     return parser
@@ -183,7 +222,9 @@ def _words(text: str) -> list[str]:
 def _engines(text: str) -> list[str]:
     for word in _words(text):
         if word not in ENGINES:
-            raise argparse.ArgumentTypeError(f"unknown engine {word!r}; known: {', '.join(ENGINES)}")
+            raise argparse.ArgumentTypeError(
+                f"unknown engine {word!r}; known: {', '.join(ENGINES)}"
+            )
     return _words(text)
 
 

@@ -14,7 +14,8 @@ CLIENTS = (10, 100, 1_000)
 LOCAL_STEPS, BATCH_SIZE = 5, 20
 #: also measured with one local step, and few clients: most of their round is not training
 SHORT_METHODS, SHORT_CLIENTS = ("fedavg", "fedtan"), 10
-#: the most clients that real data are enough for; above that, as many samples a client as a batch has
+#: the most clients that real data are enough for; above that, as many samples a client as a batch
+#: has
 MOST_ON_DIGITS = 10
 #: FixBN's round of the freeze, from which on it is timed
 FREEZE_ROUND = 1
@@ -25,7 +26,8 @@ DEFAULT: Variant = ("float32", ())
 FASTEST: Variant = ("tf32", (("deterministic", "false"),))
 #: more rounds than anybody waits for: the driver says when a case ends
 ENDLESS = 10**9
-#: the rounds of the run that a case stands for: the stacked engine starts worker processes in long runs
+#: the rounds of the run that a case stands for: the stacked engine starts worker processes in long
+#: runs
 RUN = 1_000
 
 
@@ -117,10 +119,19 @@ def make_cases(
     Cases that can share a process, of one model, number of clients and variant, come together.
     """
     cases: list[Case] = []
-    for count, (model, size), (precision, options) in product(clients, map(sized, models), variants):
-        shared: dict[str, Any] = {"device": device, "size": size, "precision": precision, "options": options}
+    for count, (model, size), (precision, options) in product(
+        clients, map(sized, models), variants
+    ):
+        shared: dict[str, Any] = {
+            "device": device,
+            "size": size,
+            "precision": precision,
+            "options": options,
+        }
         usual = [Case(model, method, count, **shared) for method in methods]
         cases += usual
         if count == SHORT_CLIENTS:
-            cases += [replace(case, local_steps=1) for case in usual if case.method in short_methods]
+            cases += [
+                replace(case, local_steps=1) for case in usual if case.method in short_methods
+            ]
     return cases

@@ -15,11 +15,16 @@ Notes = dict[str, Any]
 
 
 class Enough(BaseException):
-    """The driver wants no more rounds of this case: no error, so that no `except Exception` on the way catches it."""
+    """The driver wants no more rounds of this case: no error, so that no `except Exception` on the
+    way catches it.
+    """
 
 
 class Clock:
-    """Commands of the driver: `("run", n)` for n rounds, answered by their seconds, and `("end",)`."""
+    """Commands of the driver:
+
+    `("run", n)` for n rounds, answered by their seconds, and `("end",)`.
+    """
 
     def __init__(self, driver: Connection) -> None:
         self._driver = driver

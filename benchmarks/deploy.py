@@ -1,8 +1,11 @@
-"""Rounds of a deployment on the loopback: FedTAN by side channel and by messages, and FedAvg: `make bench-deploy`.
+"""Rounds of a deployment on the loopback:
 
-Server and sites are the processes of docker-compose.yml, over TLS, with the proxy in between, and each site reaches its
-server by a relay that holds data back for half a round trip, each way. A process of a site starts for every message.
-`--transports streams` does without Flower's services, and is over in a minute.
+FedTAN by side channel and by messages, and FedAvg: `make bench-deploy`.
+
+Server and sites are the processes of docker-compose.yml, over TLS, with the proxy in between, and
+each site reaches its server by a relay that holds data back for half a round trip, each way. A
+process of a site starts for every message. `--transports streams` does without Flower's services,
+and is over in a minute.
 """
 
 import argparse
@@ -39,20 +42,31 @@ TRANSPORTS: dict[str, dict[str, Any]] = {
     "fedavg": {"method": "fedavg"},
 }
 #: as in the measurements of a single machine
-_OPTIONS: dict[str, Any] = {"partition": "iid", "local-steps": 5, "batch-size": 32, "evaluate-every": 1000}
+_OPTIONS: dict[str, Any] = {
+    "partition": "iid",
+    "local-steps": 5,
+    "batch-size": 32,
+    "evaluate-every": 1000,
+}
 
 #: FedTAN over the side channel, with a process a node in place of Flower's services
 STREAMS = "streams"
 
 #: what the server's log says of each round over the side channel
-EXCHANGES = re.compile(r"\d+ exchanges over the side channel in ([\d.]+) s, the median of them in ([\d.]+) ms")
+EXCHANGES = re.compile(
+    r"\d+ exchanges over the side channel in ([\d.]+) s, the median of them in ([\d.]+) ms"
+)
 #: seconds that nobody needs
 _ENOUGH = 600.0
 
 
 def measure(federation: LoopbackFederation, options: Row, rounds: int) -> Row:
-    """Run some rounds; return the medians of a round's seconds, and of an exchange's milliseconds if it has several."""
-    number = federation.submit({**_OPTIONS, **options, "rounds": rounds, "clients": len(federation.sites)})
+    """Run some rounds; return the medians of a round's seconds, and of an exchange's milliseconds
+    if it has several.
+    """
+    number = federation.submit(
+        {**_OPTIONS, **options, "rounds": rounds, "clients": len(federation.sites)}
+    )
     status = federation.await_end(number)
     if status != "finished:completed":
         return {"error": status}
@@ -60,7 +74,9 @@ def measure(federation: LoopbackFederation, options: Row, rounds: int) -> Row:
     seconds = median(row["seconds"] for row in done)
     # by messages, a round's, training included
     times = [float(match[2]) for match in EXCHANGES.finditer(federation.log(number))] or [
-        round(1000 * row["seconds"] / row["exchanges"], 1) for row in done if options["method"] != "fedavg"
+        round(1000 * row["seconds"] / row["exchanges"], 1)
+        for row in done
+        if options["method"] != "fedavg"
     ]
     return {
         "ms-per-exchange": median(times) if times else None,
@@ -70,18 +86,28 @@ def measure(federation: LoopbackFederation, options: Row, rounds: int) -> Row:
 
 
 def measure_streams(options: Row, nodes: int, rtt: float) -> Row:
-    """Run some rounds; return the medians of an exchange's milliseconds and of a round's seconds."""
+    """Run some rounds; return the medians of an exchange's milliseconds and of a round's
+    seconds.
+    """
     options = {**options, "clients": nodes, "device": "cpu"}
     with tempfile.TemporaryDirectory(prefix="fedbn-bench-") as name, _shown() as shown:
         folder = Path(name)
-        assert fedbn_flwr(["provision", str(ROOT / "federation.example.yaml"), "--out", str(folder / "out")]) == 0
+        assert (
+            fedbn_flwr(
+                ["provision", str(ROOT / "federation.example.yaml"), "--out", str(folder / "out")]
+            )
+            == 0
+        )
         server = folder / "out" / "server"
         (port,) = free_ports(1)
         relays = [Relay(0, ("127.0.0.1", port)) for _ in range(nodes)]
         sites = {}
         for number, relay in enumerate(relays):
             relay.delay = rtt / 2000
-            way = {CERTIFICATES_VARIABLE: str(server / "ca.crt"), SITE_ADDRESS_VARIABLE: f"127.0.0.1:{relay.port}"}
+            way = {
+                CERTIFICATES_VARIABLE: str(server / "ca.crt"),
+                SITE_ADDRESS_VARIABLE: f"127.0.0.1:{relay.port}",
+            }
             sites[number] = Site(way, make_client=bound_client_fn(resolve(options).config))
         certificates = (server / "server.key").read_bytes(), (server / "server.crt").read_bytes()
         channel = SideChannelOptions(port, f"localhost:{port}", certificates, _ENOUGH)
@@ -94,7 +120,11 @@ def measure_streams(options: Row, nodes: int, rtt: float) -> Row:
                 relay.close()
         found = [float(match[2]) for text in shown for match in EXCHANGES.finditer(text)]
         seconds = median(row["seconds"] for row in read_rounds(folder / "results"))
-        return {"ms-per-exchange": median(found), "seconds-per-round": round(seconds, 2), "rounds": len(found)}
+        return {
+            "ms-per-exchange": median(found),
+            "seconds-per-round": round(seconds, 2),
+            "rounds": len(found),
+        }
 
 
 @contextmanager
@@ -128,11 +158,19 @@ def rows_of(options: argparse.Namespace) -> Iterator[Row]:
             with LoopbackFederation(Path(folder), sites) as federation:
                 federation.register()
                 for rtt in options.rtt:
-                    for relay in (*federation.relays.values(), *federation.exchange_relays.values()):
+                    for relay in (
+                        *federation.relays.values(),
+                        *federation.exchange_relays.values(),
+                    ):
                         relay.delay = rtt / 2000
                     for model in options.models:
                         for transport in deployed:
-                            case = {"transport": transport, "model": model, "nodes": nodes, "rtt-ms": rtt}
+                            case = {
+                                "transport": transport,
+                                "model": model,
+                                "nodes": nodes,
+                                "rtt-ms": rtt,
+                            }
                             asked = {**TRANSPORTS[transport], "model": model}
                             yield {**case, **measure(federation, asked, options.rounds)}
 
@@ -154,12 +192,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.deploy", description=__doc__)
-    parser.add_argument("--nodes", type=_numbers, default=[2, 3, 8], help="numbers of sites [2,3,8]")
-    parser.add_argument("--rtt", type=_numbers, default=[0, 1, 20, 100], help="round trips in ms [0,1,20,100]")
+    parser.add_argument(
+        "--nodes", type=_numbers, default=[2, 3, 8], help="numbers of sites [2,3,8]"
+    )
+    parser.add_argument(
+        "--rtt", type=_numbers, default=[0, 1, 20, 100], help="round trips in ms [0,1,20,100]"
+    )
     parser.add_argument("--models", type=_names, default=["resnet20"], help="models [resnet20]")
     parser.add_argument("--transports", type=_names, default=[STREAMS, *TRANSPORTS], help="[all]")
     parser.add_argument("--rounds", type=int, default=2, help="rounds of each run [2]")
-    parser.add_argument("--results-dir", default="results", help="folder for bench-deploy.json [results]")
+    parser.add_argument(
+        "--results-dir", default="results", help="folder for bench-deploy.json [results]"
+    )
     return parser
 
 

@@ -1,4 +1,6 @@
-"""The driver's side of the measurement: engines in processes of their own, of which one works at a time."""
+"""The driver's side of the measurement: engines in processes of their own, of which one works at a
+time.
+"""
 
 import os
 import signal
@@ -19,7 +21,8 @@ from benchmarks.orphans import end_with_this_process
 
 #: imported once, by the process from which the others are forked
 PRELOADED = "benchmarks.engines"
-#: seconds that a process has to start a case, for an answer, to end by itself, and to end when it is told to
+#: seconds that a process has to start a case, for an answer, to end by itself, and to end when it
+#: is told to
 STARTING, ANSWERING, ENDING, DYING = 120.0, 3600.0, 60.0, 5.0
 
 
@@ -29,7 +32,9 @@ class FailedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Effort:
-    """The amount of measuring: a number of turns, or fewer where they would take more than `seconds`."""
+    """The amount of measuring: a number of turns, or fewer where they would take more than
+    `seconds`.
+    """
 
     repetitions: int
     seconds: float
@@ -105,7 +110,9 @@ class EngineProcess:
 
     @contextmanager
     def _awake(self) -> Iterator[None]:
-        """While others work, Ray's processes are stopped: they are busy even if there is nothing to do."""
+        """While others work, Ray's processes are stopped: they are busy even if there is nothing to
+        do.
+        """
         if self.engine not in ON_RAY:
             yield
             return
@@ -132,7 +139,9 @@ class EngineProcess:
         with suppress(OSError):  # it has ended; the answer will say so
             self._pipe.send(command)
 
-    def _answer(self, expected: str, seconds: float = ANSWERING, late: str = f"no answer in {ANSWERING:g} s") -> Any:
+    def _answer(
+        self, expected: str, seconds: float = ANSWERING, late: str = f"no answer in {ANSWERING:g} s"
+    ) -> Any:
         try:
             if not self._pipe.poll(seconds):
                 self._give_up(late)
@@ -168,7 +177,9 @@ def measure(case: Case, processes: Sequence[EngineProcess], effort: Effort) -> l
 
 
 def _take_turns(results: dict[EngineProcess, Measured], effort: Effort) -> None:
-    """The turns; the round by which they are planned counts as one if no turn has more rounds than that."""
+    """The turns; the round by which they are planned counts as one if no turn has more rounds than
+    that.
+    """
     plans: dict[EngineProcess, float] = {}
     for each in _remaining(results):
         with _dropping_out(results[each]):

@@ -1,4 +1,7 @@
-"""The engines, each a function that runs cases and tells the clock when a round is done. A peer is one more."""
+"""The engines, each a function that runs cases and tells the clock when a round is done.
+
+A peer is one more.
+"""
 
 import logging
 import os
@@ -59,13 +62,17 @@ def run_sequential(cases: Sequence[Case], clock: Clock) -> None:
 
 
 def run_stacked(cases: Sequence[Case], clock: Clock) -> None:
-    """Time stacks of clients, in as many processes as the engine takes for a run of `cases.RUN` rounds."""
+    """Time stacks of clients, in as many processes as the engine takes for a run of `cases.RUN`
+    rounds.
+    """
     for case in cases:
         _run(case, partial(open_grid, engine="stacked"), clock)
 
 
 def run_ray(cases: Sequence[Case], clock: Clock) -> None:
-    """Time Flower's simulation; it starts in ten seconds, so one serves all cases, which have the same clients."""
+    """Time Flower's simulation; it starts in ten seconds, so one serves all cases, which have the
+    same clients.
+    """
     import ray
     from flwr.simulation import run_simulation
 
@@ -75,14 +82,17 @@ def run_ray(cases: Sequence[Case], clock: Clock) -> None:
 
     @server.main()
     def main(grid: Grid, context: Context) -> None:
-        while not ray.is_initialized():  # Flower starts this function beside Ray, and no case can begin without
+        while (
+            not ray.is_initialized()
+        ):  # Flower starts this function beside Ray, and no case can begin without
             time.sleep(0.05)
         for case in cases:
             _run(case, lambda *_: nullcontext(grid), clock)
 
     backend: Any = {
         "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
-        # otherwise Ray joins whichever cluster was started last on this machine, and waits for ever if it is stopped
+        # otherwise Ray joins whichever cluster was started last on this machine, and waits for ever
+        # if it is stopped
         "init_args": {"address": "local", "log_to_driver": False, "logging_level": logging.ERROR},
     }
     run_simulation(server, _app(cases[0]), num_supernodes=cases[0].clients, backend_config=backend)
@@ -97,13 +107,20 @@ def run_actors(cases: Sequence[Case], clock: Clock) -> None:
 
 @contextmanager
 def own_cluster(processors: int) -> Iterator[str]:
-    """Start a Ray cluster of this machine, which nobody joins without its address; yields the address."""
+    """Start a Ray cluster of this machine, which nobody joins without its address.
+
+    Yields the address.
+    """
     from ray.cluster_utils import Cluster
 
-    # Ray notes the address in its folder, and whatever starts Ray on this machine would join a cluster that is stopped
+    # Ray notes the address in its folder, and whatever starts Ray on this machine would join a
+    # cluster that is stopped
     folder = TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True)
     with folder as name, patch.dict(os.environ, RAY_TMPDIR=name):
-        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": processors, "include_dashboard": False})
+        cluster = Cluster(
+            initialize_head=True,
+            head_node_args={"num_cpus": processors, "include_dashboard": False},
+        )
         try:
             yield cluster.address
         finally:
@@ -139,9 +156,17 @@ def _run(case: Case, make: MakeGrid, clock: Clock) -> None:
 
 
 def play(
-    case: Case, make: MakeGrid, stack: ExitStack, rounds: int, round_done: Callable[[], None], notes: Notes
+    case: Case,
+    make: MakeGrid,
+    stack: ExitStack,
+    rounds: int,
+    round_done: Callable[[], None],
+    notes: Notes,
 ) -> None:
-    """Train a case's clients for so many rounds, on a grid that the stack closes; note its number of processes."""
+    """Train a case's clients for so many rounds, on a grid that the stack closes.
+
+    Note its number of processes.
+    """
     experiment = case.experiment()
     material, strategy = Material.of(experiment.config), experiment.make_strategy(case.clients)
     initial = state.to_record(material.model.state_dict())

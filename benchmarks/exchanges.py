@@ -1,7 +1,9 @@
-"""The command for exchanges: time rounds of FedTAN over a growing number of workers that are far from the server.
+"""The command for exchanges: time rounds of FedTAN over a growing number of workers that are far
+from the server.
 
-The workers are Ray actors of this machine. Each waits before it answers, as long as data would travel to another
-machine and back. All wait at the same time, so that more workers than cores can be timed where clients compute little.
+The workers are Ray actors of this machine. Each waits before it answers, as long as data would
+travel to another machine and back. All wait at the same time, so that more workers than cores can
+be timed where clients compute little.
 """
 
 import argparse
@@ -33,27 +35,47 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.exchanges", description=__doc__)
     parser.add_argument("--model", default="resnet20", help="[resnet20]")
     parser.add_argument("--turns", type=int, default=10, help="rounds of each delay [10]")
-    parser.add_argument("--results", type=Path, default=Path("exchanges.csv"), help="[exchanges.csv]")
+    parser.add_argument(
+        "--results", type=Path, default=Path("exchanges.csv"), help="[exchanges.csv]"
+    )
     options = parser.parse_args(arguments)
     # as many processors as workers, whatever there is
     with own_cluster(max(WORKERS)) as address, options.results.open("w", newline="") as file:
         os.environ["RAY_ADDRESS"] = address
         table = csv.writer(file, lineterminator="\n")
         table.writerow(
-            ["model", "clients", "workers", "delay, ms", "exchanges", "seconds", "lower quartile", "upper quartile"]
+            [
+                "model",
+                "clients",
+                "workers",
+                "delay, ms",
+                "exchanges",
+                "seconds",
+                "lower quartile",
+                "upper quartile",
+            ]
         )
         for workers in WORKERS:
-            case = Case(options.model, "fedtan", CLIENTS, 1, device="cpu", threads=1, workers=workers)
+            case = Case(
+                options.model, "fedtan", CLIENTS, 1, device="cpu", threads=1, workers=workers
+            )
             exchanges = 2 * len(norm.bn_layers(Material.of(case.experiment().config).model))
             for delay, seconds in _times(case, options.turns).items():
-                low, middle, high = (f"{value:.4f}" for value in quantiles(seconds, n=4, method="inclusive"))
-                table.writerow([case.model, CLIENTS, workers, f"{delay:g}", exchanges, middle, low, high])
+                low, middle, high = (
+                    f"{value:.4f}" for value in quantiles(seconds, n=4, method="inclusive")
+                )
+                table.writerow(
+                    [case.model, CLIENTS, workers, f"{delay:g}", exchanges, middle, low, high]
+                )
                 file.flush()
     return 0
 
 
 def _times(case: Case, turns: int) -> dict[float, list[float]]:
-    """Return the seconds of rounds by delay; the delays take turns, the first two of which do not count."""
+    """Return the seconds of rounds by delay.
+
+    The delays take turns, the first two of which do not count.
+    """
     experiment, ends = case.experiment(), list[float]()
     material = Material.of(experiment.config)
     initial = state.to_record(material.model.state_dict())
@@ -67,11 +89,15 @@ def _times(case: Case, turns: int) -> dict[float, list[float]]:
             evaluate_fn=lambda *_: ends.append(time.perf_counter()),
         )
     rounds = [end - begin for begin, end in pairwise(ends)]
-    return {delay: rounds[2 * len(DELAYS) + place :: len(DELAYS)] for place, delay in enumerate(DELAYS)}
+    return {
+        delay: rounds[2 * len(DELAYS) + place :: len(DELAYS)] for place, delay in enumerate(DELAYS)
+    }
 
 
 def _late_grid(make_grid: Any, material: Material, partitions: Sequence[int]) -> InProcessGrid:
-    """Make the grid of a worker whose layer-wise steps answer late, each step by the next of the delays."""
+    """Make the grid of a worker whose layer-wise steps answer late, each step by the next of the
+    delays.
+    """
     grid: StackedGrid = make_grid(material, partitions)
     open_step, steps = grid.open_step, count()
 

@@ -1,7 +1,10 @@
-"""Check on a GPU what the tests show without one, and measure what they cannot: `make test-gpu`, in five minutes.
+"""Check on a GPU what the tests show without one, and measure what they cannot:
 
-The parts come in the order of importance, each in a process of its own and with a deadline. The exit code is 1 if one
-failed, and 2 if there is no accelerator. It needs torch, this project and its dependencies, and pytest: no make.
+`make test-gpu`, in five minutes.
+
+The parts come in the order of importance, each in a process of its own and with a deadline. The
+exit code is 1 if one failed, and 2 if there is no accelerator. It needs torch, this project and its
+dependencies, and pytest: no make.
 """
 
 import argparse
@@ -51,7 +54,13 @@ def train(folder: Path, **options: str) -> tuple[bytes, list[dict[str, Any]]]:
     from tests.helpers.runs import command, model_bytes, rounds
 
     # the rate changes in mid-run
-    shared = {"device": "auto", "clients": "10", "rounds": "4", "lr_schedule": "0.1@2", "results_dir": str(folder)}
+    shared = {
+        "device": "auto",
+        "clients": "10",
+        "rounds": "4",
+        "lr_schedule": "0.1@2",
+        "results_dir": str(folder),
+    }
     with redirect_stdout(None):
         if code := run(command("run", **shared, **options)):
             raise SystemExit(f"{options} ended with exit code {code}")
@@ -59,29 +68,50 @@ def train(folder: Path, **options: str) -> tuple[bytes, list[dict[str, Any]]]:
 
 
 def compare(methods: Sequence[str], changes: Mapping[str, str], **options: str) -> int:
-    """Train twice with each method, the second time with changed options; return 1 if any bits differ."""
+    """Train twice with each method, the second time with changed options.
+
+    Return 1 if any bits differ.
+    """
     code = PASSED
     for method in methods:
         with TemporaryDirectory() as name:
             one = train(Path(name, "1"), method=method, **options)
             other = train(Path(name, "2"), method=method, **{**options, **changes})
-        print(f"{method}, {options}, {dict(changes)}: {'the same bits' if one == other else 'OTHER BITS'}", flush=True)
+        print(
+            f"{method}, {options}, {dict(changes)}: "
+            f"{'the same bits' if one == other else 'OTHER BITS'}",
+            flush=True,
+        )
         code = code if one == other else FAILED
     return code
 
 
 def repeat() -> int:
     """Give the same commands twice."""
-    return max(compare(("fedavg", "fedtan"), {}, model=model) for model in ("small-cnn", "resnet20"))
+    return max(
+        compare(("fedavg", "fedtan"), {}, model=model) for model in ("small-cnn", "resnet20")
+    )
 
 
 def capture() -> int:
-    """Compare eager with captured steps; return 1 also if none was replayed, or one was not captured."""
-    methods = ("fedavg", "fedtan", "fedtan:carry=true", "fixbn:freeze-round=2", "scaffold", "fedwon")
+    """Compare eager with captured steps.
+
+    Return 1 also if none was replayed, or one was not captured.
+    """
+    methods = (
+        "fedavg",
+        "fedtan",
+        "fedtan:carry=true",
+        "fixbn:freeze-round=2",
+        "scaffold",
+        "fedwon",
+    )
     code = PASSED
     for engine in ("stacked", "inprocess"):
         with (
-            patch.object(CapturedStep, "replay", autospec=True, side_effect=CapturedStep.replay) as replay,
+            patch.object(
+                CapturedStep, "replay", autospec=True, side_effect=CapturedStep.replay
+            ) as replay,
             patch("fedbn_flwr.client.captured.log") as said,
         ):
             code = max(code, compare(methods, dict(EAGER[1]), model="small-cnn", engine=engine))
@@ -90,9 +120,16 @@ def capture() -> int:
     return code
 
 
-def measure(seconds: float, models: Sequence[str], clients: Sequence[int], variants: Sequence[Variant]) -> int:
-    """Print seconds a round of FedAvg beside the bare loop's; no case begins after so many seconds."""
-    settings = replace(GPU, models=models, clients=clients, variants=variants, methods=("fedavg",), seconds=0.5)
+def measure(
+    seconds: float, models: Sequence[str], clients: Sequence[int], variants: Sequence[Variant]
+) -> int:
+    """Print seconds a round of FedAvg beside the bare loop's.
+
+    No case begins after so many seconds.
+    """
+    settings = replace(
+        GPU, models=models, clients=clients, variants=variants, methods=("fedavg",), seconds=0.5
+    )
     settings = replace(settings, device=str(accelerator()), minutes=seconds / 60)
     print(table([]), end="", flush=True)
     with TemporaryDirectory() as name:
@@ -113,8 +150,13 @@ def last() -> int:
     with ExitStack() as stack:
         make = partial(open_grid, engine="stacked")
         play(case, make, stack, 50, lambda: held.append(module.memory_allocated()), {})
-    first, end, peak = (value / 2**20 for value in (held[10], held[-1], module.max_memory_allocated()))
-    print(f"resnet20, 32 x 32: {first:,.1f} MiB after 10 rounds, {end:,.1f} after 50, at most {peak:,.0f}")
+    first, end, peak = (
+        value / 2**20 for value in (held[10], held[-1], module.max_memory_allocated())
+    )
+    print(
+        f"resnet20, 32 x 32: {first:,.1f} MiB after 10 rounds, {end:,.1f} after 50, at most "
+        f"{peak:,.0f}"
+    )
     return FAILED if end > first + 1 else PASSED
 
 
@@ -129,14 +171,30 @@ class Part(NamedTuple):
 BOTH = ("small-cnn:8", "resnet20:32")
 COSTS: list[Variant] = [FASTEST, ("float32", FASTEST[1]), ("tf32", ()), DEFAULT]
 PARTS = {
-    "methods": Part(100, partial(run_tests, f"{ON_DEVICE}/methods.py"), "every method in float64 beside the CPU"),
+    "methods": Part(
+        100, partial(run_tests, f"{ON_DEVICE}/methods.py"), "every method in float64 beside the CPU"
+    ),
     "repeat": Part(40, repeat, "the same command twice has the same bits"),
     "captured": Part(45, capture, "captured steps have eager's bits"),
-    "resume": Part(25, partial(run_tests, f"{ON_DEVICE}/runs.py", "-k", "died"), "a resumed run has the same bits"),
-    "ten": Part(45, partial(measure, 25, BOTH, (10,), (DEFAULT, EAGER)), "seconds a round with ten clients"),
-    "hundred": Part(75, partial(measure, 25, BOTH, (100,), (DEFAULT, EAGER)), "seconds a round with a hundred"),
-    "costs": Part(50, partial(measure, 30, BOTH[1:], (10,), COSTS), "what repeated bits and IEEE convolutions cost"),
-    "resnet18": Part(40, partial(measure, 20, ("resnet18:32",), (10,), (DEFAULT, EAGER)), "clients one by one"),
+    "resume": Part(
+        25,
+        partial(run_tests, f"{ON_DEVICE}/runs.py", "-k", "died"),
+        "a resumed run has the same bits",
+    ),
+    "ten": Part(
+        45, partial(measure, 25, BOTH, (10,), (DEFAULT, EAGER)), "seconds a round with ten clients"
+    ),
+    "hundred": Part(
+        75, partial(measure, 25, BOTH, (100,), (DEFAULT, EAGER)), "seconds a round with a hundred"
+    ),
+    "costs": Part(
+        50,
+        partial(measure, 30, BOTH[1:], (10,), COSTS),
+        "what repeated bits and IEEE convolutions cost",
+    ),
+    "resnet18": Part(
+        40, partial(measure, 20, ("resnet18:32",), (10,), (DEFAULT, EAGER)), "clients one by one"
+    ),
     "memory": Part(40, last, "memory after fifty rounds"),
 }
 
@@ -159,7 +217,9 @@ def run_part(name: str, seconds: float) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the parts, and print a table of them."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
-    parser.add_argument("--only", default=",".join(PARTS), help="comma-separated parts [%(default)s]")
+    parser.add_argument(
+        "--only", default=",".join(PARTS), help="comma-separated parts [%(default)s]"
+    )
     parser.add_argument("--seconds", type=float, default=ALL, help="for all parts [%(default)g]")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     asked = parser.parse_args(arguments)

@@ -1,12 +1,14 @@
-"""Images per second from JPEG files: this project's loader beside torchvision's `ImageFolder` and torch's `DataLoader`.
+"""Images per second from JPEG files: this project's loader beside torchvision's `ImageFolder` and
+torch's `DataLoader`.
 
     python -m benchmarks.image_loading make FOLDER --images 200000
     python -m benchmarks.image_loading load FOLDER
     python -m benchmarks.image_loading train FOLDER --rounds 20 --clients 100
 
-`make` writes a synthetic set in ImageNet's layout, of 1,000 classes. `load` decodes random training batches with both
-loaders in turn, at the same size, with the same number of workers and the same augmentation. `train` runs a federated
-simulation on it in a process of its own, and tells its peak memory with that of its workers.
+`make` writes a synthetic set in ImageNet's layout, of 1,000 classes. `load` decodes random training
+batches with both loaders in turn, at the same size, with the same number of workers and the same
+augmentation. `train` runs a federated simulation on it in a process of its own, and tells its peak
+memory with that of its workers.
 """
 
 import argparse
@@ -44,10 +46,14 @@ def make(folder: Path, images: int, width: int, height: int) -> None:
             home.mkdir(parents=True, exist_ok=True)
             noise = generator.normal(0, 40, (height // 8, width // 8, 3)) + colours[label]
             small = Image.fromarray(noise.clip(0, 255).astype(np.uint8))
-            small.resize((width, height), Image.Resampling.BICUBIC).save(home / f"{number}.JPEG", quality=85)
+            small.resize((width, height), Image.Resampling.BICUBIC).save(
+                home / f"{number}.JPEG", quality=85
+            )
 
 
-def compare(folder: Path, side: int, batches: int, workers: int, turns: int) -> dict[str, list[float]]:
+def compare(
+    folder: Path, side: int, batches: int, workers: int, turns: int
+) -> dict[str, list[float]]:
     """Return images per second of each loader, a number a turn."""
     loaders = {
         "imagefolder": _image_folder(folder, side, batches, workers),
@@ -72,7 +78,9 @@ def _ours(folder: Path, side: int, batches: int, workers: int) -> Begin:
     def begin() -> Iterable[tuple[Tensor, Tensor]]:
         generator = torch.Generator().manual_seed(0)
         samples = torch.randint(len(split), (batches * BATCH,), generator=generator)
-        return BatchLoader(split, torch.device("cpu"), "resized-crop-flip", samples, [BATCH] * batches, generator)
+        return BatchLoader(
+            split, torch.device("cpu"), "resized-crop-flip", samples, [BATCH] * batches, generator
+        )
 
     return begin
 
@@ -89,12 +97,15 @@ def _image_folder(folder: Path, side: int, batches: int, workers: int) -> Begin:
         v2.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
     ]
     dataset = ImageFolder(folder / "train", v2.Compose(steps))
-    loader = DataLoader(dataset, BATCH, shuffle=True, num_workers=workers, persistent_workers=workers > 0)
+    loader = DataLoader(
+        dataset, BATCH, shuffle=True, num_workers=workers, persistent_workers=workers > 0
+    )
     return lambda: islice(loader, batches)
 
 
 def train(folder: Path, options: Sequence[str], side: int) -> dict[str, float]:
-    """Run a simulation on the images and return its seconds and the peak memory of all its processes, in MiB.
+    """Run a simulation on the images and return its seconds and the peak memory of all its
+    processes, in MiB.
 
     They are looked at five times a second. Pages that several processes share count once.
     """
@@ -103,7 +114,9 @@ def train(folder: Path, options: Sequence[str], side: int) -> dict[str, float]:
     start, kilobytes = time.perf_counter(), 0
     process = subprocess.Popen([*command, "--image-size", str(side), *options])
     while process.poll() is None:
-        kilobytes = max(kilobytes, sum(held(member).get("Pss", 0) for member in family(process.pid)))
+        kilobytes = max(
+            kilobytes, sum(held(member).get("Pss", 0) for member in family(process.pid))
+        )
         time.sleep(0.2)
     if process.returncode:
         raise SystemExit(process.returncode)
@@ -112,11 +125,15 @@ def train(folder: Path, options: Sequence[str], side: int) -> dict[str, float]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Make the set, compare the loaders or run the simulation."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("make", "load", "train"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--images", type=int, default=200_000, help="training images to make")
-    parser.add_argument("--pixels", type=int, nargs=2, default=(96, 72), help="width and height of images to make")
+    parser.add_argument(
+        "--pixels", type=int, nargs=2, default=(96, 72), help="width and height of images to make"
+    )
     parser.add_argument("--side", type=int, default=64, help="image size to load")
     parser.add_argument("--batches", type=int, default=200, help="batches a turn")
     parser.add_argument("--decoders", type=int, default=2, help="processes that decode")

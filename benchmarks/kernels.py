@@ -1,8 +1,11 @@
-"""Count what a local step and a round ask of an accelerator: kernels, copies and waits. `make bench-kernels`.
+"""Count what a local step and a round ask of an accelerator: kernels, copies and waits.
 
-The device is the simulated one of `tests/fake_accelerator/`, so this needs no GPU, and says nothing of seconds. Counts
-are of the fourth round, when steps are captured where they can be: a step's are the difference to a round with twice as
-many, a round's are without its steps. Waits are for single numbers; a copy to the host is one more.
+`make bench-kernels`.
+
+The device is the simulated one of `tests/fake_accelerator/`, so this needs no GPU, and says nothing
+of seconds. Counts are of the fourth round, when steps are captured where they can be: a step's are
+the difference to a round with twice as many, a round's are without its steps. Waits are for single
+numbers; a copy to the host is one more.
 """
 
 import argparse
@@ -32,19 +35,30 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 def count(method: str, engine: str, rounds: int, steps: int, **options: Any) -> Tally:
     """Return what a whole run asks of the device."""
     with tempfile.TemporaryDirectory() as folder, counting() as tally:
-        shared = {"data": "digits", "partition": "classes:2", "clients": CLIENTS, "evaluate_every": 100, **options}
+        shared = {
+            "data": "digits",
+            "partition": "classes:2",
+            "clients": CLIENTS,
+            "evaluate_every": 100,
+            **options,
+        }
         given = {"rounds": rounds, "local_steps": steps, "lr": 0.01, **shared}
         run(method, folder=folder, engine=engine, device="fake", progress=False, **given)
     return tally
 
 
-def step_and_round(method: str, engine: str, **options: Any) -> tuple[dict[str, float], dict[str, float]]:
-    """Return, by kind, what a step (one after another: of one client) and a round beside its steps ask."""
+def step_and_round(
+    method: str, engine: str, **options: Any
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Return, by kind, what a step (one after another: of one client) and a round beside its steps
+    ask.
+    """
     count(method, engine, 1, 1, **options)  # the first sends what stays on the device
     once, longer = (
         {kind: more.of(kind) - less.of(kind) for kind in KINDS}
         for less, more in (
-            [count(method, engine, rounds, steps, **options) for rounds in (3, 4)] for steps in (STEPS, 2 * STEPS)
+            [count(method, engine, rounds, steps, **options) for rounds in (3, 4)]
+            for steps in (STEPS, 2 * STEPS)
         )
     )
     steps = STEPS * (CLIENTS if engine == "inprocess" else 1)
@@ -54,12 +68,23 @@ def step_and_round(method: str, engine: str, **options: Any) -> tuple[dict[str, 
 
 def rows(models: list[str]) -> Iterator[list[str]]:
     """Yield the rows of the table."""
-    yield ["case", "model", "engine", *(f"{kind} / step" for kind in KINDS), *(f"{kind} / round" for kind in KINDS)]
+    yield [
+        "case",
+        "model",
+        "engine",
+        *(f"{kind} / step" for kind in KINDS),
+        *(f"{kind} / round" for kind in KINDS),
+    ]
     for model in models:
         for case, (method, options) in CASES.items():
             for engine in ENGINES:
                 step, of_round = step_and_round(method, engine, model=model, **options)
-                yield [case, model, engine, *(f"{each[kind]:g}" for each in (step, of_round) for kind in KINDS)]
+                yield [
+                    case,
+                    model,
+                    engine,
+                    *(f"{each[kind]:g}" for each in (step, of_round) for kind in KINDS),
+                ]
 
 
 def main() -> None:
@@ -75,5 +100,9 @@ def main() -> None:
 
 if __name__ == "__main__":
     if not hasattr(torch, "fake"):
-        os.execve(sys.executable, [sys.executable, "-m", "benchmarks.kernels", *sys.argv[1:]], environment())
+        os.execve(
+            sys.executable,
+            [sys.executable, "-m", "benchmarks.kernels", *sys.argv[1:]],
+            environment(),
+        )
     main()

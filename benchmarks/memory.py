@@ -1,4 +1,6 @@
-"""The peak memory of a process and of those that it started, as far as the system tells (Linux does)."""
+"""The peak memory of a process and of those that it started, as far as the system tells (Linux
+does).
+"""
 
 import os
 import resource
@@ -11,7 +13,9 @@ FORGET = "5"
 
 
 def own_family() -> list[int]:
-    """This process, those that it had forked from a server of forks, and all their living descendants."""
+    """This process, those that it had forked from a server of forks, and all their living
+    descendants.
+    """
     forked = (child.pid for child in active_children())
     return [member for process in (os.getpid(), *forked) if process for member in family(process)]
 
@@ -31,7 +35,8 @@ def family(process: int) -> list[int]:
 def peak_megabytes() -> float:
     """The sum of the peaks of the own family, each since `forget_peak`.
 
-    Of pages that several processes share at the end, each has its part: so many were one when the others were forked.
+    Of pages that several processes share at the end, each has its part: so many were one when the
+    others were forked.
     """
     kilobytes = 0
     for member in own_family():
@@ -60,7 +65,8 @@ def lives(process: int) -> bool:
 
 
 def held(process: int) -> dict[str, int]:
-    """Return the kilobytes that a process holds: all (Rss), and its part of what others have too (Pss).
+    """Return the kilobytes that a process holds: all (Rss), and its part of what others have too
+    (Pss).
 
     Empty where the system does not tell, or the process has ended.
     """
@@ -76,4 +82,8 @@ def _status(process: int) -> dict[str, int]:
 
 def _numbers(text: str) -> dict[str, int]:
     pairs = (line.split() for line in text.splitlines())
-    return {words[0].rstrip(":"): int(words[1]) for words in pairs if len(words) > 1 and words[1].isdecimal()}
+    return {
+        words[0].rstrip(":"): int(words[1])
+        for words in pairs
+        if len(words) > 1 and words[1].isdecimal()
+    }

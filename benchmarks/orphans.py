@@ -1,8 +1,8 @@
 """End the processes that a benchmark has started, when the benchmark itself is killed.
 
-A killed driver cannot wake the processes that it had stopped. They keep the server of forks alive, and their part of
-Ray. A process that waits for a cluster does not notice that its driver is gone. One that does nothing else notices: its
-input ends.
+A killed driver cannot wake the processes that it had stopped. They keep the server of forks alive,
+and their part of Ray. A process that waits for a cluster does not notice that its driver is gone.
+One that does nothing else notices: its input ends.
 """
 
 import os
@@ -27,7 +27,9 @@ def end_with_this_process() -> subprocess.Popen[bytes]:
     mark, silent = uuid4().hex, subprocess.DEVNULL
     words = (sys.executable, __file__, mark)
     # a session of its own: what the terminal sends to the benchmark does not reach it
-    watcher = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=silent, stderr=silent, start_new_session=True)
+    watcher = subprocess.Popen(
+        words, stdin=subprocess.PIPE, stdout=silent, stderr=silent, start_new_session=True
+    )
     os.environ[MARK] = mark
     return watcher
 

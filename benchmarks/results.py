@@ -20,19 +20,29 @@ BARE = "bare"
 
 
 def rows_of(case: Case, results: Sequence[Measured]) -> list[Row]:
-    """Return a row for each engine, the fastest of several numbers of threads; the bare loop is the yardstick."""
-    engines = [[each for each in results if each.engine == engine] for engine in dict.fromkeys(_engines(results))]
+    """Return a row for each engine, the fastest of several numbers of threads.
+
+    The bare loop is the yardstick.
+    """
+    engines = [
+        [each for each in results if each.engine == engine]
+        for engine in dict.fromkeys(_engines(results))
+    ]
     best = [_fastest(each) for each in engines]
     yardstick = next((each for each in best if each.engine == BARE and not each.error), None)
     rows = [_row(case, each, yardstick) for each in best]
     for row, runs in zip(rows, engines, strict=True):
         if len(runs) > 1:
-            row["seconds-by-threads"] = {str(each.threads): each.seconds for each in runs if not each.error}
+            row["seconds-by-threads"] = {
+                str(each.threads): each.seconds for each in runs if not each.error
+            }
     return rows
 
 
 def line_of(row: Row) -> str:
-    """Return a row of a table of Markdown: the case, the seconds of a round, the ratio to the bare loop, memory."""
+    """Return a row of a table of Markdown: the case, the seconds of a round, the ratio to the bare
+    loop, memory.
+    """
     if row["seconds-per-round"] is None:
         cells = ["failed", *[""] * 4]
     else:
@@ -41,12 +51,23 @@ def line_of(row: Row) -> str:
             if row["ratio"] is None
             else f"{row['ratio']:.2f} ({' to '.join(map('{:.2f}'.format, row['ratio-range']))})"
         )
-        sizes = [f"{row[key]:,.0f}" if key in row else "" for key in ("peak-memory-mb", "peak-gpu-memory-mb")]
+        sizes = [
+            f"{row[key]:,.0f}" if key in row else ""
+            for key in ("peak-memory-mb", "peak-gpu-memory-mb")
+        ]
         cells = [f"{row['seconds-per-round']:.4f}", ratio, *sizes, str(row.get("fitting", ""))]
     images, engine = f"{row['size']} x {row['size']}", row["engine"]
     if (row.get("workers") or 1) > 1:
         engine += f", {row['workers']} processes"
-    case = row["model"], images, row["clients"], row["method"], row["local-steps"], row["arithmetic"], engine
+    case = (
+        row["model"],
+        images,
+        row["clients"],
+        row["method"],
+        row["local-steps"],
+        row["arithmetic"],
+        engine,
+    )
     return f"| {' | '.join(map(str, (*case, *cells)))} |"
 
 
@@ -66,7 +87,10 @@ def table(rows: Sequence[Row]) -> str:
         "GPU MiB",
         "largest stack",
     )
-    return "\n".join([f"| {' | '.join(titles)} |", "|---" * len(titles) + "|", *map(line_of, rows)]) + "\n"
+    return (
+        "\n".join([f"| {' | '.join(titles)} |", "|---" * len(titles) + "|", *map(line_of, rows)])
+        + "\n"
+    )
 
 
 def _engines(results: Sequence[Measured]) -> list[str]:
@@ -76,7 +100,9 @@ def _engines(results: Sequence[Measured]) -> list[str]:
 
 def _fastest(runs: Sequence[Measured]) -> Measured:
     """Return one engine's fastest measurement; a failed one if all failed."""
-    return min((each for each in runs if not each.error), key=lambda each: each.seconds, default=runs[0])
+    return min(
+        (each for each in runs if not each.error), key=lambda each: each.seconds, default=runs[0]
+    )
 
 
 def write(path: Path, content: object) -> None:
@@ -120,7 +146,11 @@ def _row(case: Case, measured: Measured, yardstick: Measured | None) -> Row:
         "threads": measured.threads,
         "workers": None,
     }
-    return {**row, "error": measured.error} if measured.error else {**row, **_numbers(measured, yardstick)}
+    return (
+        {**row, "error": measured.error}
+        if measured.error
+        else {**row, **_numbers(measured, yardstick)}
+    )
 
 
 def _numbers(measured: Measured, yardstick: Measured | None) -> Row:

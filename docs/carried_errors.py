@@ -34,7 +34,9 @@ def client_batches() -> list[list[Batch]]:
     rounds: list[list[Batch]] = [[] for _ in range(ROUNDS)]
     for indices in data.partition("classes:2", digits, CLIENTS, 0):
         for batches in rounds:
-            chosen = torch.from_numpy(indices)[torch.randperm(len(indices), generator=generator)[:BATCH]]
+            chosen = torch.from_numpy(indices)[
+                torch.randperm(len(indices), generator=generator)[:BATCH]
+            ]
             inputs, labels = digits.train.batch(chosen)
             batches.append((inputs.double(), labels))
     return rounds
@@ -48,7 +50,9 @@ def mean_of(found: Sequence[Sequence[Tensor]]) -> Tensor:
 def gradients(model: nn.Module, batch: Batch, exchange: Exchange) -> Sequence[Tensor]:
     """A client's gradients, by its parameters."""
     with shared_statistics(model, exchange, final=False):
-        return torch.autograd.grad(F.cross_entropy(model(batch[0]), batch[1]), list(model.parameters()))
+        return torch.autograd.grad(
+            F.cross_entropy(model(batch[0]), batch[1]), list(model.parameters())
+        )
 
 
 def together(model: nn.Module, batches: Sequence[Batch]) -> list[Sequence[Tensor]]:
@@ -64,12 +68,16 @@ def corrections(said: Sequence[Said], kind: Kind) -> list[dict[str, Answer]]:
         requests = [each[kind][layer] for each in said]
         count = sum(request.counts[0] for request in requests)
         values = torch.cat([request.tensor for request in requests])
-        for own, tensor in zip(found, carried_corrections(kind, values, WEIGHTS, TRUST).split(1), strict=True):
+        for own, tensor in zip(
+            found, carried_corrections(kind, values, WEIGHTS, TRUST).split(1), strict=True
+        ):
             own[layer] = Answer(tensor, count)
     return found
 
 
-def carried_step(model: nn.Module, batches: Sequence[Batch], said: Sequence[Said]) -> tuple[Tensor, list[Said]]:
+def carried_step(
+    model: nn.Module, batches: Sequence[Batch], said: Sequence[Said]
+) -> tuple[Tensor, list[Said]]:
     """The mean gradient under carried corrections, and what the clients say this time."""
     kinds: tuple[Kind, Kind] = "statistics", "gradients"
     statistics, derivatives = (corrections(said, kind) for kind in kinds)
@@ -82,7 +90,9 @@ def carried_step(model: nn.Module, batches: Sequence[Batch], said: Sequence[Said
 
 
 def errors(name: str) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """The relative errors of a run that follows the carried gradient: of each round, and of the mean over rounds."""
+    """The relative errors of a run that follows the carried gradient: of each round, and of the
+    mean over rounds.
+    """
     torch.set_num_threads(1)
     model = models.build(name, in_channels=1, image_size=8, seed=0).double().train()
     found: dict[str, list[float]] = {"fedavg": [], "fedtan:carry=true": []}
@@ -112,7 +122,11 @@ def main() -> None:
     titles = "of each round's gradient", "of the mean over about 20 rounds"
     with figure(Path(sys.argv[1]), 2) as (picture, panels):
         for panel, title, found in zip(panels, titles, errors("small-cnn"), strict=True):
-            points = [(way, 0, n, error) for way, each in found.items() for n, error in enumerate(each, start=1)]
+            points = [
+                (way, 0, n, error)
+                for way, each in found.items()
+                for n, error in enumerate(each, start=1)
+            ]
             frame = pd.DataFrame(points, columns=["label", "run", "x", "y"])
             draw_lines(panel, frame, looks_of(frame.assign(method=frame["label"])))
             panel.set(xlabel="round", title=title, yscale="log", ylim=(0.1, 5))
@@ -121,7 +135,10 @@ def main() -> None:
             panel.grid(alpha=0.3)
             for way, values in found.items():
                 half = sorted(values[ROUNDS // 2 :])
-                print(f"{title}, {way}: median {half[len(half) // 2]:.2g}, round 2 {values[1]:.2g}", flush=True)
+                print(
+                    f"{title}, {way}: median {half[len(half) // 2]:.2g}, round 2 {values[1]:.2g}",
+                    flush=True,
+                )
         panels[0].set(ylabel="relative error")
         picture.add_legend(panels[0])
 

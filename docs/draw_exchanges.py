@@ -17,7 +17,14 @@ if __name__ == "__main__":
             low, middle, high = (1000 * quartiles.div(rows["exchanges"], axis=0)).to_numpy().T
             style = line_style(look)
             panel.plot(rows["workers"], middle, label=f"delay {delay:g} ms", **style)
-            panel.fill_between(rows["workers"], low, high, alpha=0.2, color=style["color"], linewidth=0)
-        panel.set(xlabel="workers", ylabel="ms per exchange", xticks=table["workers"].unique(), ylim=(0, None))
+            panel.fill_between(
+                rows["workers"], low, high, alpha=0.2, color=style["color"], linewidth=0
+            )
+        panel.set(
+            xlabel="workers",
+            ylabel="ms per exchange",
+            xticks=table["workers"].unique(),
+            ylim=(0, None),
+        )
         panel.grid(alpha=0.3)
         picture.add_legend(panel)

@@ -1,11 +1,20 @@
-"""Draws the pictures of docs/results.md from the tables in docs/measured: python docs/draw_results.py."""
+"""Draws the pictures of docs/results.md from the tables in docs/measured: python
+docs/draw_results.py.
+"""
 
 from collections.abc import Mapping
 from typing import Any
 
 from make_results import DOCS, FACTORIAL, NAMES, PRETRAINED, SITUATIONS, Place, read, runs
 
-from fedbn_flwr.experiments.results.plots import Mark, draw_lines, draw_marks, figure, line_style, looks_of
+from fedbn_flwr.experiments.results.plots import (
+    Mark,
+    draw_lines,
+    draw_marks,
+    figure,
+    line_style,
+    looks_of,
+)
 from fedbn_flwr.experiments.results.rows import pd
 from fedbn_flwr.experiments.results.values import spread
 
@@ -14,7 +23,16 @@ SHOWN = ("FedAvg", "FedAvg+GN-WS", "FixBN", "FixBN+BN-WS", "FedWon", "FedTAN", "
 SHOWN += ("FedTAN+BN-WS", "FedTAN carried+BN-WS")
 LOOKS = looks_of(pd.DataFrame([{"label": NAMES[name], "method": NAMES[name]} for name in SHOWN]))
 #: methods with a network that was already trained
-TRAINED = ("Centralized", "BN frozen", "Head only", "FedTAN", "FixBN", "FedTAN carried", "FedAvg", "FedAvg+GN")
+TRAINED = (
+    "Centralized",
+    "BN frozen",
+    "Head only",
+    "FedTAN",
+    "FixBN",
+    "FedTAN carried",
+    "FedAvg",
+    "FedAvg+GN",
+)
 #: running statistics fall behind the models of these methods until the rate drops
 EXACT = {f"{name}, exact": f"{NAMES[name]}, exact" for name in ("FedTAN", "FedTAN carried")}
 LONG = "two classes, 1,000 rounds"
@@ -29,14 +47,21 @@ SIZE = (6.5, 3.8)
 
 
 def draw_curves(panel: Any, setting: str, exact: str) -> None:
-    """Draw the mean accuracy over the rounds of a setting; that with EXACT statistics is in the setting `exact`."""
+    """Draw the mean accuracy over the rounds of a setting.
+
+    That with EXACT statistics is in the setting `exact`.
+    """
     curves = read("curves").assign(label=lambda rows: rows["method"].map(NAMES | EXACT), run=0)
     curves["x"], curves["y"] = curves["round"].astype(int), curves["accuracy, %"].astype(float)
     better = curves[(curves["setting"] == exact) & curves["method"].isin(EXACT)]
     running = {*SHOWN} - {name.removesuffix(", exact") for name in better["method"]}
-    points = pd.concat([better, curves[(curves["setting"] == setting) & curves["method"].isin(running)]])
+    points = pd.concat(
+        [better, curves[(curves["setting"] == setting) & curves["method"].isin(running)]]
+    )
     points = points.groupby(["label", "run", "x"], as_index=False)["y"].mean()
-    draw_lines(panel, points, {found: LOOKS[name] for name in LOOKS for found in (name, f"{name}, exact")})
+    draw_lines(
+        panel, points, {found: LOOKS[name] for name in LOOKS for found in (name, f"{name}, exact")}
+    )
     drops = [Mark("learning rate", int(share * points["x"].max())) for share in (0.5, 0.75)]
     draw_marks(panel, dict.fromkeys(LOOKS, drops), LOOKS)
     panel.set(xlabel="round", ylabel="accuracy, %")
@@ -44,10 +69,16 @@ def draw_curves(panel: Any, setting: str, exact: str) -> None:
 
 
 def draw_trained(panel: Any) -> None:
-    """Draw the accuracy of a network that was already trained over the rounds: the mean of seeds, and their range."""
+    """Draw the accuracy of a network that was already trained over the rounds: the mean of seeds,
+    and their range.
+    """
     curves = read("curves")
-    curves = curves[(curves["setting"] == ", ".join(PRETRAINED["two classes"])) & curves["method"].isin(TRAINED)]
-    points = curves.assign(label=curves["method"].map(NAMES), run=curves["seed"], x=curves["round"].astype(int))
+    curves = curves[
+        (curves["setting"] == ", ".join(PRETRAINED["two classes"])) & curves["method"].isin(TRAINED)
+    ]
+    points = curves.assign(
+        label=curves["method"].map(NAMES), run=curves["seed"], x=curves["round"].astype(int)
+    )
     points["y"] = points["accuracy, %"].astype(float)
     labels = [NAMES[name] for name in TRAINED]
     draw_lines(panel, points, looks_of(pd.DataFrame({"label": labels, "method": labels})))
@@ -58,7 +89,11 @@ def draw_trained(panel: Any) -> None:
 def draw_places(panel: Any, places: Mapping[str, Place]) -> None:
     """Draw the mean of each method's runs at each place, and the standard deviation over seeds."""
     for index, name in enumerate(SHOWN):
-        made = [(at, runs()[*place, name]) for at, place in enumerate(places.values()) if (*place, name) in runs()]
+        made = [
+            (at, runs()[*place, name])
+            for at, place in enumerate(places.values())
+            if (*place, name) in runs()
+        ]
         x = [at + 0.8 * (index + 0.5) / len(SHOWN) - 0.4 for at, _ in made]
         means, deviations, _ = zip(*(spread([*scores]) for _, scores in made), strict=True)
         style = line_style(LOOKS[NAMES[name]]) | {"linestyle": "none", "elinewidth": 1.2}
@@ -88,5 +123,7 @@ if __name__ == "__main__":
         draw_trained(panel)
         picture.add_legend(panel)
     with figure(DOCS / "results-settings.png", size=SIZE) as (picture, panel):
-        draw_places(panel, {name: (FACTORIAL | SITUATIONS)[place] for name, place in PLACES.items()})
+        draw_places(
+            panel, {name: (FACTORIAL | SITUATIONS)[place] for name, place in PLACES.items()}
+        )
         picture.add_legend(panel)

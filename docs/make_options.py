@@ -1,4 +1,7 @@
-"""Write options.md, the run configuration in pyproject.toml, and the table of methods.md: `make docs`."""
+"""Write options.md, the run configuration in pyproject.toml, and the table of methods.md:
+
+`make docs`.
+"""
 
 import json
 import re
@@ -7,7 +10,15 @@ from pathlib import Path
 
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.flower_run import AUTO
-from fedbn_flwr.experiments.method import ANEW, ENGINE, REUSE, all_options, forms_of, own_options, owners
+from fedbn_flwr.experiments.method import (
+    ANEW,
+    ENGINE,
+    REUSE,
+    all_options,
+    forms_of,
+    own_options,
+    owners,
+)
 from fedbn_flwr.plugins.options import Option, as_value, options_of
 from fedbn_flwr.strategies import REGISTRY, FedAvg
 
@@ -46,35 +57,49 @@ COMMAND = (
     (
         "`--engine`",
         "`stacked`",
-        "`stacked`: train many clients at once, as one stack of models; `inprocess`: train one client after another, "
-        "with the same bits everywhere; both run in this process, or in each of `workers`. `ray`: Flower's "
-        "simulation, on its own Ray or the cluster at `RAY_ADDRESS`. See [simulation.md](simulation.md)",
+        "`stacked`: train many clients at once, as one stack of models; `inprocess`: train one "
+        "client after another, "
+        "with the same bits everywhere; both run in this process, or in each of `workers`. `ray`: "
+        "Flower's "
+        "simulation, on its own Ray or the cluster at `RAY_ADDRESS`. See "
+        "[simulation.md](simulation.md)",
     ),
     ("`--verbose`", "", "show Flower's own log, round by round"),
     (
         "`--reuse`",
         "",
-        "take results that were made with code or data of your own, and go on with unfinished ones; without it, and "
-        "without `--anew`, the command stops before it trains ([Runs are kept](simulation.md#runs-are-kept))",
+        "take results that were made with code or data of your own, and go on with unfinished "
+        "ones; without it, and "
+        "without `--anew`, the command stops before it trains ([Runs are "
+        "kept](simulation.md#runs-are-kept))",
     ),
     ("`--anew`", "", "train again what has results, and move these into the run's folder `before`"),
     ("`--methods`", "", "of `compare`: comma-separated methods"),
     (
         "`--seeds`",
         "`1`",
-        "of `compare`: runs per method, with seeds from `seed` on. The table then shows mean, standard deviation, and "
+        "of `compare`: runs per method, with seeds from `seed` on. The table then shows mean, "
+        "standard deviation, and "
         "the paired difference to the first method with its 95 % interval",
     ),
     (
         "`--grid`",
         "",
-        "of `compare`: an option and values to choose from, such as `lr=0.03,0.1`; may be repeated. Each method with "
-        "the option uses the combination with the best mean score on a fifth of the training data, held out. A value "
-        "that fails with one seed is out. A `*` marks a chosen value that is the least or the largest of its grid. A "
-        "grid with an invalid combination is refused as a whole, such as `statistics=running,exact` with "
+        "of `compare`: an option and values to choose from, such as `lr=0.03,0.1`; may be "
+        "repeated. Each method with "
+        "the option uses the combination with the best mean score on a fifth of the training "
+        "data, held out. A value "
+        "that fails with one seed is out. A `*` marks a chosen value that is the least or the "
+        "largest of its grid. A "
+        "grid with an invalid combination is refused as a whole, such as "
+        "`statistics=running,exact` with "
         "`gather-samples`, or `carry=false,true` with `memory`",
     ),
-    ("`--grid-seeds`", "`2`", "of `compare` and `reproduce`: runs for each combination of a grid's values"),
+    (
+        "`--grid-seeds`",
+        "`2`",
+        "of `compare` and `reproduce`: runs for each combination of a grid's values",
+    ),
     ("`--batches`", "`4`", "of `diagnose`: mini-batches per client to average over"),
     ("`--dry-run`", "", "of `compare`: show what would run, and how many steps"),
     ("`--smoke`, `--only`, `--dry-run`, ...", "", "of `reproduce`: see [recipes.md](recipes.md)"),
@@ -89,7 +114,8 @@ def page() -> str:
         table(("option", "default", "meaning"), COMMAND),
         "## For all methods",
         options(options_of(Config)),
-        "Strategies also take these. Some strategies refuse options that would do nothing for them:",
+        "Strategies also take these. Some strategies refuse options that would do nothing for "
+        "them:",
         options(own_options(FedAvg)),
         "## For single strategies",
         DOCSTRINGS,
@@ -104,11 +130,19 @@ def single_strategies() -> Iterator[tuple[str, ...]]:
     for key in all_options():
         for form, names in forms_of(key).items():
             if key not in shared or form.default != shared[key].default:
-                yield code(key), ", ".join(map(code, names)), code(as_value(form.default)), form.help
+                yield (
+                    code(key),
+                    ", ".join(map(code, names)),
+                    code(as_value(form.default)),
+                    form.help,
+                )
 
 
 def with_run_config(project: str) -> str:
-    """Return the text of pyproject.toml with a key for every option: Flower refuses to override any other."""
+    """Return the text of pyproject.toml with a key for every option:
+
+    Flower refuses to override any other.
+    """
     lines = ["# by whom the nodes are trained: see docs/simulation.md", f'{ENGINE} = "{AUTO}"']
     lines += ["# results that are there and were made with code of your own: taken, or set aside"]
     lines += [f"{REUSE} = false", f"{ANEW} = false"]
@@ -117,7 +151,9 @@ def with_run_config(project: str) -> str:
     lines += ["# options of strategies; an empty text is the strategy's own default"]
     lines += [f'{key} = ""  # {whose(key)}' for key in all_options()]
     section = "[tool.flwr.app.config]\n" + "\n".join(lines) + "\n\n"
-    return re.sub(r"\[tool\.flwr\.app\.config\]\n.*?\n\n", lambda _: section, project, flags=re.DOTALL)
+    return re.sub(
+        r"\[tool\.flwr\.app\.config\]\n.*?\n\n", lambda _: section, project, flags=re.DOTALL
+    )
 
 
 def with_methods(methods: str) -> str:
@@ -131,7 +167,12 @@ def with_methods(methods: str) -> str:
         for name, each in sorted(REGISTRY.items(), key=lambda item: (item[0] != "fedavg", item[0]))
     ]
     heads = ("method", "what it does", "paper")
-    return re.sub(r"\| method \| what it does.*?\n\n", lambda _: f"{table(heads, rows)}\n\n", methods, flags=re.DOTALL)
+    return re.sub(
+        r"\| method \| what it does.*?\n\n",
+        lambda _: f"{table(heads, rows)}\n\n",
+        methods,
+        flags=re.DOTALL,
+    )
 
 
 def does(strategy: type[FedAvg]) -> str:
@@ -165,7 +206,11 @@ def escaped(cell: str) -> str:
 
 def code(value: object) -> str:
     """Return a name or a default as code, and nothing for an empty one."""
-    return f"`{str(value).lower() if isinstance(value, bool) else value}`" if value not in ("", None) else ""
+    return (
+        f"`{str(value).lower() if isinstance(value, bool) else value}`"
+        if value not in ("", None)
+        else ""
+    )
 
 
 if __name__ == "__main__":

@@ -30,18 +30,24 @@ PROJECTS = {
     "quickstart": "Flower's quickstart: the message API, and a training loop in plain PyTorch.",
     "advanced": (
         "The project has its own strategy, which keeps the best model, and a classification head "
-        "that stays on each node in its `context.state`. Only the base class of the strategy changes. Its `start` is a "
-        "loop of its own, as in Flower's example: methods with one exchange a round run in it. Layer-wise ones need "
+        "that stays on each node in its `context.state`. Only the base class of the strategy "
+        "changes. Its `start` is a "
+        "loop of its own, as in Flower's example: methods with one exchange a round run in it. "
+        "Layer-wise ones need "
         "`self.ask(grid, messages, timeout)` in the place of `grid.send_and_receive`, and say so."
     ),
     "lightning": (
-        "A network of timm, as ImageNet has left it, fine-tuned by Lightning's `Trainer`, whose optimizer calls the "
-        "loss as a closure. In place of `FixBN`, [first try](choosing.md#a-network-that-was-already-trained) "
+        "A network of timm, as ImageNet has left it, fine-tuned by Lightning's `Trainer`, whose "
+        "optimizer calls the "
+        "loss as a closure. In place of `FixBN`, [first "
+        "try](choosing.md#a-network-that-was-already-trained) "
         "`FedAvg(freeze_bn=True)` for such a network, at a lower rate."
     ),
     "numpy-client": (
-        "FedBN by the names of layers, as in Flower's baseline: a `NumPyClient` and Flower's older server. Names of "
-        "BN layers and their files are removed: the strategy finds BN by type, and the node's state keeps it. Lists of "
+        "FedBN by the names of layers, as in Flower's baseline: a `NumPyClient` and Flower's "
+        "older server. Names of "
+        "BN layers and their files are removed: the strategy finds BN by type, and the node's "
+        "state keeps it. Lists of "
         "arrays stay."
     ),
 }
@@ -50,14 +56,22 @@ PROJECTS = {
 def page() -> str:
     """Return the text of projects.md."""
     shown: dict[tuple[str, ...], str] = {}
-    return "\n\n".join([INTRODUCTION.strip(), *(section(project, shown) for project in PROJECTS)]) + "\n"
+    return (
+        "\n\n".join([INTRODUCTION.strip(), *(section(project, shown) for project in PROJECTS)])
+        + "\n"
+    )
 
 
 def section(project: str, shown: dict[tuple[str, ...], str]) -> str:
-    """Return what changes in a project; lines that change as in one that was shown are not shown again."""
+    """Return what changes in a project.
+
+    Lines that change as in one that was shown are not shown again.
+    """
     parts = [f"## {project}", fill(PROJECTS[project], 120)]
     _, *pieces = re.split(
-        r"^--- (.+)\n\+{3} .+\n", (EXAMPLES / project / "changes.diff").read_text(), flags=re.MULTILINE
+        r"^--- (.+)\n\+{3} .+\n",
+        (EXAMPLES / project / "changes.diff").read_text(),
+        flags=re.MULTILINE,
     )
     changes_of = dict(zip(pieces[::2], pieces[1::2], strict=True))
     for name in ("client_app.py", "server_app.py"):

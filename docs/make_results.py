@@ -1,8 +1,10 @@
-"""Write the tables of README.md, results.md and other pages that follow from docs/measured: `make docs`.
+"""Write the tables of README.md, results.md and other pages that follow from docs/measured:
 
-A table stands after a comment with its name. `runs.csv` has a row for every run: a cell is the mean of its seeds, with
-the standard deviation. A difference is paired by seed, with its 95 % interval (Student's t). A run that diverged is
-never left out of a mean: its cell says so.
+`make docs`.
+
+A table stands after a comment with its name. `runs.csv` has a row for every run: a cell is the mean
+of its seeds, with the standard deviation. A difference is paired by seed, with its 95 % interval
+(Student's t). A run that diverged is never left out of a mean: its cell says so.
 """
 
 import re
@@ -26,14 +28,23 @@ PAGES = (
 #: a recipe and a setting
 Place = tuple[str, str]
 #: by the heading on a page, the label of a setting in runs.csv
-LABELS = {name: name for name in ("one class", "two classes", "Dirichlet 0.1", "Dirichlet 0.3")} | {"IID": "i.i.d."}
+LABELS = {name: name for name in ("one class", "two classes", "Dirichlet 0.1", "Dirichlet 0.3")} | {
+    "IID": "i.i.d."
+}
 KINDS: dict[str, Place] = {heading: ("labels", label) for heading, label in LABELS.items()}
 #: the same, with seeds that no choice has seen
 FACTORIAL: dict[str, Place] = {heading: ("factorial", label) for heading, label in LABELS.items()}
 UNSEEN = FACTORIAL["two classes"]
 #: by the layers, the methods of the first screen and of the factorial
 AS_THEY_ARE = ("FedAvg", "FixBN", "FedTAN carried", "FedTAN")
-CHANGED = ("FedAvg+GN-WS", "FedAvg+BN-WS", "FedWon", "FixBN+BN-WS", "FedTAN carried+BN-WS", "FedTAN+BN-WS")
+CHANGED = (
+    "FedAvg+GN-WS",
+    "FedAvg+BN-WS",
+    "FedWon",
+    "FixBN+BN-WS",
+    "FedTAN carried+BN-WS",
+    "FedTAN+BN-WS",
+)
 METHODS = AS_THEY_ARE + CHANGED
 CENTRALIZED = ("Centralized", "Centralized+BN-WS")
 #: points that a method in bold is below the best one at most, by the far end of the interval
@@ -44,7 +55,8 @@ SPEAKERS, FREEZE = ("speakers", ""), ("freeze", "")
 DOMAINS = ("domains", "")
 #: by the heading on a page, where a network was already trained
 PRETRAINED: dict[str, Place] = {
-    name: ("pretrained", name) for name in ("two classes", "Dirichlet 0.1", "IID", "domains", "120 rounds", "Lite1")
+    name: ("pretrained", name)
+    for name in ("two classes", "Dirichlet 0.1", "IID", "domains", "120 rounds", "Lite1")
 }
 #: the mean over the first half of the rounds
 EARLY = ("curves", "two classes, rounds 10 to 50")
@@ -60,7 +72,9 @@ SITUATIONS = {
 
 
 class Difference(NamedTuple):
-    """A mean difference that is paired by seed, half the width of its 95 % interval, and the number of pairs."""
+    """A mean difference that is paired by seed, half the width of its 95 % interval, and the number
+    of pairs.
+    """
 
     mean: float
     half: float
@@ -81,11 +95,17 @@ KEY = ["recipe", "setting", "method"]
 
 @cache
 def runs() -> dict[tuple[str, str, str], Any]:
-    """Return the accuracies by recipe, setting and method, and there by seed; NaN where training diverged."""
+    """Return the accuracies by recipe, setting and method, and there by seed; NaN where training
+    diverged.
+    """
     made, curves = read("runs"), read("curves")
-    made = made.assign(score=pd.to_numeric(made["accuracy, %"].where(made["state"] == ""), errors="coerce"))
+    made = made.assign(
+        score=pd.to_numeric(made["accuracy, %"].where(made["state"] == ""), errors="coerce")
+    )
     early = curves[(curves["setting"] == TWO[1]) & (curves["round"].astype(int) <= 50)]
-    early = early.assign(recipe=EARLY[0], setting=EARLY[1], score=early["accuracy, %"].astype(float))
+    early = early.assign(
+        recipe=EARLY[0], setting=EARLY[1], score=early["accuracy, %"].astype(float)
+    )
     early = early.groupby([*KEY, "seed"], sort=False, as_index=False)["score"].agg(fmean)
     grouped = pd.concat([made, early]).groupby(KEY, sort=False)
     return {key: own.set_index(own["seed"].astype(int))["score"] for key, own in grouped}
@@ -112,13 +132,18 @@ def plain(place: Place, method: str) -> str:
 
 @cache
 def rates() -> dict[tuple[str, str, str], dict[float, list[float]]]:
-    """Return the held-out accuracies of each rate by recipe, setting and method; NaN where a run diverged.
+    """Return the held-out accuracies of each rate by recipe, setting and method; NaN where a run
+    diverged.
 
     What the factorial did not choose again, has the rates of the same runs of `here/labels`.
     """
     long = read("rates").melt([*KEY, "seeds"], var_name="rate", value_name="score")
-    long = long[long["score"] != ""].replace("diverged", "nan").astype({"rate": float, "score": float})
-    tried = {key: own.groupby("rate")["score"].agg(list).to_dict() for key, own in long.groupby(KEY)}
+    long = (
+        long[long["score"] != ""].replace("diverged", "nan").astype({"rate": float, "score": float})
+    )
+    tried = {
+        key: own.groupby("rate")["score"].agg(list).to_dict() for key, own in long.groupby(KEY)
+    }
     lacking = [key for key in runs() if key[0] == "factorial" and key not in tried]
     return tried | {key: tried["labels", *key[1:]] for key in lacking}
 
@@ -126,15 +151,23 @@ def rates() -> dict[tuple[str, str, str], dict[float, list[float]]]:
 @cache
 def rates_used() -> dict[tuple[str, str, str], float]:
     """Return the rate of the runs by recipe, setting and method."""
-    used: dict[tuple[str, str, str], float] = read("runs").set_index(KEY)["learning rate"].astype(float).to_dict()
+    used: dict[tuple[str, str, str], float] = (
+        read("runs").set_index(KEY)["learning rate"].astype(float).to_dict()
+    )
     return used
 
 
 def best_rate(scores: dict[float, list[float]]) -> float:
-    """Return the rate with the best mean, of those that were tried with most seeds and have not diverged."""
-    sound = {rate: found for rate, found in scores.items() if all(score == score for score in found)}
+    """Return the rate with the best mean, of those that were tried with most seeds and have not
+    diverged.
+    """
+    sound = {
+        rate: found for rate, found in scores.items() if all(score == score for score in found)
+    }
     most = max(map(len, sound.values()))
-    return max((rate for rate in sound if len(sound[rate]) == most), key=lambda rate: fmean(sound[rate]))
+    return max(
+        (rate for rate in sound if len(sound[rate]) == most), key=lambda rate: fmean(sound[rate])
+    )
 
 
 def star(key: tuple[str, str, str]) -> str:
@@ -148,12 +181,16 @@ def marked(place: Place, method: str) -> str:
     return cell(place, method) + star((*place, method))
 
 
-def difference(place: Place, method: str, other: str, where: Place | None = None) -> Difference | None:
+def difference(
+    place: Place, method: str, other: str, where: Place | None = None
+) -> Difference | None:
     """Return the difference of a method to another one; None if it has no pairs, or diverged.
 
     `where` is the place of the other method, if it is another one.
     """
-    mine, theirs = (runs().get(key, pd.Series()) for key in ((*place, method), (*(where or place), other)))
+    mine, theirs = (
+        runs().get(key, pd.Series()) for key in ((*place, method), (*(where or place), other))
+    )
     gaps = [mine[seed] - theirs[seed] for seed in sorted({*mine.index} & {*theirs.index})]
     if not gaps or any(gap != gap for gap in gaps):
         return None
@@ -165,7 +202,9 @@ def told(gap: Difference | None) -> str:
     """Return a difference in words; empty if there is none."""
     if gap is None:
         return ""
-    return number_text(gap.mean, gap.half if gap.pairs > 1 else None, 1, "+") + " (one seed)" * (gap.pairs == 1)
+    return number_text(gap.mean, gap.half if gap.pairs > 1 else None, 1, "+") + " (one seed)" * (
+        gap.pairs == 1
+    )
 
 
 def gain(place: Place, method: str) -> str:
@@ -183,8 +222,15 @@ def verdict(gap: Difference, level: bool) -> str:
 
 
 def by_mean(place: Place, methods: Sequence[str] = ()) -> list[str]:
-    """Return the methods that were run, the best in a setting first; one that diverged counts as 0."""
-    means = {name: fmean(found) for name in methods or NAMES if (found := runs().get((*place, name))) is not None}
+    """Return the methods that were run, the best in a setting first.
+
+    One that diverged counts as 0.
+    """
+    means = {
+        name: fmean(found)
+        for name in methods or NAMES
+        if (found := runs().get((*place, name))) is not None
+    }
     return sorted(means, key=lambda name: -means[name] if means[name] == means[name] else 0.0)
 
 
@@ -195,12 +241,19 @@ def table(head: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
 
 
 def by_method(names: Sequence[str], columns: Mapping[str, Callable[[str], str]]) -> str:
-    """Return a table with a line for each method; `columns` have by heading what makes a cell of a method."""
-    lines = [[f"`{NAMES.get(name, name)}`", *(make(name) for make in columns.values())] for name in names]
+    """Return a table with a line for each method.
+
+    `columns` have by heading what makes a cell of a method.
+    """
+    lines = [
+        [f"`{NAMES.get(name, name)}`", *(make(name) for make in columns.values())] for name in names
+    ]
     return table(["method", *columns], lines)
 
 
-def over(places: Mapping[str, Place], make: Callable[[Place, str], str] = cell) -> dict[str, Callable[[str], str]]:
+def over(
+    places: Mapping[str, Place], make: Callable[[Place, str], str] = cell
+) -> dict[str, Callable[[str], str]]:
     """Return columns of `by_method`, by heading the place that a cell is of."""
     return {heading: partial(make, place) for heading, place in places.items()}
 
@@ -208,20 +261,28 @@ def over(places: Mapping[str, Place], make: Callable[[Place, str], str] = cell) 
 def longer() -> str:
     """Return what methods have after more rounds, the best after 500 first."""
     names = ("two classes, 500 rounds", "two classes, 1,000 rounds", "IID, 500 rounds")
-    return by_method(by_mean(("rounds", names[0])), over({name: ("rounds", name) for name in names}))
+    return by_method(
+        by_mean(("rounds", names[0])), over({name: ("rounds", name) for name in names})
+    )
 
 
 def pretrained() -> str:
-    """Return what methods have over the rounds with a network that was already trained, the best at the end first."""
+    """Return what methods have over the rounds with a network that was already trained, the best at
+    the end first.
+    """
     place, curves = PRETRAINED["two classes"], read("curves")
-    curves = curves[curves["setting"] == ", ".join(place)].assign(score=lambda row: row["accuracy, %"].astype(float))
+    curves = curves[curves["setting"] == ", ".join(place)].assign(
+        score=lambda row: row["accuracy, %"].astype(float)
+    )
     scores = curves.set_index(["method", "seed", curves["round"].astype(int)])["score"].unstack()
     means = scores.groupby("method").agg(lambda own: own.mean(skipna=False))
     *early, last = means.columns
     trips = of_first_runs(place, "exchanges")
     columns: dict[str, Callable[[str], str]] = {
         **{
-            f"{number}": lambda name, number=number: number_text(means.loc[name, number], None, 1).replace("nan", "")
+            f"{number}": lambda name, number=number: number_text(
+                means.loc[name, number], None, 1
+            ).replace("nan", "")
             for number in early
         },
         f"{last}": partial(cell, place),
@@ -232,20 +293,30 @@ def pretrained() -> str:
 
 
 def pretrained_elsewhere() -> str:
-    """Return what methods gain with a network that was already trained, where clients or the network are others."""
+    """Return what methods gain with a network that was already trained, where clients or the
+    network are others.
+    """
 
     def shown(place: Place, name: str) -> str:
         return gain(place, name) or cell(place, name)
 
-    places = {heading: place for heading, place in PRETRAINED.items() if (*place, "FedAvg") in runs()}
-    names = [name for name in by_mean(PRETRAINED["two classes"]) if (*PRETRAINED["domains"], name) in runs()]
+    places = {
+        heading: place for heading, place in PRETRAINED.items() if (*place, "FedAvg") in runs()
+    }
+    names = [
+        name
+        for name in by_mean(PRETRAINED["two classes"])
+        if (*PRETRAINED["domains"], name) in runs()
+    ]
     return by_method(names, over(places, shown))
 
 
 def of_first_runs(place: Place, column: str) -> dict[str, str]:
     """Return a column of the methods' first runs at a place."""
     made = read("runs")
-    here = made[(made["recipe"] == place[0]) & (made["setting"] == place[1])].drop_duplicates("method")
+    here = made[(made["recipe"] == place[0]) & (made["setting"] == place[1])].drop_duplicates(
+        "method"
+    )
     return dict(zip(here["method"], here[column], strict=True))
 
 
@@ -269,7 +340,9 @@ def rate(name: str) -> str:
 
 
 def momentum() -> str:
-    """Return what the factorial's methods have with momentum, which starts anew in each round, or stays on the node."""
+    """Return what the factorial's methods have with momentum, which starts anew in each round, or
+    stays on the node.
+    """
     columns: dict[str, Callable[[str], str]] = {
         "momentum, weight decay": partial(marked, MOMENTUM),
         "kept by nodes": lambda name: cell(MOMENTUM, f"{name}, kept momentum"),
@@ -279,20 +352,28 @@ def momentum() -> str:
 
 
 def first_screen() -> str:
-    """Return the README's first table: six methods after 100 and 500 rounds, and their exchanges."""
+    """Return the README's first table: six methods after 100 and 500 rounds, and their
+    exchanges.
+    """
     exchanges = of_first_runs(UNSEEN, "exchanges")
     columns: dict[str, Callable[[str], str]] = {
         "layers": lambda name: "replaced" if name in CHANGED else "as they are",
         "after 100 rounds": partial(plain, UNSEEN),
         "gain on `fedavg`": partial(gain, UNSEEN),
         "after 500 rounds": partial(plain, ("rounds", "two classes, 500 rounds")),
-        "exchanges a round": lambda name: f"{float(exchanges[name]) / float(exchanges['FedAvg']):g}",
+        "exchanges a round": lambda name: (
+            f"{float(exchanges[name]) / float(exchanges['FedAvg']):g}"
+        ),
     }
-    return by_method(("FedAvg", "FixBN", "FedTAN", "FedWon", "FixBN+BN-WS", "FedTAN+BN-WS"), columns)
+    return by_method(
+        ("FedAvg", "FixBN", "FedTAN", "FedWon", "FixBN+BN-WS", "FedTAN+BN-WS"), columns
+    )
 
 
 def bold(place: Place, name: str) -> str:
-    """Return a cell, bold if the method is the best one, or surely close to it: a wide interval is no merit."""
+    """Return a cell, bold if the method is the best one, or surely close to it: a wide interval is
+    no merit.
+    """
     best = by_mean(place, METHODS)[0]
     gap = difference(place, name, best)
     is_close = gap and gap.pairs > 1 and gap.mean - gap.half >= -CLOSE
@@ -307,7 +388,9 @@ def bold_and_gain(place: Place, name: str) -> str:
 
 
 def situations() -> str:
-    """Return which methods are above FedAvg with BN in which situation, which below, and where that is undecided."""
+    """Return which methods are above FedAvg with BN in which situation, which below, and where that
+    is undecided.
+    """
     lines = []
     for situation, place in SITUATIONS.items():
         parts: dict[str, list[str]] = {"above": [], "undecided": [], "below": []}
@@ -317,13 +400,23 @@ def situations() -> str:
                 part = "undecided" if is_open else "above" if found.mean > 0 else "below"
                 parts[part].append(f"`{NAMES[name]}` {told(found)}")
         lines.append([situation, plain(place, "FedAvg"), *map(", ".join, parts.values())])
-    return table(["", "`fedavg`", "above it", "undecided: within the interval, or one seed", "below it"], lines)
+    return table(
+        ["", "`fedavg`", "above it", "undecided: within the interval, or one seed", "below it"],
+        lines,
+    )
 
 
 def diagnosis() -> str:
-    """Return what was suggested before training, and what training then brought; bold is the best."""
+    """Return what was suggested before training, and what training then brought.
+
+    Bold is the best.
+    """
     places = dict(
-        zip(("classes:1", "classes:2", "dirichlet:0.1", "dirichlet:0.3", "iid"), FACTORIAL.values(), strict=True)
+        zip(
+            ("classes:1", "classes:2", "dirichlet:0.1", "dirichlet:0.3", "iid"),
+            FACTORIAL.values(),
+            strict=True,
+        )
     )
     names, lines = ("FedAvg", "FixBN", "FedTAN", "FedWon"), []
     made = read("diagnosis")
@@ -333,7 +426,13 @@ def diagnosis() -> str:
         head = [f"`{row['partition']}`", f"{row['error']} ({row['chance']})", row["beyond chance"]]
         shown = [f"**{score}**" if score == best else score for score in scores]
         lines.append([*head, f"`{row['suggestion']}`", *shown])
-    heads = ["partition", "error", "beyond chance", "suggestion", *(f"`{NAMES[name]}`" for name in names)]
+    heads = [
+        "partition",
+        "error",
+        "beyond chance",
+        "suggestion",
+        *(f"`{NAMES[name]}`" for name in names),
+    ]
     return table(heads, lines)
 
 
@@ -344,7 +443,14 @@ def claims() -> str:
     for row, is_one in zip(said.itertuples(), ~several, strict=True):
         if gap := difference((row.recipe, row.setting), row.method, row.other):
             where = "" if is_one else f" ({row.setting})"
-            lines.append([row.claim + where, row.source, verdict(gap, " level with " in row.claim), told(gap)])
+            lines.append(
+                [
+                    row.claim + where,
+                    row.source,
+                    verdict(gap, " level with " in row.claim),
+                    told(gap),
+                ]
+            )
     counts = Counter(line[2] for line in lines)
     rest = counts["undecided"] + counts["one seed"]
     text = (
@@ -356,7 +462,9 @@ def claims() -> str:
 
 
 def older() -> str:
-    """Return FedAvg's accuracies, and the differences of the methods that were run with older seeds only."""
+    """Return FedAvg's accuracies, and the differences of the methods that were run with older seeds
+    only.
+    """
 
     def shown(place: Place, name: str) -> str:
         return cell(place, name) if name == "FedAvg" else gain(place, name) + star((*place, name))
@@ -378,12 +486,18 @@ STATISTICS = {
 
 @cache
 def unseen_scores(data: str, inputs: str, pseudo: int = 0) -> dict[str, Any]:
-    """Return by method the accuracies on domains that nobody trained with, by seed, and their `mean`."""
+    """Return by method the accuracies on domains that nobody trained with, by seed, and their
+    `mean`.
+    """
     made = read("unseen")
-    made = made[(made["data"] == data) & (made["inputs"] == inputs) & (made["pseudo"] == str(pseudo))]
+    made = made[
+        (made["data"] == data) & (made["inputs"] == inputs) & (made["pseudo"] == str(pseudo))
+    ]
     scores = {}
     for method, own in made.astype({"accuracy, %": float}).groupby("method", sort=False):
-        frame = own.pivot(index="seed", columns="domain", values="accuracy, %")[[*own["domain"].unique()]]
+        frame = own.pivot(index="seed", columns="domain", values="accuracy, %")[
+            [*own["domain"].unique()]
+        ]
         scores[method] = frame.assign(mean=[fmean(row) for _, row in frame.iterrows()])
     return scores
 
@@ -409,32 +523,53 @@ def unseen() -> str:
 
 
 def mixtures() -> str:
-    """Return, for few and skewed samples, means over the domains with the model's statistics as N samples."""
+    """Return, for few and skewed samples, means over the domains with the model's statistics as N
+    samples.
+    """
     lines = []
     for data in read("unseen")["data"].unique():
         for inputs in ("10", "two classes"):
-            ways = [unseen_scores(data, "none"), *(unseen_scores(data, inputs, n) for n in (0, 16, 64, 256))]
+            ways = [
+                unseen_scores(data, "none"),
+                *(unseen_scores(data, inputs, n) for n in (0, 16, 64, 256)),
+            ]
             means = [f"{fmean(scores['fedavg']['mean']):.1f}" for scores in ways]
-            lines.append([data, "100 of two classes" if inputs == "two classes" else inputs, *means])
+            lines.append(
+                [data, "100 of two classes" if inputs == "two classes" else inputs, *means]
+            )
     return table(["data", "samples", "as it is", "new only", "N = 16", "N = 64", "N = 256"], lines)
 
 
 def both_statistics(setting: str) -> Iterator[tuple[str, str, Place, str, set[int]]]:
-    """Yield methods with running and with exact statistics: name, word, place, label, and the seeds of both."""
+    """Yield methods with running and with exact statistics: name, word, place, label, and the seeds
+    of both.
+    """
     for method in AS_THEY_ARE:
-        both = (("running", ("factorial", setting), method), ("exact", ("statistics", setting), f"{method}, exact"))
+        both = (
+            ("running", ("factorial", setting), method),
+            ("exact", ("statistics", setting), f"{method}, exact"),
+        )
         seeds = [{*runs().get((*place, label), pd.Series()).index} for _, place, label in both]
         for word, place, label in both if all(seeds) else ():
             yield f"`{NAMES[method]}`", word, place, label, set.intersection(*map(set, seeds))
 
 
 def evaluations(setting: str) -> str:
-    """Return the accuracies over the rounds and at the end, with running and with exact statistics."""
+    """Return the accuracies over the rounds and at the end, with running and with exact
+    statistics.
+    """
     lines, shown = list[list[str]](), ["10", "30", "50"]
     curves = read("curves").astype({"accuracy, %": float, "seed": int})
     for name, word, place, label, seeds in both_statistics(setting):
-        own = curves[(curves["setting"] == ", ".join(place)) & (curves["method"] == label) & curves["seed"].isin(seeds)]
-        curve, ended = own.groupby("round")["accuracy, %"].agg(fmean), runs()[(*place, label)][sorted(seeds)]
+        own = curves[
+            (curves["setting"] == ", ".join(place))
+            & (curves["method"] == label)
+            & curves["seed"].isin(seeds)
+        ]
+        curve, ended = (
+            own.groupby("round")["accuracy, %"].agg(fmean),
+            runs()[(*place, label)][sorted(seeds)],
+        )
         means = [f"{curve[at]:.1f}" for at in shown]
         lines.append([name, word, f"{rates_used()[(*place, label)]:g}", *means, mean_text(ended)])
     heads = ["after 10", "30", "50 rounds", "after 100"]
@@ -450,7 +585,9 @@ PRINTED = {
 
 
 def printed(name: str, corner: str) -> str:
-    """Return a table whose runs are not in runs.csv: their accuracies by seed, or what they were on average."""
+    """Return a table whose runs are not in runs.csv: their accuracies by seed, or what they were on
+    average.
+    """
     own = read("printed")[read("printed")["table"] == name]
     cells = own.pivot(index="row", columns="column", values="cell")
     lines, heads = own["row"].unique(), own["column"].unique()
@@ -462,14 +599,19 @@ TABLES: dict[str, Callable[[], str]] = {
     "more rounds": longer,
     "freezes": freezes,
     "domains": lambda: by_method(
-        by_mean(DOMAINS), {"accuracy": partial(cell, DOMAINS), "difference to `fedavg`": partial(gain, DOMAINS)}
+        by_mean(DOMAINS),
+        {"accuracy": partial(cell, DOMAINS), "difference to `fedavg`": partial(gain, DOMAINS)},
     ),
-    "speakers": lambda: by_method(by_mean(SPEAKERS), {"rate": rate, "accuracy, %": partial(cell, SPEAKERS)}),
+    "speakers": lambda: by_method(
+        by_mean(SPEAKERS), {"rate": rate, "accuracy, %": partial(cell, SPEAKERS)}
+    ),
     "momentum": momentum,
     "first screen": first_screen,
     "pretrained": pretrained,
     "pretrained elsewhere": pretrained_elsewhere,
-    "factorial": lambda: by_method([*by_mean(UNSEEN, METHODS), *CENTRALIZED], over(FACTORIAL, bold_and_gain)),
+    "factorial": lambda: by_method(
+        [*by_mean(UNSEEN, METHODS), *CENTRALIZED], over(FACTORIAL, bold_and_gain)
+    ),
     "situations": situations,
     "diagnosis": diagnosis,
     "claims": claims,

@@ -49,25 +49,35 @@ holds for replies to evaluations.
 
 #: where else names of this package are seen
 ELSEWHERE = {
-    wire.PARTITION_ID: "metric: the node's partition; replies are sorted by it, so that a run can be repeated exactly",
-    wire.TRAIN_LOSS: "metric: the mean loss over the round's mini-batches; `fedbs:loss=running` uses it as weight",
-    wire.LOCAL_LOSS: "metric: the loss on all local data, if it was requested; `fedbs` uses it as weight",
+    wire.PARTITION_ID: "metric: the node's partition; replies are sorted by it, so that a run can "
+    "be repeated exactly",
+    wire.TRAIN_LOSS: "metric: the mean loss over the round's mini-batches; `fedbs:loss=running` "
+    "uses it as weight",
+    wire.LOCAL_LOSS: "metric: the loss on all local data, if it was requested; `fedbs` uses it as "
+    "weight",
     wire.EVAL_LOSS: "metric of an evaluation",
     wire.ACCURACY: "metric of an evaluation",
     wire.ACCURACY_PERSONAL: "metric of an evaluation: on data like the node's own",
     wire.DOMAIN_ACCURACY: "metric of an evaluation: a list, by domain",
-    wire.DOMAIN: "metric: the domain of the node's samples, -1 for none; FedNorm averages within domains",
-    wire.STATISTICS_CHANGE: "metric: how much BN's mini-batch statistics changed, for `fixbn:freeze-round=auto`",
-    wire.LACKS_STATE: "in `report`: the node has lost the entries that stay on it, and needs the whole model",
+    wire.DOMAIN: "metric: the domain of the node's samples, -1 for none; FedNorm averages within "
+    "domains",
+    wire.STATISTICS_CHANGE: "metric: how much BN's mini-batch statistics changed, for "
+    "`fixbn:freeze-round=auto`",
+    wire.LACKS_STATE: "in `report`: the node has lost the entries that stay on it, and needs the "
+    "whole model",
     wire.MOMENTUM: "ArrayRecord: the optimizer's state, with `momentum-state=global`",
-    wire.CONTROL_VARIATES: "ArrayRecord: SCAFFOLD's c in a message, and the change of c_i in a reply",
-    wire.MOMENTS: "ArrayRecord: count, mean and variance of every BN layer, in replies to `train.gather`",
+    wire.CONTROL_VARIATES: "ArrayRecord: SCAFFOLD's c in a message, and the change of c_i in a "
+    "reply",
+    wire.MOMENTS: "ArrayRecord: count, mean and variance of every BN layer, in replies to "
+    "`train.gather`",
     wire.STAYS: "ArrayRecord: entries that the node keeps, in an evaluation that requests them",
     wire.PARAMETERS: "in the `report` of `query.describe`: the names of the model's parameters",
     wire.BN_ENTRIES: "in the `report` of `query.describe`: the names of entries of BN layers",
-    wire.TIED: "in the `report` of `query.describe`: further names of entries, each before the first name",
+    wire.TIED: "in the `report` of `query.describe`: further names of entries, each before the "
+    "first name",
     wire.NUM_ROUNDS: "key: number of rounds; set it if your own loop drives the strategy",
-    wire.DESCRIBE: "message type: a node describes itself and its model, with -1 for a `num-examples` not known yet",
+    wire.DESCRIBE: "message type: a node describes itself and its model, with -1 for a "
+    "`num-examples` not known yet",
     wire.GATHER: "message type: a node runs its data through the model and replies with `moments`",
     wire.LAYERWISE: "message type: one exchange of a layer-wise step (FedTAN, FedDNA)",
     STATE_HISTORY: "key: the runs whose saved states a resumed run continues with",
@@ -100,10 +110,12 @@ def page() -> str:
                 INTRODUCTION.strip(),
                 "## Keys of a message",
                 table(("key", "default", "binding", "meaning"), keys),
-                f"The groups of entries are {groups}: nothing, BN's statistics with counters, BN's affine parameters, "
+                f"The groups of entries are {groups}: nothing, BN's statistics with counters, "
+                "BN's affine parameters, "
                 "both, HBN's learned mix, and the whole model. BN is found by type.",
                 "## Keys of rules",
-                "A rule changes local training. All its keys are binding. Your own package can add rules with "
+                "A rule changes local training. All its keys are binding. Your own package can "
+                "add rules with "
                 "`register_rule`.",
                 table(("key", "value if off", "rule"), rules),
                 "## Metrics, records and message types",
@@ -118,7 +130,9 @@ def help_of(name: str) -> str:
     """Return the comment above a field of `Instruction`, or what its name says."""
     found = re.search(rf"((?:    #: .*\n)+)    {name}: ", SOURCE.read_text())
     text = (
-        " ".join(line.strip().removeprefix("#: ") for line in found[1].splitlines()) if found else HELP[wire_key(name)]
+        " ".join(line.strip().removeprefix("#: ") for line in found[1].splitlines())
+        if found
+        else HELP[wire_key(name)]
     )
     for constant in ("GROUPS", "MOMENTUM_STATES", "FREEZES", "LAYERWISE_MODES"):
         text = text.replace(constant, ", ".join(f"`{value}`" for value in getattr(wire, constant)))

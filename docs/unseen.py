@@ -1,9 +1,10 @@
 """Adapt the models of kept runs in several ways: `python docs/unseen.py results/here-unseen`.
 
-It reads runs of the recipe here/unseen, or of `fedbn-flwr compare --unseen each`, and writes a row for each run and way
-into docs/measured/unseen.csv: as the model is, then with statistics of so many unlabeled images of the domain that
-nobody trained with, `two classes` of 100 images that have two classes only, and `pseudo` samples that the model's own
-statistics count as (Schneider et al., NeurIPS 2020).
+It reads runs of the recipe here/unseen, or of `fedbn-flwr compare --unseen each`, and writes a row
+for each run and way into docs/measured/unseen.csv: as the model is, then with statistics of so many
+unlabeled images of the domain that nobody trained with, `two classes` of 100 images that have two
+classes only, and `pseudo` samples that the model's own statistics count as (Schneider et al.,
+NeurIPS 2020).
 """
 
 import csv
@@ -40,7 +41,10 @@ def measured(run: Mapping[str, Any]) -> Iterator[dict[str, object]]:
     config = resolve({**options, "method": run["method"]}).config
     data = load_data(config)
     model = fresh_model(config, form_of(data))
-    _, split = leave_out(read_data(resolve({**options, "method": run["strategy"], "unseen": ""}).config), run["unseen"])
+    _, split = leave_out(
+        read_data(resolve({**options, "method": run["strategy"], "unseen": ""}).config),
+        run["unseen"],
+    )
     place = {
         "data": data.name,
         "domain": run["unseen"],
@@ -58,12 +62,17 @@ def measured(run: Mapping[str, Any]) -> Iterator[dict[str, object]]:
         return
     state.load(model, read_weights(Path(run["folder"]) / "model.safetensors"))
     mean, std = (
-        torch.tensor(numbers).view(-1, *[1] * (split.inputs.dim() - 2)) for numbers in (run["mean"], run["std"])
+        torch.tensor(numbers).view(-1, *[1] * (split.inputs.dim() - 2))
+        for numbers in (run["mean"], run["std"])
     )
     inputs = split.inputs / 255 if split.inputs.dtype == torch.uint8 else split.inputs
     order = torch.randperm(len(split), generator=torch_generator(run["seed"], "unlabeled"))
     drawn = order[torch.isin(split.labels[order], split.labels[order].unique()[:2])]
-    ways = {**{str(count): order[:count] for count in COUNTS}, "two classes": drawn[:100], "all": order}
+    ways = {
+        **{str(count): order[:count] for count in COUNTS},
+        "two classes": drawn[:100],
+        "all": order,
+    }
     for way, chosen in ways.items():
         batches = [((inputs[part] - mean) / std) for part in chosen.split(500)]
         for pseudo in PSEUDO if way != "all" and run["strategy"] == "fedavg" else (0,):

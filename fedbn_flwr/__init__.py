@@ -1,6 +1,7 @@
 """Batch normalization in federated learning, on Flower and PyTorch.
 
-Names are imported when they are asked for, because some need packages that the library does without.
+Names are imported when they are asked for, because some need packages that the library does
+without.
 """
 
 from importlib import import_module

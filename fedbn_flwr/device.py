@@ -1,8 +1,8 @@
 """What this machine computes with: its processors, and its accelerator.
 
-The accelerator is torch's generic one: CUDA, ROCm, MPS, XPU, or what else torch registers.
-What only CUDA has is where it is used: `CUDA_VISIBLE_DEVICES` in `fedbn_flwr/experiments/engines.py`, TF32 in
-`fedbn_flwr/client/training.py`.
+The accelerator is torch's generic one: CUDA, ROCm, MPS, XPU, or what else torch registers. What
+only CUDA has is where it is used: `CUDA_VISIBLE_DEVICES` in `fedbn_flwr/experiments/engines.py`,
+TF32 in `fedbn_flwr/client/training.py`.
 """
 
 import logging
@@ -35,7 +35,9 @@ def count_cores() -> int:
 
 
 def started() -> Any:
-    """Return the module of the accelerator, such as `torch.cuda`, once it has been used; None before."""
+    """Return the module of the accelerator, such as `torch.cuda`, once it has been used; None
+    before.
+    """
     found = accelerator()
     module = torch.get_device_module(found) if found else None
     # MPS does not tell, and starts at once
@@ -43,9 +45,11 @@ def started() -> Any:
 
 
 def set_up_accelerator(device: torch.device, deterministic: bool) -> None:
-    """Make a device the current one of its kind, and let its libraries repeat their bits if they are to.
+    """Make a device the current one of its kind, and let its libraries repeat their bits if they
+    are to.
 
-    torch warns of operations that cannot. cuBLAS reads the environment at its first use in the process.
+    torch warns of operations that cannot. cuBLAS reads the environment at its first use in the
+    process.
     """
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -59,8 +63,14 @@ def set_up_accelerator(device: torch.device, deterministic: bool) -> None:
 
 @contextmanager
 def settings_restored() -> Iterator[None]:
-    """Put torch's settings of this process back at the end of the block, as far as runs change them."""
-    threads, mode, index = torch.get_num_threads(), torch.get_deterministic_debug_mode(), _current_index()
+    """Put torch's settings of this process back at the end of the block, as far as runs change
+    them.
+    """
+    threads, mode, index = (
+        torch.get_num_threads(),
+        torch.get_deterministic_debug_mode(),
+        _current_index(),
+    )
     tries, fills = torch.backends.cudnn.benchmark, _MEMORY.fill_uninitialized_memory
     try:
         yield
@@ -90,12 +100,17 @@ def pick_device(name: str) -> torch.device:
         raise ValueError(f"unknown device {name!r}; known: {known}") from None
     count = torch.accelerator.device_count() if found and device.type == found.type else 0
     if device.type != "cpu" and (device.index or 0) >= count:
-        raise ValueError(f"device {name!r} is not available here: {count} of the kind; known: {known}")
+        raise ValueError(
+            f"device {name!r} is not available here: {count} of the kind; known: {known}"
+        )
     return device
 
 
 def accelerator_name(device: str = "auto") -> str:
-    """Return the product name of the accelerator that an option `device` chooses; empty if it chooses none."""
+    """Return the product name of the accelerator that an option `device` chooses.
+
+    Empty if it chooses none.
+    """
     found = accelerator()
     if found is None or (device != "auto" and torch.device(device).type != found.type):
         return ""
@@ -117,7 +132,9 @@ def total_memory(device: torch.device) -> int:
 
 @cache
 def pins() -> bool:
-    """Whether torch has memory of the CPU that is pinned for copies to and from the accelerator; not with MPS."""
+    """Whether torch has memory of the CPU that is pinned for copies to and from the accelerator;
+    not with MPS.
+    """
     try:
         return torch.empty(1, pin_memory=True).device.type == "cpu"
     except RuntimeError:
@@ -126,7 +143,9 @@ def pins() -> bool:
 
 @lru_cache(maxsize=1024)
 def constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return numbers on a device, where they stay: to send them at each use would be a copy that is waited for."""
+    """Return numbers on a device, where they stay: to send them at each use would be a copy that is
+    waited for.
+    """
     return torch.tensor(values, dtype=dtype, device=device)
 
 
@@ -137,7 +156,9 @@ def index_on(rows: Rows, device: torch.device) -> slice | Tensor:
 
 @cache
 def exact(device: torch.device) -> torch.device:
-    """Return where sums in float64 are made: on the device, or on the CPU if the device has none, as the log says."""
+    """Return where sums in float64 are made: on the device, or on the CPU if the device has none,
+    as the log says.
+    """
     try:
         return torch.zeros(1, dtype=torch.float64, device=device).device
     except (TypeError, RuntimeError):

@@ -38,8 +38,8 @@ States = tuple[Tensor, list[Tensor]]
 class OwnRandomness:
     """A stream that layers without a generator argument (dropout) draw from, only inside `drawing`.
 
-    PyTorch's default generators belong to the process, not to the thread: steps that take turns would
-    otherwise draw from one stream, and their masks would depend on who ran before.
+    PyTorch's default generators belong to the process, not to the thread: steps that take turns
+    would otherwise draw from one stream, and their masks would depend on who ran before.
     """
 
     def __init__(self, seed: int) -> None:

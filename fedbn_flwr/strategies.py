@@ -1,4 +1,7 @@
-"""The public import path of the strategies in a checkout; a wheel carries them here as a subpackage."""
+"""The public import path of the strategies in a checkout.
+
+A wheel carries them here as a subpackage.
+"""
 
 from strategies import *  # noqa: F403
 from strategies import __all__ as __all__

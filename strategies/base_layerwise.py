@@ -1,4 +1,6 @@
-"""Base of the strategies whose clients share BN statistics, layer by layer, in their first local step."""
+"""Base of the strategies whose clients share BN statistics, layer by layer, in their first local
+step.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -14,7 +16,13 @@ from fedbn_flwr.layerwise import take_step
 from fedbn_flwr.server.pooling import Pooled, Sent, name_dominant
 from fedbn_flwr.server.replies import NodeReply
 from fedbn_flwr.state import Arrays
-from fedbn_flwr.transports import NodesFailedError, NodesTransport, Participant, is_unable, open_step
+from fedbn_flwr.transports import (
+    NodesFailedError,
+    NodesTransport,
+    Participant,
+    is_unable,
+    open_step,
+)
 from fedbn_flwr.transports.message_server import MessageTransport
 from fedbn_flwr.wire import Instruction
 
@@ -25,16 +33,19 @@ MAX_ATTEMPTS = 3
 
 
 class Layerwise(FedAvg):
-    """FedAvg with BN whose mean and variance, in each client's first local step of a round, are those of all clients.
+    """FedAvg with BN whose mean and variance, in each client's first local step of a round, are
+    those of all clients.
 
-    Each BN layer stops the step of every client until the server has combined the requests of all clients, under the
-    weights with which it will average their models (see `fedbn_flwr.layerwise.SharedBatchNorm`). After the last answer
-    a client takes its remaining E - 1 local steps, and replies with its model. All of it happens in `ask`. Each
-    exchange may take `exchange_timeout` seconds, the last one with the remaining local steps too.
+    Each BN layer stops the step of every client until the server has combined the requests of all
+    clients, under the weights with which it will average their models (see
+    `fedbn_flwr.layerwise.SharedBatchNorm`). After the last answer a client takes its remaining E -
+    1 local steps, and replies with its model. All of it happens in `ask`. Each exchange may take
+    `exchange_timeout` seconds, the last one with the remaining local steps too.
 
-    If a node fails in the middle of the step, or sends what cannot be combined, the step starts again from the
-    received model, with the other nodes: MAX_ATTEMPTS times in all, then the round is skipped. A node that fails only
-    in the last exchange is left out of the average; what it sent before stays in the statistics of the others.
+    If a node fails in the middle of the step, or sends what cannot be combined, the step starts
+    again from the received model, with the other nodes: MAX_ATTEMPTS times in all, then the round
+    is skipped. A node that fails only in the last exchange is left out of the average; what it sent
+    before stays in the statistics of the others.
     """
 
     sends: ClassVar[tuple[Sent, ...]] = (Sent("the statistics of layer-wise steps"),)
@@ -45,7 +56,10 @@ class Layerwise(FedAvg):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         if (self.arrayrecord_key, self.configrecord_key) != (wire.ARRAYS, wire.CONFIG):
-            raise ValueError(f"{type(self).__name__} sends messages of its own, with 'arrays' and 'config' in them")
+            raise ValueError(
+                f"{type(self).__name__} sends messages of its own, with 'arrays' and 'config' in "
+                "them"
+            )
 
     def instruct(self, instruction: Instruction) -> Instruction:
         """Share statistics, unless they stand still."""
@@ -55,7 +69,9 @@ class Layerwise(FedAvg):
         return replace(instruction, layerwise=self.mode)
 
     def ask(self, grid: Grid, messages: Sequence[Message], timeout: float) -> Iterable[Message]:
-        """Take the nodes that wait for each other through their step, and return what they sent at its end."""
+        """Take the nodes that wait for each other through their step, and return what they sent at
+        its end.
+        """
         if not self.round.instruction.waits_for_others:
             return super().ask(grid, messages, timeout)
         self.round.was_asked = True
@@ -63,19 +79,31 @@ class Layerwise(FedAvg):
             try:
                 return self._take_step(grid, messages, attempt)
             except NodesFailedError as failure:
-                messages = [message for message in messages if message.metadata.dst_node_id not in failure.nodes]
+                messages = [
+                    message
+                    for message in messages
+                    if message.metadata.dst_node_id not in failure.nodes
+                ]
                 few = self.averager.refuse_few(len(messages), self.round.number)
                 reasons = [*few, *failure.reasons]
                 if few or not messages:
                     break
-        log(WARNING, "Round %d is skipped, its layer-wise step failed %d times", self.round.number, attempt)
+        log(
+            WARNING,
+            "Round %d is skipped, its layer-wise step failed %d times",
+            self.round.number,
+            attempt,
+        )
         self.round.refused += reasons
         return []
 
     def _weigh_participants(self, participants: Sequence[Participant]) -> list[float]:
-        """Return the weights of the nodes' models before there are models: p_i, up to a common factor."""
+        """Return the weights of the nodes' models before there are models: p_i, up to a common
+        factor.
+        """
         replies = [
-            NodeReply(each.node, each.partition, each.num_examples, {}, {}, RecordDict()) for each in participants
+            NodeReply(each.node, each.partition, each.num_examples, {}, {}, RecordDict())
+            for each in participants
         ]
         self.round.counted = {reply.node: reply.num_examples for reply in replies}
         weights = self.weigh(replies)
@@ -100,18 +128,27 @@ class Layerwise(FedAvg):
             if reply.num_examples != count and reply.num_examples * total_before != count * total:
                 log(
                     WARNING,
-                    "Round %d: node %d counted %d of %d samples in the layer-wise step, but %d of %d in the average of "
+                    "Round %d: node %d counted %d of %d samples in the layer-wise step, but %d of "
+                    "%d in the average of "
                     "the models: give its ClientApp `num_examples`",
-                    *(self.round.number, reply.node, count, total_before, reply.num_examples, total),
+                    *(
+                        self.round.number,
+                        reply.node,
+                        count,
+                        total_before,
+                        reply.num_examples,
+                        total,
+                    ),
                 )
                 return
 
     def _take_step(self, grid: Grid, messages: Sequence[Message], attempt: int) -> list[Message]:
         """Take the nodes through the step, without messages for exchanges where the grid can.
 
-        A grid that takes the step by itself leaves the nodes as before where it fails. Unless the failure names nodes,
-        the step is then taken by messages, which find out which node failed, and so are later attempts. Where none did
-        and the grid should have been able to take the step, the grid's failure ends the run.
+        A grid that takes the step by itself leaves the nodes as before where it fails. Unless the
+        failure names nodes, the step is then taken by messages, which find out which node failed,
+        and so are later attempts. Where none did and the grid should have been able to take the
+        step, the grid's failure ends the run.
         """
         failure: Exception | None = None
         if not self.round.by_messages:
@@ -127,7 +164,9 @@ class Layerwise(FedAvg):
                 failure = error
         self.round.by_messages = True
         # only the last of a step's replies holds more than requests
-        expected = replace(self.round.expected, binding=(), groups=(), weighted_by=wire.NUM_EXAMPLES)
+        expected = replace(
+            self.round.expected, binding=(), groups=(), weighted_by=wire.NUM_EXAMPLES
+        )
         contents = {message.metadata.dst_node_id: message.content for message in messages}
         by_messages = MessageTransport(grid, contents, attempt, self.exchange_timeout, expected)
         replies = self._answer(by_messages)
@@ -141,5 +180,7 @@ class Layerwise(FedAvg):
     def _answer(self, transport: NodesTransport) -> list[Message]:
         """Answer all exchanges of a step, and return the nodes' replies."""
         return take_step(
-            transport, lambda: self._weigh_participants(transport.participants), combiner=self.averager.combiner
+            transport,
+            lambda: self._weigh_participants(transport.participants),
+            combiner=self.averager.combiner,
         )

@@ -24,19 +24,22 @@ BATCH_MOMENTS = "batch-moments"
 
 @register_strategy("fbn")
 class FBN(FedAvg):
-    """BN that normalizes with global statistics, as constants in a round, which move from round to round.
+    """BN that normalizes with global statistics, as constants in a round, which move from round to
+    round.
 
-    Guerraoui et al., Overcoming the Challenges of Batch Normalization in Federated Learning, arXiv:2405.14670, as in
-    the public code of HBN's authors (Chen et al., ICML 2025), which compares with it:
+    Guerraoui et al., Overcoming the Challenges of Batch Normalization in Federated Learning,
+    arXiv:2405.14670, as in the public code of HBN's authors (Chen et al., ICML 2025), which
+    compares with it:
 
         client:  h' = gamma (h - mu) / sqrt(var + eps) + beta,  mu and var received;  m_k, v_k: of its mini-batches
         server:  m = sum p_k m_k,   v = sum p_k (v_k + (m_k - m)^2)
                  mu <- a mu + (1 - a) m,   var <- a var + (1 - a) v,   a = `average`
 
-    A client's m_k and v_k are means over the round's mini-batches of their means and biased variances. Training and
-    evaluation use the same statistics, and a round has one exchange. This is FixBN, frozen from the first round on,
-    with statistics that move. Layers of which no parameter learns keep theirs. Deviation: the public code divides v by
-    N - 1 samples, here by N. Its optimizer is `momentum=0.9` with `clip_norm=10`.
+    A client's m_k and v_k are means over the round's mini-batches of their means and biased
+    variances. Training and evaluation use the same statistics, and a round has one exchange. This
+    is FixBN, frozen from the first round on, with statistics that move. Layers of which no
+    parameter learns keep theirs. Deviation: the public code divides v by N - 1 samples, here by N.
+    Its optimizer is `momentum=0.9` with `clip_norm=10`.
     """
 
     paper: ClassVar[str] = "Guerraoui et al., 2024, arXiv:2405.14670"
@@ -48,7 +51,9 @@ class FBN(FedAvg):
         self,
         *,
         average: Annotated[
-            float, "weight of the global statistics when they move towards a round's", Range(0, 1, "high")
+            float,
+            "weight of the global statistics when they move towards a round's",
+            Range(0, 1, "high"),
         ] = 0.9,
         **options: Any,
     ) -> None:
@@ -70,14 +75,19 @@ class FBN(FedAvg):
             # rules in place of means may pool the two differently
             now = {name: mean, variance: np.maximum(seen[variance] - mean**2, 0)}
             for entry, value in now.items():
-                moved = self.average * self.round.current[entry].astype(np.float64) + (1 - self.average) * value
+                moved = (
+                    self.average * self.round.current[entry].astype(np.float64)
+                    + (1 - self.average) * value
+                )
                 state[entry] = moved.astype(state[entry].dtype)
         return state
 
 
 @register_rule
 class BatchMoments(Rule):
-    """Send the means of x and x^2 over the round's mini-batches, under the names of a layer's running statistics."""
+    """Send the means of x and x^2 over the round's mini-batches, under the names of a layer's
+    running statistics.
+    """
 
     #: whether they are sent
     batch_moments: bool = False
@@ -93,7 +103,9 @@ class BatchMoments(Rule):
         sent: dict[str, torch.Tensor] = {}
         layers = bn_layers(session.model)
         seen = self._statistics.stop()
-        moving = {name: values for name, values in seen.items() if not keeps_statistics(layers[name])}
+        moving = {
+            name: values for name, values in seen.items() if not keeps_statistics(layers[name])
+        }
         for name, (variance, mean, *_) in under_all_names(session.model, moving):
             prefix = f"{name}." if name else ""
             # in float64, because the server takes the square of the mean away

@@ -1,6 +1,7 @@
 """FedAvg. The clients' half is `fedbn_flwr/client/training.py`: plain local steps.
 
-McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data, AISTATS 2017, algorithm 1:
+McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data, AISTATS
+2017, algorithm 1:
 
     for each round t = 1, 2, ...:
         S_t <- random set of m = max(C K, 1) clients
@@ -26,12 +27,14 @@ Weighting = Literal["examples", "uniform"]
 class FedAvg(BaseStrategy):
     r"""Federated averaging of the whole state, BN statistics included.
 
-    McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data, AISTATS 2017.
+    McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data,
+    AISTATS 2017.
 
-        w <- sum_k p_k w_k,   p_k = n_k / sum n  (`weighting="examples"`)  or  1 / K  (`weighting="uniform"`)
+        w <- sum_k p_k w_k,   p_k = n_k / sum n  (`weighting="examples"`)  or  1 / K
+        (`weighting="uniform"`)
 
-    Floating-point entries are averaged in float64 and keep their dtype; of a counter, the largest is taken. With one
-    client and E steps this is plain training.
+    Floating-point entries are averaged in float64 and keep their dtype; of a counter, the largest
+    is taken. With one client and E steps this is plain training.
     """
 
     paper: ClassVar[str] = "McMahan et al., AISTATS 2017"
@@ -39,7 +42,9 @@ class FedAvg(BaseStrategy):
     def __init__(
         self,
         *,
-        weighting: Annotated[Weighting, "how much a client counts: examples or uniform"] = "examples",
+        weighting: Annotated[
+            Weighting, "how much a client counts: examples or uniform"
+        ] = "examples",
         **options: Any,
     ) -> None:
         super().__init__(**options)

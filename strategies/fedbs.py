@@ -34,28 +34,35 @@ class FedBSState(MethodState):
 
 @register_strategy("fedbs")
 class FedBS(FedAvg):
-    """Weigh clients by their training loss until the losses agree, then weigh them equally and add a proximal term.
+    """Weigh clients by their training loss until the losses agree, then weigh them equally and add
+    a proximal term.
 
-    Idrissi et al., FedBS: Learning on Non-IID Data in Federated Learning using Batch Normalization, ICTAI 2021.
+    Idrissi et al., FedBS: Learning on Non-IID Data in Federated Learning using Batch Normalization,
+    ICTAI 2021.
 
         stage 1:  p_k = F_k / sum F          while std(F_1 ... F_K) > eps
         stage 2:  p_k = 1 / K, FedProx(mu)   from the round after `patience_rounds` consecutive ones at or below eps
 
-    F_k is, with `loss="local"`, the loss on all of the client's data at the model that it sends, with that model's
-    running statistics. So section I defines it, F_k(w) = (1 / n_k) sum_j f_j(w; x_j, y_j), where a sample's loss
-    depends on no other sample; section IV weighs by "the loss of a local model"; and Algorithm 1 computes F_k after
-    the step and returns it with w. The algorithm may also be read as the mean over the mini-batches of the round:
-    `loss="running"`, which costs no pass over the data, and counts what the client did not know at first.
+    F_k is, with `loss="local"`, the loss on all of the client's data at the model that it sends,
+    with that model's running statistics. So section I defines it, F_k(w) = (1 / n_k) sum_j f_j(w;
+    x_j, y_j), where a sample's loss depends on no other sample; section IV weighs by "the loss of a
+    local model"; and Algorithm 1 computes F_k after the step and returns it with w. The algorithm
+    may also be read as the mean over the mini-batches of the round: `loss="running"`, which costs
+    no pass over the data, and counts what the client did not know at first.
 
-    std is the population's. The paper's Algorithm 1 has no number of consecutive rounds and a strict "<"; its text has
-    both as here. With equal losses this is FedAvg with uniform weights. A loss that is negative or not finite cannot be
-    a weight: the client has none, as with a loss of 0, which is logged; if no client has one, all count equally. The
-    paper gives no `mu`; the default is one of those that FedProx's tries. Step 3 of section IV lets clients update
-    "training and inference statistics" from the received ones; here as in FedAvg, mini-batches have their own.
+    std is the population's. The paper's Algorithm 1 has no number of consecutive rounds and a
+    strict "<"; its text has both as here. With equal losses this is FedAvg with uniform weights. A
+    loss that is negative or not finite cannot be a weight: the client has none, as with a loss of
+    0, which is logged; if no client has one, all count equally. The paper gives no `mu`; the
+    default is one of those that FedProx's tries. Step 3 of section IV lets clients update "training
+    and inference statistics" from the received ones; here as in FedAvg, mini-batches have their
+    own.
     """
 
     paper: ClassVar[str] = "Idrissi et al., ICTAI 2021"
-    sends: ClassVar[tuple[Sent, ...]] = (Sent("losses, by which nodes are weighted", is_robust=False),)
+    sends: ClassVar[tuple[Sent, ...]] = (
+        Sent("losses, by which nodes are weighted", is_robust=False),
+    )
     reads_replies: bool = True
     replaced: ClassVar[tuple[str, ...]] = ("weighting",)
     state_type: ClassVar[type[MethodState]] = FedBSState
@@ -64,12 +71,17 @@ class FedBS(FedAvg):
     def __init__(
         self,
         *,
-        epsilon: Annotated[float, "losses agree when their standard deviation is at or below this", Range(0)] = 0.1,
-        patience_rounds: Annotated[int, "consecutive rounds in which losses agree before stage 2", Range(1)] = 5,
+        epsilon: Annotated[
+            float, "losses agree when their standard deviation is at or below this", Range(0)
+        ] = 0.1,
+        patience_rounds: Annotated[
+            int, "consecutive rounds in which losses agree before stage 2", Range(1)
+        ] = 5,
         mu: Annotated[float, "weight of the proximal term", Range(0)] = 0.01,
         loss: Annotated[
             Literal["local", "running"],
-            "losses that are weights: local (on all local data, after training) or running (of the mini-batches)",
+            "losses that are weights: local (on all local data, after training) or running (of "
+            "the mini-batches)",
         ] = "local",
         **options: Any,
     ) -> None:
@@ -91,7 +103,11 @@ class FedBS(FedAvg):
         key = LOSSES[self.loss]
         weights = [_loss(reply, key) for reply in replies]
         if all(key not in reply.metrics for reply in replies):
-            remedy = "; name the one that holds it: ClientApp(..., loss_key=...)" if key == wire.TRAIN_LOSS else ""
+            remedy = (
+                "; name the one that holds it: ClientApp(..., loss_key=...)"
+                if key == wire.TRAIN_LOSS
+                else ""
+            )
             first = replies[0]
             raise CannotTrainError(
                 f"FedBS weighs by the metric {key!r}, which no node sent; node {first.node} sent "
@@ -111,7 +127,11 @@ class FedBS(FedAvg):
         state, measured = self.state, self.round.measured
         measured["fedbs-stage"] = state.stage
         if state.stage == 1:
-            losses = [loss for reply in pooled.replies if (loss := _loss(reply, LOSSES[self.loss])) is not None]
+            losses = [
+                loss
+                for reply in pooled.replies
+                if (loss := _loss(reply, LOSSES[self.loss])) is not None
+            ]
             deviation = measured["loss-deviation"] = float(np.std(losses)) if losses else inf
             state.calm_rounds = state.calm_rounds + 1 if deviation <= self.epsilon else 0
             if state.calm_rounds >= self.patience_rounds:

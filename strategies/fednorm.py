@@ -28,16 +28,17 @@ class FedNormState(MethodState):
 
 @register_strategy("fednorm")
 class FedNorm(FedAvg):
-    """Averaging with a set of BN layers for each domain: its nodes share BN, all nodes share the rest.
+    """Averaging with a set of BN layers for each domain: its nodes share BN, all nodes share the
+    rest.
 
-    Bernecker et al., FedNorm: Modality-Based Normalization in Federated Learning for Multi-Modal Liver Segmentation,
-    2022.
+    Bernecker et al., FedNorm: Modality-Based Normalization in Federated Learning for Multi-Modal
+    Liver Segmentation, 2022.
 
         w <- sum_k p_k w_k  over all nodes;   BN_d <- sum_{k in d} p_k BN_k / sum_{k in d} p_k
 
-    A node says its domain when asked (`describe`). A node whose samples are not of exactly one domain has no weight,
-    which is logged; only such nodes are an error. With a single domain this is FedAvg. Unlike FedBN nothing stays on a
-    node, so a node that comes late gets its domain's BN.
+    A node says its domain when asked (`describe`). A node whose samples are not of exactly one
+    domain has no weight, which is logged; only such nodes are an error. With a single domain this
+    is FedAvg. Unlike FedBN nothing stays on a node, so a node that comes late gets its domain's BN.
     """
 
     paper: ClassVar[str] = "Bernecker et al., 2022, arXiv:2205.11096"
@@ -50,13 +51,17 @@ class FedNorm(FedAvg):
     evaluated_with: ClassVar[tuple[str, ...]] = ("running", "own")
     replaced: ClassVar[tuple[str, ...]] = ("server_optimizer", "server_lr")
 
-    def package(self, nodes: Sequence[int], arrays: ArrayRecord) -> dict[int, dict[str, ArrayRecord]]:
+    def package(
+        self, nodes: Sequence[int], arrays: ArrayRecord
+    ) -> dict[int, dict[str, ArrayRecord]]:
         """The state with the BN entries of each node's domain."""
         packages = super().package(nodes, arrays)
         described = self.describe(self.round.grid, list(nodes))
         for node, groups in packages.items():
             if own := self.state.by_domain.get(described[node].domain):
-                groups[self.arrayrecord_key] = make_record({**groups[self.arrayrecord_key], **arrays_to_record(own)})
+                groups[self.arrayrecord_key] = make_record(
+                    {**groups[self.arrayrecord_key], **arrays_to_record(own)}
+                )
         return packages
 
     def weigh(self, replies: Sequence[NodeReply]) -> list[float]:
@@ -65,16 +70,23 @@ class FedNorm(FedAvg):
         stray = [node for node in described if described[node].domain < 0]
         if len(stray) == len(replies):
             raise CannotTrainError(
-                f"FedNorm needs one domain a node, and node {stray[0]} names none: its samples must all come from one "
-                "domain of a data set that has domains (for example digits-domains with the partition domain:1)"
+                f"FedNorm needs one domain a node, and node {stray[0]} names none: its samples "
+                "must all come from one "
+                "domain of a data set that has domains (for example digits-domains with the "
+                "partition domain:1)"
             )
         for node in stray:
-            log(WARNING, "FedNorm: node %d names no domain, so it has no weight in this round", node)
+            log(
+                WARNING, "FedNorm: node %d names no domain, so it has no weight in this round", node
+            )
         weights = zip(replies, super().weigh(replies), strict=True)
         return [0.0 if reply.node in stray else weight for reply, weight in weights]
 
     def update(self, pooled: Pooled) -> Arrays:
-        """Average BN within domains; the global state holds the mean over all nodes, for a node without a domain."""
+        """Average BN within domains.
+
+        The global state holds the mean over all nodes, for a node without a domain.
+        """
         described = self.describe(self.round.grid, [reply.node for reply in pooled.replies])
         names = set(Counter(node.bn_entries for node in described.values()).most_common(1)[0][0])
         members: dict[int, list[NodeReply]] = {}
@@ -82,8 +94,13 @@ class FedNorm(FedAvg):
             if pooled.weights[reply.node]:
                 members.setdefault(described[reply.node].domain, []).append(reply)
         for domain, replies in sorted(members.items()):
-            entries = [{name: value for name, value in reply.arrays.items() if name in names} for reply in replies]
-            self.state.by_domain[domain] = average(entries, [pooled.weights[reply.node] for reply in replies])
+            entries = [
+                {name: value for name, value in reply.arrays.items() if name in names}
+                for reply in replies
+            ]
+            self.state.by_domain[domain] = average(
+                entries, [pooled.weights[reply.node] for reply in replies]
+            )
         sets = [own for _, own in sorted(self.state.by_domain.items())]
         self.state.personal |= average(sets, [1.0] * len(sets))
         return super().update(pooled)

@@ -23,7 +23,12 @@ class FedProx(FedAvg):
 
     paper: ClassVar[str] = "T. Li et al., MLSys 2020"
 
-    def __init__(self, *, mu: Annotated[float, "weight of the proximal term", Range(0)] = 0.01, **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        mu: Annotated[float, "weight of the proximal term", Range(0)] = 0.01,
+        **options: Any,
+    ) -> None:
         super().__init__(**options)
         self.mu = mu
 
@@ -36,8 +41,9 @@ class FedProx(FedAvg):
 class Proximal(Rule):
     """The gradient of (mu / 2) * ||w - w_0||^2, w_0 being the received parameters.
 
-    T. Li et al., Federated Optimization in Heterogeneous Networks (FedProx), MLSys 2020. Over the parameters that
-    learn, at every step; added to the gradient, so that the training loss stays the loss on the data.
+    T. Li et al., Federated Optimization in Heterogeneous Networks (FedProx), MLSys 2020. Over the
+    parameters that learn, at every step; added to the gradient, so that the training loss stays the
+    loss on the data.
     """
 
     #: mu; `proximal-mu` is also what Flower's own FedProx sends

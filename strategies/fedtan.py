@@ -1,4 +1,6 @@
-"""FedTAN, the server's half of Algorithm 1 of Wang et al. In the paper's symbols, and where it is done:
+"""FedTAN, the server's half of Algorithm 1 of Wang et al.
+
+In the paper's symbols, and where it is done:
 
     for r = 1, 2, ..., R:                                                   BaseStrategy.start
         server sends {w_{r-1}, S_{r-1}} to all clients i                    BaseStrategy.configure_train
@@ -16,9 +18,10 @@
         server: {w_r, S_r} = sum_i p_i {w_i, S_i}                           average, in `server/pooling.py`  (7)
 
 Stacked clients train in `fedbn_flwr/simulation/stacked/training.py` in place of `BNClient.train`.
-`take_step` is in `fedbn_flwr/layerwise/steps.py`, and the mathematics of one layer, which is the client's half, in
-`shared_batch_norm.py` beside it. `Layerwise`, which starts again without the nodes that fail, is in
-`base_layerwise.py`. What carries the exchanges between the two halves is in `fedbn_flwr/transports/`.
+`take_step` is in `fedbn_flwr/layerwise/steps.py`, and the mathematics of one layer, which is the
+client's half, in `shared_batch_norm.py` beside it. `Layerwise`, which starts again without the
+nodes that fail, is in `base_layerwise.py`. What carries the exchanges between the two halves is in
+`fedbn_flwr/transports/`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -51,32 +54,37 @@ class FedTANState(MethodState):
 
 @register_strategy("fedtan")
 class FedTAN(Layerwise):
-    """BN statistics and their gradients are, in the first local step, those of all clients' mini-batches together.
+    """BN statistics and their gradients are, in the first local step, those of all clients'
+    mini-batches together.
 
-    Wang et al., Why Batch Normalization Damage Federated Learning on Non-IID Data?, algorithms 1 to 3. In the first of
-    E local steps, with L uses of BN layers, and p_i as for the models,
+    Wang et al., Why Batch Normalization Damage Federated Learning on Non-IID Data?, algorithms 1 to
+    3. In the first of E local steps, with L uses of BN layers, and p_i as for the models,
 
-        forward, each layer:   mean = sum_i p_i mean_i,   variance = sum_i p_i variance_i
-        backward, each layer:  dF/dmean = sum_i p_i dF_i/dmean,   dF/dvariance = sum_i p_i dF_i/dvariance
+        forward, each layer:   mean = sum_i p_i mean_i,   variance = sum_i p_i variance_i backward,
+        each layer:  dF/dmean = sum_i p_i dF_i/dmean,   dF/dvariance = sum_i p_i dF_i/dvariance
 
-    where variance_i is the mean square about the pooled mean, not about the client's own. So with E = 1 and p_i
-    proportional to the sizes of the mini-batches a round is one step of centralized SGD on their union.
-    `exchange="paper"` asks for mean, variance and gradients one after the other: 3L + 1 exchanges a round; `fused`, the
-    default, for mean and variance at once: 2L + 1, the same numbers. With one client this is FedAvg.
+    where variance_i is the mean square about the pooled mean, not about the client's own. So with E
+    = 1 and p_i proportional to the sizes of the mini-batches a round is one step of centralized SGD
+    on their union. `exchange="paper"` asks for mean, variance and gradients one after the other: 3L
+    + 1 exchanges a round; `fused`, the default, for mean and variance at once: 2L + 1, the same
+    numbers. With one client this is FedAvg.
 
-    `carry=True` needs one exchange a round, as FedAvg: first steps use corrections from earlier rounds. The server
-    keeps each node's local values of every BN layer. From those of a round's participants it makes the corrections that
-    go with their models in that round's ordinary training message, and their replies bring new values. Statistics are
-    averaged over rounds: after j rounds, what was kept counts `memory` to the power of j.
-    `fedbn_flwr.layerwise.carried` derives it. A node that was never heard, was not heard for more than `oldest` rounds,
-    or did not reply when last drawn, goes without corrections, and is not in the pool. What corrections of gradients
-    add because a drawn node is silent, those of the next round take back. Messages carry 4 numbers a BN channel more,
-    each way (2 without gradients), and each layer's name and 3 sizes. Nodes remember nothing. Corrections of statistics
-    are cut to 3 standard deviations, and ratios of variances to 1/3 and 3. The server keeps at most 256 megabytes.
+    `carry=True` needs one exchange a round, as FedAvg: first steps use corrections from earlier
+    rounds. The server keeps each node's local values of every BN layer. From those of a round's
+    participants it makes the corrections that go with their models in that round's ordinary
+    training message, and their replies bring new values. Statistics are averaged over rounds: after
+    j rounds, what was kept counts `memory` to the power of j. `fedbn_flwr.layerwise.carried`
+    derives it. A node that was never heard, was not heard for more than `oldest` rounds, or did not
+    reply when last drawn, goes without corrections, and is not in the pool. What corrections of
+    gradients add because a drawn node is silent, those of the next round take back. Messages carry
+    4 numbers a BN channel more, each way (2 without gradients), and each layer's name and 3 sizes.
+    Nodes remember nothing. Corrections of statistics are cut to 3 standard deviations, and ratios
+    of variances to 1/3 and 3. The server keeps at most 256 megabytes.
 
-    Deviations: the authors' code uses another optimizer for the layer-wise step than for the steps after it; here, the
-    same one goes on. p_i is the share of examples, in their code 1 / N (`weighting="uniform"`). The running variance is
-    corrected by n / (n - 1), n being the count over all clients, as in PyTorch.
+    Deviations: the authors' code uses another optimizer for the layer-wise step than for the steps
+    after it; here, the same one goes on. p_i is the share of examples, in their code 1 / N
+    (`weighting="uniform"`). The running variance is corrected by n / (n - 1), n being the count
+    over all clients, as in PyTorch.
     """
 
     paper: ClassVar[str] = "Wang et al., 2023, arXiv:2301.02982"
@@ -89,19 +97,22 @@ class FedTAN(Layerwise):
         self,
         *,
         exchange: Annotated[
-            Literal["fused", "paper"], "fused (mean and variance in one exchange) or paper (in two); the same numbers"
+            Literal["fused", "paper"],
+            "fused (mean and variance in one exchange) or paper (in two); the same numbers",
         ] = "fused",
         carry: Annotated[
             bool, "use corrections from earlier rounds in place of exchanges: one exchange a round"
         ] = False,
         memory: Annotated[
             float,
-            "share of a node's earlier statistics in what carry=true keeps, after one round; 0 keeps the last only",
+            "share of a node's earlier statistics in what carry=true keeps, after one round; 0 "
+            "keeps the last only",
             Range(0, 1, "high"),
         ] = 0.5,
         oldest: Annotated[
             int,
-            "rounds after which a node's values are too old for corrections with carry=true; 0 is no limit",
+            "rounds after which a node's values are too old for corrections with carry=true; 0 is "
+            "no limit",
             Range(0),
         ] = 4,
         **options: Any,
@@ -114,7 +125,9 @@ class FedTAN(Layerwise):
         if carry:
             self.let_send(Sent("values that carry=true keeps"))
         if self.carry and exchange != "fused":
-            raise ValueError(f"carried corrections are always fused: exchange={exchange!r} goes without them")
+            raise ValueError(
+                f"carried corrections are always fused: exchange={exchange!r} goes without them"
+            )
         self.mode = self.modes["carried" if self.carry else exchange]
 
     @property
@@ -122,7 +135,9 @@ class FedTAN(Layerwise):
         """Return what the server makes of the values that it keeps."""
         return CarriedValues(self.memory, self.oldest, self.averager.combiner, self.state.carried)
 
-    def package(self, nodes: Sequence[int], arrays: ArrayRecord) -> dict[int, dict[str, ArrayRecord]]:
+    def package(
+        self, nodes: Sequence[int], arrays: ArrayRecord
+    ) -> dict[int, dict[str, ArrayRecord]]:
         """Add the nodes' corrections; evaluations are instructed without them."""
         packages = super().package(nodes, arrays)
         if self.round.instruction.layerwise in wire.CARRIED_MODES:
@@ -136,9 +151,14 @@ class FedTAN(Layerwise):
     def update(self, pooled: Pooled) -> Arrays:
         """Keep the nodes' values, and update the model."""
         if self.carry:
-            sent = {message.metadata.dst_node_id: message.content.array_records for message in self.round.messages}
+            sent = {
+                message.metadata.dst_node_id: message.content.array_records
+                for message in self.round.messages
+            }
             corrections = {
-                node: arrays_of(groups[wire.CARRIED]) for node, groups in sent.items() if wire.CARRIED in groups
+                node: arrays_of(groups[wire.CARRIED])
+                for node, groups in sent.items()
+                if wire.CARRIED in groups
             }
             silent = set(self.round.nodes) - pooled.weights.keys()
             self.carried.settle(corrections, silent, pooled.weights)
@@ -146,36 +166,48 @@ class FedTAN(Layerwise):
                 values = reply.records.get(wire.CARRIED)
                 if values is None:
                     continue
-                if reason := self.carried.hear(reply.node, reply.num_examples, values, self.round.number):
+                if reason := self.carried.hear(
+                    reply.node, reply.num_examples, values, self.round.number
+                ):
                     log(WARNING, "Node %d goes without carried corrections: %s", reply.node, reason)
         return super().update(pooled)
 
     def _weigh_examples(self, examples: Examples) -> list[float]:
-        """Return the weights that the nodes' models will have; none if these are fewer nodes than can be pooled."""
+        """Return the weights that the nodes' models will have; none if these are fewer nodes than
+        can be pooled.
+        """
         if self.averager.refuse_few(len(examples), self.round.number, "carried values"):
             return []
-        return self._weigh_participants([Participant(0, node, count) for node, count in examples.items()])
+        return self._weigh_participants(
+            [Participant(0, node, count) for node, count in examples.items()]
+        )
 
 
 @register_strategy("feddna")
 class FedDNA(FedTAN):
-    """BN statistics, but not their gradients, are those of all clients' mini-batches in the first local step.
+    """BN statistics, but not their gradients, are those of all clients' mini-batches in the first
+    local step.
 
-    Wang et al., Why Batch Normalization Damage Federated Learning on Non-IID Data?, section 6: FedAvg + algorithm 2,
-    their simplified form of FedDNA (Duan et al., FedDNA: Federated Learning with Decoupled Normalization-Layer
-    Aggregation for Non-IID Data, ECML PKDD 2021).
+    Wang et al., Why Batch Normalization Damage Federated Learning on Non-IID Data?, section 6:
+    FedAvg + algorithm 2, their simplified form of FedDNA (Duan et al., FedDNA: Federated Learning
+    with Decoupled Normalization-Layer Aggregation for Non-IID Data, ECML PKDD 2021).
 
         forward, each layer:   mean = sum_i p_i mean_i,   variance = sum_i p_i variance_i
 
-    where variance_i is about the pooled mean. Backward, each client goes on with its own dF_i/dmean and
-    dF_i/dvariance. `exchange="paper"` asks for one after the other, as algorithm 2: 2L + 1 exchanges a round; `fused`,
-    the default, for both at once: L + 1, the same numbers. With one client this is FedAvg.
+    where variance_i is about the pooled mean. Backward, each client goes on with its own dF_i/dmean
+    and dF_i/dvariance. `exchange="paper"` asks for one after the other, as algorithm 2: 2L + 1
+    exchanges a round; `fused`, the default, for both at once: L + 1, the same numbers. With one
+    client this is FedAvg.
 
     `carry=True` uses corrections from earlier rounds instead: one exchange a round.
     """
 
     paper: ClassVar[str] = "Duan et al., 2021, as in Wang et al."
-    modes: ClassVar[Mapping[str, str]] = {"fused": "forward", "paper": "forward-paper", "carried": "carried-forward"}
+    modes: ClassVar[Mapping[str, str]] = {
+        "fused": "forward",
+        "paper": "forward-paper",
+        "carried": "carried-forward",
+    }
 
 
 @register_strategy("fedtan-ii")
@@ -187,11 +219,12 @@ class FedTANII(FedTAN, FixBN):
         t <= M:  FedTAN
         t >  M:  FixBN's second stage, one exchange a round
 
-    `m` is M: a number of rounds, a fraction of the run between 0 and 1, or `auto` (FixBN's rule), and takes the place
-    of FixBN's `freeze_round`. With M at or above the number of rounds this is FedTAN, with M = 0 it is FixBN frozen
-    from the start. Frozen statistics are not sent; the paper counts them (`send_frozen=True`). The paper lowers the
-    learning rate at the freeze by hand, from 0.5 to 0.01 on CIFAR-10 and to 0.05 on MNIST: see `FixBN` for `frozen_lr`,
-    which is larger here, as it was measured (docs/fedtan.md).
+    `m` is M: a number of rounds, a fraction of the run between 0 and 1, or `auto` (FixBN's rule),
+    and takes the place of FixBN's `freeze_round`. With M at or above the number of rounds this is
+    FedTAN, with M = 0 it is FixBN frozen from the start. Frozen statistics are not sent; the paper
+    counts them (`send_frozen=True`). The paper lowers the learning rate at the freeze by hand, from
+    0.5 to 0.01 on CIFAR-10 and to 0.05 on MNIST: see `FixBN` for `frozen_lr`, which is larger here,
+    as it was measured (docs/fedtan.md).
     """
 
     paper: ClassVar[str] = "Wang et al., 2023, arXiv:2301.02982"
@@ -203,9 +236,12 @@ class FedTANII(FedTAN, FixBN):
         *,
         m: Annotated[
             float | Literal["auto"],
-            "rounds of FedTAN before the statistics are frozen, or their fraction of the run, or auto",
+            "rounds of FedTAN before the statistics are frozen, or their fraction of the run, or "
+            "auto",
         ] = 0.5,
-        frozen_lr: Annotated[float, "largest learning rate under frozen statistics, as a share of lr", Range(0)] = 0.2,
+        frozen_lr: Annotated[
+            float, "largest learning rate under frozen statistics, as a share of lr", Range(0)
+        ] = 0.2,
         **options: Any,
     ) -> None:
         # FedTAN passes on what it does not know to FixBN

@@ -17,23 +17,26 @@ CLIPPING_BATCH_SIZE = 32
 
 @register_strategy("fedwon")
 class FedWon(FedAvg):
-    """No normalizer at all: convolutions with scaled weight standardization, and adaptive gradient clipping.
+    """No normalizer at all: convolutions with scaled weight standardization, and adaptive gradient
+    clipping.
 
-    Zhuang, Lyu, FedWon: Triumphing Multi-domain Federated Learning Without Normalization, ICLR 2024. Numbers that are
-    compared with are those of the preprint, arXiv:2306.05879.
+    Zhuang, Lyu, FedWon: Triumphing Multi-domain Federated Learning Without Normalization, ICLR
+    2024. Numbers that are compared with are those of the preprint, arXiv:2306.05879.
 
         W'_ij = gain (W_ij - mu_i) / (sigma_i sqrt(N))
         G_i <- lambda G_i ||W_i|| / ||G_i||   where ||G_i|| / ||W_i|| > lambda
 
-    The model must be built with `norm="wsconv"`, which an experiment does by itself. `agc="auto"` clips from batch size
-    32 on, as in the paper's ablation; `wsconv=False` is the ablation without standardization. `gain` is `constant` or
-    `learnable`. With `agc="off"` and the model as it is, this is FedAvg.
+    The model must be built with `norm="wsconv"`, which an experiment does by itself. `agc="auto"`
+    clips from batch size 32 on, as in the paper's ablation; `wsconv=False` is the ablation without
+    standardization. `gain` is `constant` or `learnable`. With `agc="off"` and the model as it is,
+    this is FedAvg.
 
-    Deviations, of which the paper says nothing: convolutions start with rows of unit norm; gamma is that of the
-    activation before a convolution, and the one of ReLU at the images; convolutions that lost a normalizer have a bias.
-    `branch_scale` is the gain of the last convolution of every residual branch. The paper does not mention
-    one, and its text is `branch_scale="paper"`, the same as 1. By default it is `auto`, sqrt(2 / number of branches),
-    without which the variance doubles at every block; Brock et al. take 0.2. Models without branches are the same.
+    Deviations, of which the paper says nothing: convolutions start with rows of unit norm; gamma is
+    that of the activation before a convolution, and the one of ReLU at the images; convolutions
+    that lost a normalizer have a bias. `branch_scale` is the gain of the last convolution of every
+    residual branch. The paper does not mention one, and its text is `branch_scale="paper"`, the
+    same as 1. By default it is `auto`, sqrt(2 / number of branches), without which the variance
+    doubles at every block; Brock et al. take 0.2. Models without branches are the same.
     """
 
     paper: ClassVar[str] = "Zhuang and Lyu, ICLR 2024"
@@ -44,7 +47,8 @@ class FedWon(FedAvg):
         self,
         *,
         agc: Annotated[
-            Literal["on", "off", "auto"], "clip gradients: on, off, or auto, which is on from batch size 32"
+            Literal["on", "off", "auto"],
+            "clip gradients: on, off, or auto, which is on from batch size 32",
         ] = "auto",
         clip_factor: Annotated[
             float,
@@ -53,7 +57,8 @@ class FedWon(FedAvg):
         ] = 0.1,
         wsconv: Annotated[bool, "standardize convolutions; false is the ablation without"] = True,
         gain: Annotated[
-            Literal["constant", "learnable"], "gain of standardized convolutions: constant or learnable"
+            Literal["constant", "learnable"],
+            "gain of standardized convolutions: constant or learnable",
         ] = "constant",
         branch_scale: Annotated[
             float | Literal["auto", "paper"],
@@ -63,7 +68,10 @@ class FedWon(FedAvg):
     ) -> None:
         super().__init__(clip_factor=clip_factor, **options)
         if not wsconv and (gain, branch_scale) != ("constant", "auto"):
-            raise ValueError("gain and branch_scale are of standardized convolutions, which wsconv=false leaves out")
+            raise ValueError(
+                "gain and branch_scale are of standardized convolutions, which wsconv=false "
+                "leaves out"
+            )
         self.agc, self.clips_from = agc, {"on": 0, "auto": CLIPPING_BATCH_SIZE, "off": inf}[agc]
         self.wsconv, self.gain, self.branch_scale = wsconv, gain, branch_scale
 
@@ -72,11 +80,18 @@ class FedWon(FedAvg):
         """Standardized convolutions in place of normalizers."""
         if not options.get("wsconv", True):
             return "none", {}
-        return "wsconv", {name: options[name] for name in ("gain", "branch_scale") if name in options}
+        return "wsconv", {
+            name: options[name] for name in ("gain", "branch_scale") if name in options
+        }
 
     def instruct(self, instruction: Instruction) -> Instruction:
         """Refuse a model with BN, also for clients that cannot tell."""
         if statistics := [name for name in self.round.current if name.endswith("running_var")]:
-            made = "make it with `prepare(model, FedWon)` of fedbn_flwr.strategies, on the server and on the nodes"
-            raise CannotTrainError(f"FedWon is for models without BN, and there is {statistics[0]!r}: {made}")
+            made = (
+                "make it with `prepare(model, FedWon)` of fedbn_flwr.strategies, on the server "
+                "and on the nodes"
+            )
+            raise CannotTrainError(
+                f"FedWon is for models without BN, and there is {statistics[0]!r}: {made}"
+            )
         return super().instruct(instruction)

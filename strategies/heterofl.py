@@ -14,12 +14,12 @@ from .registry import register_strategy
 class HeteroFL(FedAvg):
     """FedAvg with BN that has no running statistics in training, and exact ones in evaluations.
 
-    Diao, Ding, Tarokh, HeteroFL: Computation and Communication Efficient Federated Learning for Heterogeneous
-    Clients, ICLR 2021 (its static BN, without its model slicing). As in its code, statistics are gathered in one
-    exchange, every layer normalizing with its mini-batch.
+    Diao, Ding, Tarokh, HeteroFL: Computation and Communication Efficient Federated Learning for
+    Heterogeneous Clients, ICLR 2021 (its static BN, without its model slicing). As in its code,
+    statistics are gathered in one exchange, every layer normalizing with its mini-batch.
 
-    The model must be built with `norm="static-bn"`, which an experiment does by itself. A model without normalizers
-    is refused.
+    The model must be built with `norm="static-bn"`, which an experiment does by itself. A model
+    without normalizers is refused.
     """
 
     paper: ClassVar[str] = "Diao, Ding and Tarokh, ICLR 2021"

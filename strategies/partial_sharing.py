@@ -1,4 +1,7 @@
-"""Strategies in which a part of the model never leaves the client: BN, its statistics, its affine part, or all."""
+"""Strategies in which a part of the model never leaves the client:
+
+BN, its statistics, its affine part, or all.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -33,15 +36,19 @@ class PartialSharingState(MethodState):
 
 
 class PartialSharing(FedAvg):
-    """FedAvg over the shared entries; each node keeps the entries of the group `stays` in its own `Context.state`.
+    """FedAvg over the shared entries.
 
-    Which entries belong to the group is known by the client, which has the model. The server learns it from the
-    replies: a node gets the whole state until it has answered once, and from then on only what it shares. A node
-    that comes late, or lost its memory, so starts from the server's values of the entries that stay: the initial
-    ones, or with `mean_personal=True` the mean of what the last round's participants hold, under the weights of their
-    models. The latter makes nodes send these entries when they evaluate (never in training). FedBS tests FedBN so, on a
-    node without data: with "the average of the mean and the variance learned in the previous round". A node that did
-    not take part has learned nothing in it, and one that never did holds initial statistics.
+    Each node keeps the entries of the group `stays` in its own `Context.state`.
+
+    Which entries belong to the group is known by the client, which has the model. The server learns
+    it from the replies: a node gets the whole state until it has answered once, and from then on
+    only what it shares. A node that comes late, or lost its memory, so starts from the server's
+    values of the entries that stay: the initial ones, or with `mean_personal=True` the mean of what
+    the last round's participants hold, under the weights of their models. The latter makes nodes
+    send these entries when they evaluate (never in training). FedBS tests FedBN so, on a node
+    without data: with "the average of the mean and the variance learned in the previous round". A
+    node that did not take part has learned nothing in it, and one that never did holds initial
+    statistics.
     """
 
     personal: ClassVar[bool] = True
@@ -68,8 +75,12 @@ class PartialSharing(FedAvg):
         """Let nodes send what they keep, if its mean is wanted."""
         return replace(super().instruct_evaluation(instruction), send_personal=self.mean_personal)
 
-    def package(self, nodes: Sequence[int], arrays: ArrayRecord) -> dict[int, dict[str, ArrayRecord]]:
-        """The whole state for a node that has none of its own, the shared entries for the others."""
+    def package(
+        self, nodes: Sequence[int], arrays: ArrayRecord
+    ) -> dict[int, dict[str, ArrayRecord]]:
+        """The whole state for a node that has none of its own, the shared entries for the
+        others.
+        """
         packages = super().package(nodes, arrays)
         for node in [node for node in nodes if node in self.state.served]:
             whole = packages[node][self.arrayrecord_key]
@@ -78,12 +89,19 @@ class PartialSharing(FedAvg):
         return packages
 
     def ask(self, grid: Grid, messages: Sequence[Message], timeout: float) -> list[Message]:
-        """Let nodes that have lost their entries train from the server's, in this round; return all replies."""
+        """Let nodes that have lost their entries train from the server's, in this round.
+
+        Return all replies.
+        """
         replies = list(super().ask(grid, messages, timeout))
         nodes = sorted({reply.metadata.src_node_id for reply in replies if lacks_state(reply)})
         if not nodes:
             return replies
-        log(WARNING, "Nodes %s have lost the entries that stay on them: they get the whole model", nodes)
+        log(
+            WARNING,
+            "Nodes %s have lost the entries that stay on them: they get the whole model",
+            nodes,
+        )
         for node in nodes:
             self.state.served.pop(node, None)
         packages = self.package(nodes, arrays_to_record(self.round.current))
@@ -100,12 +118,20 @@ class PartialSharing(FedAvg):
         return [*usable, *ask_nodes(grid, again, self.exchange_timeout).values()]
 
     def update(self, pooled: Pooled) -> Arrays:
-        """Average what is shared; the server's values of the rest are the participants' mean, where it is known."""
+        """Average what is shared; the server's values of the rest are the participants' mean, where
+        it is known.
+        """
         self.lose_round()
         self.state.participants = dict(pooled.weights)
         self.state.served |= dict.fromkeys(pooled.weights, True)
         updated = super().update(pooled)
-        return {**updated, **{name: self.state.personal[name] for name in self.state.personal.keys() - pooled.model}}
+        return {
+            **updated,
+            **{
+                name: self.state.personal[name]
+                for name in self.state.personal.keys() - pooled.model
+            },
+        }
 
     def lose_round(self) -> None:
         """Send nodes that failed the whole state next time: they may have lost their memory."""
@@ -115,17 +141,24 @@ class PartialSharing(FedAvg):
     def learn_from_evaluation(self, replies: Sequence[NodeReply]) -> None:
         """Average what the last round's participants hold, if they have sent it."""
         weights = self.state.participants
-        learned = [reply for reply in replies if reply.records.get(wire.STAYS) and reply.node in weights]
-        if learned and not self.averager.refuse_few(len(learned), self.round.number, "kept entries"):
+        learned = [
+            reply for reply in replies if reply.records.get(wire.STAYS) and reply.node in weights
+        ]
+        if learned and not self.averager.refuse_few(
+            len(learned), self.round.number, "kept entries"
+        ):
             states = [reply.records[wire.STAYS] for reply in learned]
-            self.state.personal |= self.averager.average(states, [weights[reply.node] for reply in learned])
+            self.state.personal |= self.averager.average(
+                states, [weights[reply.node] for reply in learned]
+            )
 
 
 @register_strategy("fedbn")
 class FedBN(PartialSharing):
     """BN layers stay on the client, affine parameters and statistics; everything else is averaged.
 
-    X. Li et al., FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, ICLR 2021.
+    X. Li et al., FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, ICLR
+    2021.
 
     A model without BN, on which this would be FedAvg, is refused.
     """
@@ -153,8 +186,9 @@ class SiloBN(PartialSharing):
 class MTFL(PartialSharing):
     """BN's affine parameters stay on the client; its statistics are averaged with everything else.
 
-    Mills, Hu, Min, Multi-Task Federated Learning for Personalised Deep Neural Networks in Edge Computing, TPDS 2021,
-    in the variant that the BN papers compare with (private affine parameters, federated statistics).
+    Mills, Hu, Min, Multi-Task Federated Learning for Personalised Deep Neural Networks in Edge
+    Computing, TPDS 2021, in the variant that the BN papers compare with (private affine parameters,
+    federated statistics).
 
     A model without affine BN, on which this would be FedAvg, is refused.
     """
@@ -167,7 +201,9 @@ class MTFL(PartialSharing):
 
 @register_strategy("standalone")
 class Standalone(PartialSharing):
-    """Training of every node alone, from the common initial model; nothing of the model leaves a node.
+    """Training of every node alone, from the common initial model.
+
+    Nothing of the model leaves a node.
 
     With one node this is plain training.
     """

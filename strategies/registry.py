@@ -1,4 +1,6 @@
-"""The register of strategies, by the name that `--method` takes, and the model that a strategy needs."""
+"""The register of strategies, by the name that `--method` takes, and the model that a strategy
+needs.
+"""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -18,7 +20,8 @@ S = TypeVar("S", bound=BaseStrategy)
 def register_strategy(name: str) -> Callable[[type[S]], type[S]]:
     """Register a strategy under the name that `--method` takes; used as a class decorator.
 
-    Keyword arguments of the constructor become options of the command, each with its help beside it:
+    Keyword arguments of the constructor become options of the command, each with its help beside
+    it:
 
         @register_strategy("pull")
         class Pull(FedAvg):
@@ -35,15 +38,20 @@ def register_strategy(name: str) -> Callable[[type[S]], type[S]]:
 
 
 def prepare(model: nn.Module, method: str | type[BaseStrategy], **options: Any) -> nn.Module:
-    """Return the model with the normalizers that a method brings: FedWon's, HBN's, HeteroFL's; others' stay.
+    """Return the model with the normalizers that a method brings:
 
-    `method` is a strategy, or its name (`fedavg+gn` names a normalizer, too); `options` are those of its constructor.
-    The normalizers are replaced in place. The server's initial model and the nodes' models are both made so.
+    FedWon's, HBN's, HeteroFL's; others' stay.
+
+    `method` is a strategy, or its name (`fedavg+gn` names a normalizer, too); `options` are those
+    of its constructor. The normalizers are replaced in place. The server's initial model and the
+    nodes' models are both made so.
     """
     name, _, kind = method.partition("+") if isinstance(method, str) else (method.__name__, "", "")
     if isinstance(method, str) and name not in REGISTRY:
         raise ValueError(f"unknown strategy {name!r}; {did_you_mean(name, REGISTRY)}")
-    own = (REGISTRY[name] if isinstance(method, str) else method).own_norm(options) or ((kind, {}) if kind else None)
+    own = (REGISTRY[name] if isinstance(method, str) else method).own_norm(options) or (
+        (kind, {}) if kind else None
+    )
     if own and kind not in ("", own[0]):
         raise ValueError(f"{name} sets its own normalizer {own[0]!r}, not {kind!r}")
     return model if own is None else norm.replace(model, own[0], **own[1])

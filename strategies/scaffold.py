@@ -1,7 +1,7 @@
 """SCAFFOLD: the server's half, and below it the clients'.
 
-Karimireddy et al., SCAFFOLD: Stochastic Controlled Averaging for Federated Learning, ICML 2020, algorithm 1, option II
-with a global step of eta_g = 1:
+Karimireddy et al., SCAFFOLD: Stochastic Controlled Averaging for Federated Learning, ICML 2020,
+algorithm 1, option II with a global step of eta_g = 1:
 
     server:  x, c;  client i:  c_i = 0                                  so that c = (1 / N) sum_i c_i = 0
     for each round:
@@ -57,16 +57,17 @@ class Scaffold(FedAvg):
         local:   y <- y - lr (g(y) - c_i + c)
         server:  c <- c + sum_{i in S} p_i (c_i+ - c_i)
 
-    for parameters only, never buffers: BN statistics have no gradient. p_i is the client's share among all N clients:
-    of their examples, or 1 / N as in the paper (`weighting="uniform"`). Nodes keep their c_i, which are 0 at first.
-    So c = sum_i p_i c_i over all N clients in every round, also if only some of them have taken part yet. This makes
-    the minimum of sum_i p_i F_i the fixed point under partial participation. A client that has neither replied nor said
-    how many examples it has counts like the mean of the others, until it replies. A node that forgets its c_i, and a
+    for parameters only, never buffers: BN statistics have no gradient. p_i is the client's share
+    among all N clients: of their examples, or 1 / N as in the paper (`weighting="uniform"`). Nodes
+    keep their c_i, which are 0 at first. So c = sum_i p_i c_i over all N clients in every round,
+    also if only some of them have taken part yet. This makes the minimum of sum_i p_i F_i the fixed
+    point under partial participation. A client that has neither replied nor said how many examples
+    it has counts like the mean of the others, until it replies. A node that forgets its c_i, and a
     reply that is lost, leave c off by that c_i or its change.
 
-    Momentum and Adam keep this fixed point: c_i+ is the mean gradient of the round, which for plain SGD is the paper's
-    formula (see the clients' half). While all variates are zero, as in the first round, this is FedAvg. The variates
-    double the messages.
+    Momentum and Adam keep this fixed point: c_i+ is the mean gradient of the round, which for plain
+    SGD is the paper's formula (see the clients' half). While all variates are zero, as in the first
+    round, this is FedAvg. The variates double the messages.
     """
 
     paper: ClassVar[str] = "Karimireddy et al., ICML 2020"
@@ -78,11 +79,16 @@ class Scaffold(FedAvg):
         """Let clients correct their gradients by the control variates."""
         return super().instruct(instruction).with_rule(control_variates=True)
 
-    def package(self, nodes: Sequence[int], arrays: ArrayRecord) -> dict[int, dict[str, ArrayRecord]]:
+    def package(
+        self, nodes: Sequence[int], arrays: ArrayRecord
+    ) -> dict[int, dict[str, ArrayRecord]]:
         """The model, and c in the dtypes of the model's parameters."""
         packages = super().package(nodes, arrays)
         if self.state.variate:
-            sent = {name: value.astype(self.round.current[name].dtype) for name, value in self.state.variate.items()}
+            sent = {
+                name: value.astype(self.round.current[name].dtype)
+                for name, value in self.state.variate.items()
+            }
             variate = arrays_to_record(sent)
             for groups in packages.values():
                 groups[wire.CONTROL_VARIATES] = variate
@@ -94,19 +100,28 @@ class Scaffold(FedAvg):
         state.total = self._weigh_all(pooled.weights)
         share = sum(pooled.weights.values()) / state.total
         for name, change in pooled.groups[wire.CONTROL_VARIATES].items():
-            # c times the weight of all is the sum of p_i c_i, whatever the others are found to weigh
+            # c times the weight of all is the sum of p_i c_i, whatever the others are found to
+            # weigh
             kept = before / state.total * state.variate.get(name, np.zeros(change.shape))
             state.variate[name] = kept + share * change.astype(np.float64)
         return super().update(pooled)
 
     def _weigh_all(self, weights: Mapping[int, float]) -> float:
-        """Return the weight of all clients; those that nobody knows the weight of weigh as much as the others."""
+        """Return the weight of all clients.
+
+        Those that nobody knows the weight of weigh as much as the others.
+        """
         self.state.weights |= weights
-        known, absent = dict(self.state.weights), sorted({*self.round.grid.get_node_ids()} - self.state.weights.keys())
+        known, absent = (
+            dict(self.state.weights),
+            sorted({*self.round.grid.get_node_ids()} - self.state.weights.keys()),
+        )
         # a node describes itself by its number of examples only, and may not be able to
         if self.weighting == "examples" and self.weighted_by_key == wire.NUM_EXAMPLES:
             described = self.describe(self.round.grid, absent)
-            known |= {node: each.num_examples for node, each in described.items() if each.num_examples > 0}
+            known |= {
+                node: each.num_examples for node, each in described.items() if each.num_examples > 0
+            }
             name_dominant(known, "the control variates")
         return fsum(known.values()) * (1 + len(set(absent) - known.keys()) / len(known))
 
@@ -115,7 +130,8 @@ class Scaffold(FedAvg):
 class ControlVariates(Rule):
     """Correct every gradient by c - c_i, over the parameters that are shared, never buffers.
 
-    Karimireddy et al., SCAFFOLD, ICML 2020, algorithm 1, option II: after K steps of plain SGD from x to y,
+    Karimireddy et al., SCAFFOLD, ICML 2020, algorithm 1, option II: after K steps of plain SGD from
+    x to y,
 
         c_i+ = c_i - c + (x - y) / (K lr)
 
@@ -125,10 +141,11 @@ class ControlVariates(Rule):
 
         c_i+ = (g_1 + ... + g_K) / K
 
-    and this rule takes that mean itself. For plain SGD the numbers are option II's. With momentum or Adam, x - y is
-    no longer K lr times a mean gradient: with momentum m from rest it is larger by the factor
-    sum_k (1 - m^k) / (K (1 - m)), 2.6 for m = 0.9 and K = 5, and option II as printed diverges. Weight decay is the
-    same function on every client and needs no correction, so c_i is without it.
+    and this rule takes that mean itself. For plain SGD the numbers are option II's. With momentum
+    or Adam, x - y is no longer K lr times a mean gradient: with momentum m from rest it is larger
+    by the factor sum_k (1 - m^k) / (K (1 - m)), 2.6 for m = 0.9 and K = 5, and option II as printed
+    diverges. Weight decay is the same function on every client and needs no correction, so c_i is
+    without it.
     """
 
     #: whether gradients are corrected
@@ -137,16 +154,23 @@ class ControlVariates(Rule):
 
     def begin(self, session: Session) -> None:
         """Recall c_i, and start the sum of gradients."""
-        shared = {name: value for name, value in session.learned().items() if name not in session.stays}
+        shared = {
+            name: value for name, value in session.learned().items() if name not in session.stays
+        }
         zeros = {name: torch.zeros_like(value) for name, value in shared.items()}
         server = {**zeros, **on_device(session.received.get(wire.CONTROL_VARIATES, {}), zeros)}
         self._own = {**zeros, **on_device(session.memory.recall(wire.CONTROL_VARIATES), zeros)}
         self._sums = {name: torch.zeros_like(value) for name, value in shared.items()}
-        self._corrected = [(value, self._sums[name], server[name] - self._own[name]) for name, value in shared.items()]
+        self._corrected = [
+            (value, self._sums[name], server[name] - self._own[name])
+            for name, value in shared.items()
+        ]
 
     def adjust(self) -> None:
         """Sum the gradients, and add c - c_i to them."""
-        corrected = [(value.grad, *rest) for value, *rest in self._corrected if value.grad is not None]
+        corrected = [
+            (value.grad, *rest) for value, *rest in self._corrected if value.grad is not None
+        ]
         if corrected:
             gradients, totals, corrections = zip(*corrected, strict=True)
             torch._foreach_add_(totals, gradients)
@@ -156,11 +180,15 @@ class ControlVariates(Rule):
         """Store c_i+ and send its change."""
         after = {name: total / _steps(session, total) for name, total in self._sums.items()}
         session.memory.store(wire.CONTROL_VARIATES, after)
-        session.records[wire.CONTROL_VARIATES] = {name: value - self._own[name] for name, value in after.items()}
+        session.records[wire.CONTROL_VARIATES] = {
+            name: value - self._own[name] for name, value in after.items()
+        }
 
 
 def _steps(session: Session, like: Tensor) -> int | Tensor:
-    """Return K, as one number or, for stacked clients with different numbers of steps, one in each row."""
+    """Return K, as one number or, for stacked clients with different numbers of steps, one in each
+    row.
+    """
     if not isinstance(session.steps, Tensor):
         return max(session.steps, 1)
     return session.steps.clamp(min=1).to(like).reshape(-1, *[1] * (like.dim() - 1))

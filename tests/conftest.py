@@ -44,7 +44,10 @@ LONGEST = {
 
 @pytest.fixture
 def flower_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """What Flower logs, and this project with it: Flower's logger does not pass on to the root logger."""
+    """What Flower logs, and this project with it:
+
+    Flower's logger does not pass on to the root logger.
+    """
     logger = logging.getLogger("flwr")
     logger.addHandler(caplog.handler)
     yield caplog
@@ -53,7 +56,9 @@ def flower_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFi
 
 @pytest.fixture
 def only_composed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pictures get their lines and labels, and are written as one pixel: to lay one out takes longer than a run."""
+    """Pictures get their lines and labels, and are written as one pixel: to lay one out takes
+    longer than a run.
+    """
 
     def one_pixel(figure: object, file: Path | IO[bytes], **_: object) -> None:
         from PIL import Image  # absent where this package is installed without extras
@@ -64,12 +69,16 @@ def only_composed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files that take longest, so that at the end no process waits long for another one."""
+    """Begin with the files that take longest, so that at the end no process waits long for another
+    one.
+    """
     items.sort(key=lambda item: item.path.stem not in LONGEST)
 
 
 def pytest_collection_finish() -> None:
-    """Take what thousands of collected tests consist of out of what Python looks through for garbage."""
+    """Take what thousands of collected tests consist of out of what Python looks through for
+    garbage.
+    """
     gc.collect()
     gc.freeze()
 

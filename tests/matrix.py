@@ -1,7 +1,8 @@
 """Test what plugs into Flower projects under other versions of Python and Flower: `make matrix`.
 
-For each cell PYTHON:FLOWER the wheel is installed without extras into an environment of its own, which is removed
-afterwards. Prints a row a cell, and fails if a test does. An environment takes 5 GB and half a minute.
+For each cell PYTHON:FLOWER the wheel is installed without extras into an environment of its own,
+which is removed afterwards. Prints a row a cell, and fails if a test does. An environment takes 5
+GB and half a minute.
 """
 
 import subprocess
@@ -21,7 +22,8 @@ TESTS = (
     "tests/layerwise/test_suspended_step.py",
     "tests/simulation/processes/test_in_workers.py",
 )
-#: Flower 1.42 requires a certifi that some package mirrors do not have yet; older Flowers have no such requirement
+#: Flower 1.42 requires a certifi that some package mirrors do not have yet; older Flowers have no
+#: such requirement
 OVERRIDE = "certifi>=2024"
 
 
@@ -46,7 +48,17 @@ def _test(cell: str, wheel: Path, folder: Path) -> int:
         override = Path(place, "override.txt")
         override.write_text(OVERRIDE)
         needed = (f"fedbn-flwr @ {wheel.as_uri()}", f"flwr=={flower}", "pytest", "hypothesis")
-        run(BIN / "uv", "pip", "install", "--quiet", "--python", interpreter, "--override", override, *needed)
+        run(
+            BIN / "uv",
+            "pip",
+            "install",
+            "--quiet",
+            "--python",
+            interpreter,
+            "--override",
+            override,
+            *needed,
+        )
         tested = subprocess.run(
             [interpreter, "-m", "pytest", "-q", "-p", "no:warnings", "-m", "not slow", *TESTS],
             cwd=folder,

@@ -19,7 +19,14 @@ def test_it_cites_the_version_and_the_licence_of_the_package() -> None:
 
 def test_the_papers_are_those_that_strategies_name() -> None:
     cited = {item["value"] for paper in CITATION["references"] for item in paper["identifiers"]}
-    named = {text for kind in REGISTRY.values() for text in re.findall(r"arXiv:[\d.]+\d", vars(kind).get("paper", ""))}
-    linked = re.findall(r"\[(arXiv:[\d.]+)\]\(https://arxiv.org/abs/([\d.]+)\)", (ROOT / "docs/methods.md").read_text())
+    named = {
+        text
+        for kind in REGISTRY.values()
+        for text in re.findall(r"arXiv:[\d.]+\d", vars(kind).get("paper", ""))
+    }
+    linked = re.findall(
+        r"\[(arXiv:[\d.]+)\]\(https://arxiv.org/abs/([\d.]+)\)",
+        (ROOT / "docs/methods.md").read_text(),
+    )
     assert cited == named == {text for text, _ in linked}
     assert all(text == f"arXiv:{number}" for text, number in linked)

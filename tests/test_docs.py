@@ -1,4 +1,7 @@
-"""What the documentation shows works: Python blocks run, commands parse, links lead somewhere, tables are complete."""
+"""What the documentation shows works:
+
+Python blocks run, commands parse, links lead somewhere, tables are complete.
+"""
 
 import json
 import re
@@ -40,9 +43,13 @@ def blocks(page: Path, language: str) -> list[str]:
 
 def commands(page: Path, program: str) -> list[list[str]]:
     """The lines of bash blocks and the code within text that call a program, as words."""
-    lines = [line for block in blocks(page, "bash") for line in block.replace("\\\n", " ").splitlines()]
+    lines = [
+        line for block in blocks(page, "bash") for line in block.replace("\\\n", " ").splitlines()
+    ]
     lines += re.findall(r"`([^`\n]+)`", page.read_text())
-    return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith(f"{program} ")]
+    return [
+        shlex.split(line, comments=True)[1:] for line in lines if line.startswith(f"{program} ")
+    ]
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +61,9 @@ def registered() -> Iterator[None]:
 
 @pytest.fixture
 def folder(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """The current folder, with the files that a page shows: blocks whose first line is `# NAME.py`."""
+    """The current folder, with the files that a page shows: blocks whose first line is `#
+    NAME.py`.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     for block in blocks(page, "python"):
@@ -65,7 +74,10 @@ def folder(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(page, marks=[pytest.mark.slow] if page.name != "README.md" else []) for page in PAGES],
+    [
+        pytest.param(page, marks=[pytest.mark.slow] if page.name != "README.md" else [])
+        for page in PAGES
+    ],
     ids=NAMES,
 )
 @pytest.mark.usefixtures("folder")
@@ -181,7 +193,9 @@ def test_the_site_is_built_without_a_warning_and_its_links_lead_somewhere(tmp_pa
     for page in PAGES:
         if page.parent.name == "docs" and page.stem != "index":
             assert (site / page.stem / "index.html").exists()
-    pages = {path.resolve(): Links(path) for path in site.rglob("*.html") if path.name != "404.html"}
+    pages = {
+        path.resolve(): Links(path) for path in site.rglob("*.html") if path.name != "404.html"
+    }
     assert len(pages) > len(PAGES)
     lost = []
     for path, links in pages.items():
@@ -189,15 +203,22 @@ def test_the_site_is_built_without_a_warning_and_its_links_lead_somewhere(tmp_pa
             file, _, anchor = target.partition("#")
             to = (path.parent / file if file else path).resolve()
             to = to / "index.html" if to.is_dir() else to
-            if "://" not in target and not (to.exists() and (not anchor or anchor in pages[to].anchors)):
+            if "://" not in target and not (
+                to.exists() and (not anchor or anchor in pages[to].anchors)
+            ):
                 lost.append((path.relative_to(site.resolve()).as_posix(), target))
     assert lost == []
-    raw = [path.parent.name for path, links in pages.items() if any(".ipynb" in target for target in links.targets)]
+    raw = [
+        path.parent.name
+        for path, links in pages.items()
+        if any(".ipynb" in target for target in links.targets)
+    ]
     assert raw == ["first-steps"]
 
 
 @pytest.mark.parametrize(
-    ("name", "function"), [("pyproject.toml", "with_run_config"), ("docs/methods.md", "with_methods")]
+    ("name", "function"),
+    [("pyproject.toml", "with_run_config"), ("docs/methods.md", "with_methods")],
 )
 def test_a_part_that_is_written_from_the_code_is_up_to_date(name: str, function: str) -> None:
     text = (ROOT / name).read_text()
@@ -206,7 +227,11 @@ def test_a_part_that_is_written_from_the_code_is_up_to_date(name: str, function:
 
 
 def test_every_picture_is_shown_by_a_page() -> None:
-    shown = {name for page in PAGES for name in re.findall(r"\]\((?:docs/)?([\w-]+\.png)\)", page.read_text())}
+    shown = {
+        name
+        for page in PAGES
+        for name in re.findall(r"\]\((?:docs/)?([\w-]+\.png)\)", page.read_text())
+    }
     assert shown == {path.name for path in (ROOT / "docs").glob("*.png")}
 
 
@@ -219,7 +244,9 @@ def test_files_that_contributing_names_are_there() -> None:
 
 def test_tables_of_results_follow_from_the_runs() -> None:
     module = runpy.run_path(str(ROOT / "docs" / "make_results.py"))
-    assert {*re.findall("<!-- table: (.*?) -->", "".join(map(Path.read_text, module["PAGES"])))} == {*module["TABLES"]}
+    assert {
+        *re.findall("<!-- table: (.*?) -->", "".join(map(Path.read_text, module["PAGES"])))
+    } == {*module["TABLES"]}
     for page in module["PAGES"]:
         assert page.read_text() == module["written"](page.read_text()), "run `make docs`"
 
@@ -227,13 +254,21 @@ def test_tables_of_results_follow_from_the_runs() -> None:
 def test_runs_of_results_have_the_rates_that_were_best_on_held_out_data() -> None:
     module = runpy.run_path(str(ROOT / "docs" / "make_results.py"))
     used = module["rates_used"]()
-    best = {key: module["best_rate"](scores) for key, scores in module["rates"]().items() if key in used}
+    best = {
+        key: module["best_rate"](scores) for key, scores in module["rates"]().items() if key in used
+    }
     assert best == {key: used[key] for key in best}
 
 
 def test_accuracies_in_sentences_of_results_are_in_a_table() -> None:
-    pages = [page.read_text() for page in runpy.run_path(str(ROOT / "docs" / "make_results.py"))["PAGES"]]
-    lines = [line for page in pages for line in re.sub(r"```.*?```", "", page, flags=re.DOTALL).splitlines()]
+    pages = [
+        page.read_text() for page in runpy.run_path(str(ROOT / "docs" / "make_results.py"))["PAGES"]
+    ]
+    lines = [
+        line
+        for page in pages
+        for line in re.sub(r"```.*?```", "", page, flags=re.DOTALL).splitlines()
+    ]
     tables = "".join(line for line in lines if line.startswith("|"))
     sentences = "\n".join(line for line in lines if not line.startswith("|"))
     number = r"(?<![\w.,:])[2-9]\d\.\d(?!\d)"
@@ -254,7 +289,11 @@ ELSEWHERE = {"cifar10", "fashion-mnist", "ray", "--resume", "10000", "--chunk"}
 
 def experiments(page: Path) -> list[list[str]]:
     """The page's runs and comparisons, without those that only name the command."""
-    calls = [words for words in commands(page, "fedbn-flwr") if words[0] in ("run", "compare") and len(words) > 2]
+    calls = [
+        words
+        for words in commands(page, "fedbn-flwr")
+        if words[0] in ("run", "compare") and len(words) > 2
+    ]
     return [words for words in calls if not ELSEWHERE & set(words)]
 
 
@@ -273,18 +312,24 @@ def experiments_of_pages() -> Iterator[Any]:
         for number, words in enumerate(experiments(page)):
             usual = page.name == "README.md" and number == 0
             shorter = shortened(words, 4 if usual else 20)
-            yield pytest.param(page, shorter, id=f"{page.name}-{number}", marks=() if usual else pytest.mark.slow)
+            yield pytest.param(
+                page, shorter, id=f"{page.name}-{number}", marks=() if usual else pytest.mark.slow
+            )
 
 
 @pytest.mark.parametrize(("page", "words"), list(experiments_of_pages()))
 def test_an_experiment_ends_above_chance(page: Path, words: list[str], folder: Path) -> None:
     if "docs.speakers:speakers" in words:
-        pytest.importorskip("aeon", reason="the page says how to install the package that has these data")
+        pytest.importorskip(
+            "aeon", reason="the page says how to install the package that has these data"
+        )
     assert main([*words, "--results-dir", str(folder / "results")]) == 0
     paths = list((folder / "results").rglob("summary.json"))
     assert paths
     for path in paths:
-        summary, config = (json.loads((path.parent / name).read_text()) for name in ("summary.json", "config.json"))
+        summary, config = (
+            json.loads((path.parent / name).read_text()) for name in ("summary.json", "config.json")
+        )
         options = config["options"]
         if (options["method"], options["partition"]) == ("fedavg", "classes:1"):
             continue  # BN without a remedy does not learn from clients of one class

@@ -1,4 +1,7 @@
-"""Eleven floors: a file imports from its own room and from lower floors. No circles. And the registry is complete."""
+"""Eleven floors: a file imports from its own room and from lower floors.
+
+No circles. And the registry is complete.
+"""
 
 import ast
 import importlib
@@ -12,7 +15,10 @@ from tests.helpers.checkout import ROOT
 
 #: the rooms, from the lowest floor to the highest; rooms on one floor do not know each other
 FLOORS = (
-    ("fedbn_flwr.plugins", "fedbn_flwr.device"),  # below the first floor: what users add, and the accelerator
+    (
+        "fedbn_flwr.plugins",
+        "fedbn_flwr.device",
+    ),  # below the first floor: what users add, and the accelerator
     ("fedbn_flwr.norm", "fedbn_flwr.randomness"),
     ("fedbn_flwr.layerwise", "fedbn_flwr.state", "fedbn_flwr.models", "fedbn_flwr.data"),
     ("fedbn_flwr.wire", "fedbn_flwr.diagnosis"),
@@ -27,14 +33,29 @@ FLOORS = (
 )
 #: the experiments have floors of their own, by what comes after `fedbn_flwr.experiments.`
 INNER_FLOORS = (
-    ("config", "choice", "method", "output.run_folder", "recipes.paper"),  # what a run is, and its files
+    (
+        "config",
+        "choice",
+        "method",
+        "output.run_folder",
+        "recipes.paper",
+    ),  # what a run is, and its files
     ("material", "checks", "output"),
-    ("checkpoint", "runs", "client_side", "server_side", "engines", "sites", "study"),  # what becomes of it
+    (
+        "checkpoint",
+        "runs",
+        "client_side",
+        "server_side",
+        "engines",
+        "sites",
+        "study",
+    ),  # what becomes of it
     ("recipes.schema",),
     ("results",),  # what its numbers say
     ("recipes", "laboratory", "diagnose", "flower_run", "cli"),  # what users call
 )
-#: public import paths that stand for a room, and the package itself, which imports the experiments when asked for them
+#: public import paths that stand for a room, and the package itself, which imports the experiments
+#: when asked for them
 DOORS = {"fedbn_flwr.strategies": "strategies", "fedbn_flwr": ""}
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 #: what is inherited from or used inside other strategies, and is no method of its own
@@ -73,11 +94,17 @@ def imported_modules(name: str) -> set[str]:
             modules |= {item if item in SOURCES else module for item in inner}
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
             modules |= {str(word.value) for word in node.args if isinstance(word, ast.Constant)}
-    return {module for module in modules if module.split(".")[0] in {item.split(".")[0] for item in SOURCES}}
+    return {
+        module
+        for module in modules
+        if module.split(".")[0] in {item.split(".")[0] for item in SOURCES}
+    }
 
 
 def room_of(module: str) -> str:
-    return DOORS.get(module) or ".".join(module.split(".")[: 2 if module.startswith("fedbn_flwr.") else 1])
+    return DOORS.get(module) or ".".join(
+        module.split(".")[: 2 if module.startswith("fedbn_flwr.") else 1]
+    )
 
 
 def is_allowed(importer: str, imported: str) -> bool:
@@ -102,19 +129,32 @@ def test_experiments_have_floors_of_their_own() -> None:
 
     packages = {f"fedbn_flwr.experiments{room}" for room in ("", ".output", ".results")}
     inside = {name for name in SOURCES if name.startswith("fedbn_flwr.experiments")} - packages
-    upwards = [(name, up) for name in inside for up in imported_modules(name) & inside if floor(up) > floor(name)]
+    upwards = [
+        (name, up)
+        for name in inside
+        for up in imported_modules(name) & inside
+        if floor(up) > floor(name)
+    ]
     assert upwards == []
 
 
 def test_the_mathematics_of_layerwise_steps_knows_no_flower() -> None:
     for name in [name for name in SOURCES if name.startswith("fedbn_flwr.layerwise")]:
-        assert not re.search(r"(?m)^\s*(from|import) (flwr|grpc)\b", SOURCES[name].read_text()), name
+        assert not re.search(r"(?m)^\s*(from|import) (flwr|grpc)\b", SOURCES[name].read_text()), (
+            name
+        )
         rooms = {room_of(module) for module in imported_modules(name)}
-        assert rooms <= {f"fedbn_flwr.{name}" for name in ("layerwise", "norm", "randomness", "device")}, name
+        assert rooms <= {
+            f"fedbn_flwr.{name}" for name in ("layerwise", "norm", "randomness", "device")
+        }, name
 
 
 def test_what_only_cuda_has_is_asked_for_in_one_file_each() -> None:
-    names = {name for name, path in SOURCES.items() if re.search(r"torch\.(backends\.)?cuda\.", path.read_text())}
+    names = {
+        name
+        for name, path in SOURCES.items()
+        if re.search(r"torch\.(backends\.)?cuda\.", path.read_text())
+    }
     assert names == {"fedbn_flwr.experiments.engines", "fedbn_flwr.client.training"}
 
 
@@ -124,7 +164,9 @@ def test_modules_import_each_other_in_no_circle() -> None:
 
 
 def test_every_room_has_a_floor_and_no_module_is_loose() -> None:
-    folders = {f"fedbn_flwr.{path.parent.name}" for path in (ROOT / "fedbn_flwr").glob("*/__init__.py")}
+    folders = {
+        f"fedbn_flwr.{path.parent.name}" for path in (ROOT / "fedbn_flwr").glob("*/__init__.py")
+    }
     loose = {name for name, path in SOURCES.items() if path.parent == ROOT / "fedbn_flwr"}
     assert folders <= FLOOR_OF.keys()
     assert loose == {*DOORS, "fedbn_flwr.randomness", "fedbn_flwr.device"}
@@ -135,8 +177,14 @@ def test_every_strategy_is_in_the_registry() -> None:
     for name in SOURCES:
         if name.startswith("strategies"):
             module = importlib.import_module(name)
-            defined = [item for item in vars(module).values() if getattr(item, "__module__", None) == name]
-            methods |= {item.__name__ for item in defined if isinstance(item, type) and issubclass(item, FedAvg)}
+            defined = [
+                item for item in vars(module).values() if getattr(item, "__module__", None) == name
+            ]
+            methods |= {
+                item.__name__
+                for item in defined
+                if isinstance(item, type) and issubclass(item, FedAvg)
+            }
     registered = {strategy.__name__ for strategy in REGISTRY.values()}
     assert methods - NOT_METHODS == registered
 
@@ -150,4 +198,6 @@ def test_all_resolves() -> None:
 
 def test_every_registered_strategy_is_public() -> None:
     public = importlib.import_module("fedbn_flwr.strategies").__all__
-    assert [strategy.__name__ for strategy in REGISTRY.values() if strategy.__name__ not in public] == []
+    assert [
+        strategy.__name__ for strategy in REGISTRY.values() if strategy.__name__ not in public
+    ] == []

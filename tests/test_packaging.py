@@ -23,9 +23,16 @@ from fedbn_flwr.deployment.cli import main
 from tests.helpers.checkout import ROOT, copy_checkout, environment, run
 
 #: prints where each of the modules named on the command line comes from
-WHERE = "import importlib, sys; print(*(importlib.import_module(name).__file__ for name in sys.argv[1:]), sep='\\n')"
-#: before it: a folder serves as site-packages, before the environment's own, in which this project is installed too
-INSTALLED = "import site, sys; known = len(sys.path); site.addsitedir({!r}); sys.path[1:1] = sys.path[known:]; "
+WHERE = (
+    "import importlib, sys; print(*(importlib.import_module(name).__file__ for name in "
+    "sys.argv[1:]), sep='\\n')"
+)
+#: before it: a folder serves as site-packages, before the environment's own, in which this project
+#: is installed too
+INSTALLED = (
+    "import site, sys; known = len(sys.path); site.addsitedir({!r}); sys.path[1:1] = "
+    "sys.path[known:]; "
+)
 PIP = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check")
 OFFLINE = ("--no-deps", "--no-index")
 #: what extras bring and the core does without; `rich` and `yaml` come with Flower
@@ -67,11 +74,16 @@ def build_wheel(source: Path, target: Path) -> Path:
     return built
 
 
-def where(*modules: str, cwd: Path, site: Path | None = None, path: Path | None = None) -> list[Path]:
+def where(
+    *modules: str, cwd: Path, site: Path | None = None, path: Path | None = None
+) -> list[Path]:
     """The files of modules, imported by a new interpreter in a folder."""
     code = (INSTALLED.format(str(site)) if site else "") + WHERE
     env = environment(**({"PYTHONPATH": str(path)} if path else {}))
-    return [Path(line) for line in run(sys.executable, "-c", code, *modules, cwd=cwd, env=env).splitlines()]
+    return [
+        Path(line)
+        for line in run(sys.executable, "-c", code, *modules, cwd=cwd, env=env).splitlines()
+    ]
 
 
 @pytest.mark.slow
@@ -79,7 +91,9 @@ def test_editable_install(checkout: Path, tmp_path: Path) -> None:
     site = tmp_path / "site-packages"
     run(*PIP, "install", *OFFLINE, "--no-build-isolation", "--target", site, "--editable", checkout)
     names = ("fedbn_flwr.strategies", "strategies.fedavg", "fedbn_flwr.experiments")
-    assert {file.is_relative_to(checkout) for file in where(*names, cwd=tmp_path, site=site)} == {True}
+    assert {file.is_relative_to(checkout) for file in where(*names, cwd=tmp_path, site=site)} == {
+        True
+    }
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +115,9 @@ def test_bundle(checkout: Path, unpacked: Path) -> None:
 @pytest.mark.slow
 def test_bundle_is_imported(unpacked: Path, tmp_path: Path) -> None:
     names = ("fedbn_flwr.strategies", "strategies.fedavg", "apps.server", "apps.client")
-    assert {file.is_relative_to(unpacked) for file in where(*names, cwd=tmp_path, path=unpacked)} == {True}
+    assert {
+        file.is_relative_to(unpacked) for file in where(*names, cwd=tmp_path, path=unpacked)
+    } == {True}
 
 
 @pytest.mark.slow
@@ -136,12 +152,27 @@ def few():
     assert json.loads(summary.read_text())["dataset"] == "mine:few"
     files = (user_project / "where").read_text().split()
     inside = site_packages / "fedbn_flwr"
-    assert files == [str(inside / "experiments" / "__init__.py"), str(inside / "strategies" / "fedavg.py")]
+    assert files == [
+        str(inside / "experiments" / "__init__.py"),
+        str(inside / "strategies" / "fedavg.py"),
+    ]
 
 
 @pytest.mark.slow
-def test_wheel_by_way_of_a_source_distribution_is_the_same(checkout: Path, wheel: Path, tmp_path: Path) -> None:
-    run(sys.executable, "-m", "hatchling", "build", "--target", "sdist", "--directory", tmp_path, cwd=checkout)
+def test_wheel_by_way_of_a_source_distribution_is_the_same(
+    checkout: Path, wheel: Path, tmp_path: Path
+) -> None:
+    run(
+        sys.executable,
+        "-m",
+        "hatchling",
+        "build",
+        "--target",
+        "sdist",
+        "--directory",
+        tmp_path,
+        cwd=checkout,
+    )
     (archive,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(archive) as source:
         # from Python 3.11.4 on, one is asked to say so
@@ -158,18 +189,30 @@ def test_links_of_the_readme_on_a_package_index_lead_into_the_repository() -> No
     links = re.findall(r"(!?)\[[^]]*\]\(([^)]+)\)", project.readme)
     assert len(links) == len(re.findall(r"\]\(", (ROOT / "README.md").read_text()))
     ours = [
-        (mark, re.fullmatch(rf"{root}/(raw|blob)/v{project.config['version']}/([^#]*).*", to)) for mark, to in links
+        (mark, re.fullmatch(rf"{root}/(raw|blob)/v{project.config['version']}/([^#]*).*", to))
+        for mark, to in links
     ]
-    assert all(found or to.startswith("https://") for (_, found), (_, to) in zip(ours, links, strict=True))
+    assert all(
+        found or to.startswith("https://") for (_, found), (_, to) in zip(ours, links, strict=True)
+    )
     inside = [(mark, found[1], found[2]) for mark, found in ours if found]
     assert len(inside) > 10
-    assert [path for mark, kind, path in inside if (kind == "raw") != (mark == "!") or not (ROOT / path).exists()] == []
+    assert [
+        path
+        for mark, kind, path in inside
+        if (kind == "raw") != (mark == "!") or not (ROOT / path).exists()
+    ] == []
 
 
 def test_continuous_integration_runs_the_pythons_that_the_package_supports() -> None:
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
-    names = [text.rpartition(" ")[2] for text in ProjectMetadata(str(ROOT), PluginManager()).core.classifiers]
-    assert workflow["jobs"]["ci"]["strategy"]["matrix"]["python"] == [name for name in names if name.startswith("3.")]
+    names = [
+        text.rpartition(" ")[2]
+        for text in ProjectMetadata(str(ROOT), PluginManager()).core.classifiers
+    ]
+    assert workflow["jobs"]["ci"]["strategy"]["matrix"]["python"] == [
+        name for name in names if name.startswith("3.")
+    ]
     assert workflow["jobs"]["ci"]["steps"][-1] == {"run": ".ci/run"}
 
 
@@ -222,7 +265,10 @@ MISSING: dict[str, tuple[tuple[str, ...], str]] = {
 
 @pytest.mark.parametrize("package", MISSING)
 def test_a_missing_extra_is_one_line_that_names_it(
-    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    package: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name in [package, *(name for name in sys.modules if name.startswith(f"{package}."))]:
@@ -248,7 +294,9 @@ COMMAND = "from fedbn_flwr.deployment.cli import main\nsys.exit(main({}))"
         ("safetensors", "from fedbn_flwr import run", "cli"),
     ],
 )
-def test_so_is_one_that_this_process_has_imported(package: str, program: str, extra: str, tmp_path: Path) -> None:
+def test_so_is_one_that_this_process_has_imported(
+    package: str, program: str, extra: str, tmp_path: Path
+) -> None:
     words = [sys.executable, "-c", WITHOUT.format([package]) + program]
     ended = subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, text=True)
     assert ended.returncode == (2 if "main" in program else 1)
@@ -259,9 +307,15 @@ def test_so_is_one_that_this_process_has_imported(package: str, program: str, ex
 def contents(wheel: Path) -> dict[str, int]:
     """Names and checksums; a RECORD lists the others, in an order of its own."""
     with ZipFile(wheel) as archive:
-        return {item.filename: item.CRC for item in archive.infolist() if not item.filename.endswith("RECORD")}
+        return {
+            item.filename: item.CRC
+            for item in archive.infolist()
+            if not item.filename.endswith("RECORD")
+        }
 
 
 def python_files(root: Path) -> set[str]:
-    found = [path for folder in SOURCES for path in (root / folder).rglob("*.py")] + list((root / "apps").glob("*.py"))
+    found = [path for folder in SOURCES for path in (root / folder).rglob("*.py")] + list(
+        (root / "apps").glob("*.py")
+    )
     return {path.relative_to(root).as_posix() for path in found}

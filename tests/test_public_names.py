@@ -37,13 +37,19 @@ def loaded() -> griffe.ModulesCollection:
 def public(package: str) -> list[griffe.Object | griffe.Alias]:
     """Return what a package names in `__all__`, or else defines itself."""
     module = loaded()[package]
-    own = [name for name, item in module.members.items() if not (item.is_alias or item.is_module or name[0] == "_")]
+    own = [
+        name
+        for name, item in module.members.items()
+        if not (item.is_alias or item.is_module or name[0] == "_")
+    ]
     names = own if module.exports is None else module.exports
     return [module[str(name)] for name in names]
 
 
 def is_documented(item: griffe.Object | griffe.Alias) -> bool:
-    """Return whether there is a docstring; for an alias of a type, or a constant, a comment `#:` above it."""
+    """Return whether there is a docstring; for an alias of a type, or a constant, a comment `#:`
+    above it.
+    """
     target = item.final_target if isinstance(item, griffe.Alias) else item
     if target.has_docstring or not target.is_attribute:
         return target.has_docstring
@@ -51,7 +57,10 @@ def is_documented(item: griffe.Object | griffe.Alias) -> bool:
     path = target.filepath
     assert not isinstance(path, list)
     # or it is a name on the wire, which docs/wire.md explains
-    return path.read_text().splitlines()[target.lineno - 2].startswith("#:") or f"`{name_of(target)}`" in WIRE
+    return (
+        path.read_text().splitlines()[target.lineno - 2].startswith("#:")
+        or f"`{name_of(target)}`" in WIRE
+    )
 
 
 def name_of(constant: griffe.Object) -> str:
@@ -71,7 +80,10 @@ def test_every_public_name_and_method_is_documented(package: str) -> None:
             bare += [
                 member.path
                 for name, member in target.members.items()
-                if not name.startswith("_") and not member.is_alias and member.is_function and not member.has_docstring
+                if not name.startswith("_")
+                and not member.is_alias
+                and member.is_function
+                and not member.has_docstring
             ]
     assert bare == []
 
@@ -94,8 +106,13 @@ def guides() -> Iterator[tuple[str, str]]:
     """Yield the Python of pages, examples and the notebook, with where it stands."""
     for page in sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]):
         text = page.read_text().replace("\\\n", " ")
-        yield from ((page.name, block) for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL))
-        yield from ((page.name, line.strip()) for line in re.findall(r" -c \"(from \S+ import[^;\n]+);", text))
+        yield from (
+            (page.name, block) for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+        )
+        yield from (
+            (page.name, line.strip())
+            for line in re.findall(r" -c \"(from \S+ import[^;\n]+);", text)
+        )
     for path in sorted((ROOT / "apps" / "examples").rglob("*.py")):
         yield path.relative_to(ROOT).as_posix(), path.read_text()
     for cell in json.loads((ROOT / "docs" / "first-steps.ipynb").read_text())["cells"]:
@@ -112,10 +129,16 @@ def test_guides_import_public_names_only() -> None:
         (where, f"{node.module}.{alias.name}")
         for where, code in guides()
         for node in ast.walk(ast.parse(code))
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("fedbn_flwr", "strategies")
+        if isinstance(node, ast.ImportFrom)
+        and (node.module or "").split(".")[0] in ("fedbn_flwr", "strategies")
         for alias in node.names
     ]
-    assert {where for where, _ in asked} >= {"README.md", "deployment.md", "extending.md", "first-steps.ipynb"}
+    assert {where for where, _ in asked} >= {
+        "README.md",
+        "deployment.md",
+        "extending.md",
+        "first-steps.ipynb",
+    }
     assert [pair for pair in asked if pair[1] not in known] == []
 
 
@@ -125,5 +148,7 @@ def test_names_are_shown_and_imported_when_they_are_asked_for() -> None:
     assert [name for name in shown if not hasattr(fedbn_flwr, name)] == []
     code = "import fedbn_flwr, sys; print(*sys.modules); fedbn_flwr.strategies.FixBN"
     command = [sys.executable, "-c", code]
-    light = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True).stdout.split()
+    light = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, check=True
+    ).stdout.split()
     assert not {"torch", "flwr", "numpy"} & {*light}

@@ -25,7 +25,12 @@ def test_a_seed_fits_every_generator_and_every_message(seed: int, stream: list[i
 
 
 def test_streams_differ_in_seed_name_and_place() -> None:
-    wanted = [(seed, name, place) for seed in range(10) for name in ("batches", "dropout") for place in range(20)]
+    wanted = [
+        (seed, name, place)
+        for seed in range(10)
+        for name in ("batches", "dropout")
+        for place in range(20)
+    ]
     assert len({derive(*stream) for stream in wanted}) == len(wanted)
 
 
@@ -35,4 +40,7 @@ def test_global_generators_are_neither_read_nor_changed() -> None:
     assert torch.equal(torch.get_rng_state(), before[0])
     assert (str(np.random.get_state()), random.getstate()) == before[1:]
     torch.rand(1), np.random.random(), random.random()
-    assert (torch_generator(0, "a").initial_seed(), numpy_generator(0, "a").integers(2**32)) == first
+    assert (
+        torch_generator(0, "a").initial_seed(),
+        numpy_generator(0, "a").integers(2**32),
+    ) == first

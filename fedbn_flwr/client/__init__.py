@@ -1,4 +1,6 @@
-"""The Flower client: local training, the rules that methods add to it, layer-wise steps, evaluation."""
+"""The Flower client: local training, the rules that methods add to it, layer-wise steps,
+evaluation.
+"""
 
 from fedbn_flwr.client.bn_client import BNClient
 from fedbn_flwr.client.learning_task import LearningTask, register_task

@@ -13,18 +13,22 @@ from fedbn_flwr.wire import Instruction
 
 
 def draw(count: int, sizes: Sequence[int], replacement: bool, generator: torch.Generator) -> Tensor:
-    """Draw mini-batches of these sizes for a client with `count` samples: their positions, one after another."""
+    """Draw mini-batches of these sizes for a client with `count` samples: their positions, one
+    after another.
+    """
     if replacement:
         return torch.cat([torch.randint(count, (size,), generator=generator) for size in sizes])
     epochs = -(-sum(sizes) // count)
-    return torch.cat([torch.randperm(count, generator=generator) for _ in range(epochs)])[: sum(sizes)]
+    return torch.cat([torch.randperm(count, generator=generator) for _ in range(epochs)])[
+        : sum(sizes)
+    ]
 
 
 def batch_sizes(count: int, instruction: Instruction, merge_single: bool) -> list[int]:
     """Return the sizes of the mini-batches of one round for a client with `count` samples.
 
-    A last short batch is kept. With `merge_single`, for models whose BN cannot take one sample, a last batch of one
-    is merged into the one before.
+    A last short batch is kept. With `merge_single`, for models whose BN cannot take one sample, a
+    last batch of one is merged into the one before.
     """
     if count < 1:
         raise ValueError("a client needs at least one sample to train")
@@ -43,7 +47,10 @@ def leaves_one(count: int, size: int) -> bool:
 
 
 def pass_sizes(count: int, size: int, merge_single: bool) -> list[int]:
-    """Return batch sizes of one pass over `count` samples; `merge_single` puts a last one into the batch before."""
+    """Return batch sizes of one pass over `count` samples.
+
+    `merge_single` puts a last one into the batch before.
+    """
     if merge_single and leaves_one(count, size):
         return [size] * (count // size - 1) + [size + 1]
     rest = count % size
@@ -52,7 +59,10 @@ def pass_sizes(count: int, size: int, merge_single: bool) -> list[int]:
 
 @dataclass(frozen=True)
 class BatchLoader:
-    """Loads a client's mini-batches of one round. Every pass over them goes on drawing augmentations."""
+    """Loads a client's mini-batches of one round.
+
+    Every pass over them goes on drawing augmentations.
+    """
 
     split: Split
     device: torch.device
@@ -72,11 +82,15 @@ class BatchLoader:
             yield self.augmented(inputs), targets
 
     def edited(self) -> Iterator[training.Batch]:
-        """Load one mini-batch after another, with only those augmentations that change single images."""
+        """Load one mini-batch after another, with only those augmentations that change single
+        images.
+        """
         return self.split.batches(self.samples, self.sizes, self.device, self.edits())
 
     def edits(self) -> Edits | None:
-        """Draw a seed for each sample, if the augmentation changes single images before they are in a batch."""
+        """Draw a seed for each sample, if the augmentation changes single images before they are in
+        a batch.
+        """
         augmentation = parse_augmentation(self.augmentation)
         if not isinstance(augmentation, ImageAugmentation):
             return None
@@ -90,7 +104,9 @@ class BatchLoader:
 
 
 def augment_together(loaders: Sequence[BatchLoader], inputs: Tensor) -> Tensor:
-    """Augment a mini-batch of each of several clients (clients x batch x C x H x W), where it is done by the batch."""
+    """Augment a mini-batch of each of several clients (clients x batch x C x H x W), where it is
+    done by the batch.
+    """
     split, augmentation = loaders[0].split, parse_augmentation(loaders[0].augmentation)
     if not isinstance(augmentation, Crop):
         return inputs
@@ -108,8 +124,9 @@ def load_groups(
 ) -> Iterator[training.Batch]:
     """Load mini-batches of several clients, those of a group as one batch.
 
-    A group is the positions of some loaders, and the number of the mini-batch that each of them loads. Groups have the
-    mini-batches of a loader in their order. Batches are `edited`, but not `augmented`.
+    A group is the positions of some loaders, and the number of the mini-batch that each of them
+    loads. Groups have the mini-batches of a loader in their order. Batches are `edited`, but not
+    `augmented`.
     """
     first = loaders[0]
     if any(loader.split is not first.split for loader in loaders):
@@ -123,6 +140,8 @@ def load_groups(
     edits = [loader.edits() for loader in loaders]
     if edits[0] is None:
         return first.split.batches(samples, sizes, first.device)
-    seeds = [own.seeds.split(loader.sizes) for own, loader in zip(edits, loaders, strict=True) if own]
+    seeds = [
+        own.seeds.split(loader.sizes) for own, loader in zip(edits, loaders, strict=True) if own
+    ]
     joined = Edits(edits[0].augmentation, torch.cat([seeds[row][step] for row, step in members]))
     return first.split.batches(samples, sizes, first.device, joined)

@@ -31,10 +31,11 @@ from fedbn_flwr.wire import Instruction, moments
 class BNClient:
     """A client that can be used with every strategy of this project, and with Flower's own.
 
-    `memory` is the node's `Context.state`, and all that lasts from one message to the next. The clients of a process
-    may share one model, because every message overwrites its whole state. `loss_function`, in place of the task's,
-    takes what the model returns, and the labels. `make_optimizer` takes the model and the instruction, whose `lr` is
-    the round's. On an accelerator, steps are captured and replayed where they can be, unless `captured` is False.
+    `memory` is the node's `Context.state`, and all that lasts from one message to the next. The
+    clients of a process may share one model, because every message overwrites its whole state.
+    `loss_function`, in place of the task's, takes what the model returns, and the labels.
+    `make_optimizer` takes the model and the instruction, whose `lr` is the round's. On an
+    accelerator, steps are captured and replayed where they can be, unless `captured` is False.
     """
 
     def __init__(
@@ -60,31 +61,49 @@ class BNClient:
         self.partition_id = partition_id
         self.memory = Memory(RecordDict() if memory is None else memory)
         self.task = replace(task, loss=loss_function) if loss_function else task
-        self.loss_function, self.make_optimizer, self.captured = self.task.loss, make_optimizer, captured
+        self.loss_function, self.make_optimizer, self.captured = (
+            self.task.loss,
+            make_optimizer,
+            captured,
+        )
 
-    # ---- the messages ----------------------------------------------------------------------------------------------
+    # ---- the messages ----------------------------------------------------------------------------
 
-    def train(self, received: Mapping[str, State], instruction: Instruction, exchange: Exchange | None = None) -> Reply:
+    def train(
+        self,
+        received: Mapping[str, State],
+        instruction: Instruction,
+        exchange: Exchange | None = None,
+    ) -> Reply:
         """Train for one round, and reply with what the instruction shares.
 
-        In a layer-wise step by messages, `exchange` reaches the other clients, and who takes the step seeds dropout.
+        In a layer-wise step by messages, `exchange` reaches the other clients, and who takes the
+        step seeds dropout.
         """
         self._load(received[wire.ARRAYS], instruction)
         stays = state.group_keys(self.model, instruction.stays)
         with training.frozen(self.model, instruction), training.products(instruction):
             optimizer = self.make_optimizer(self.model, instruction)
             session = Session(self.model, optimizer, instruction, received, self.memory, stays)
-            with nullcontext() if exchange else OwnRandomness(self.step_seed(instruction)).drawing():
+            with (
+                nullcontext() if exchange else OwnRandomness(self.step_seed(instruction)).drawing()
+            ):
                 loss = self._learn(session, exchange)
         if stays:
             self.memory.store(wire.STAYS, state.snapshot(self.model, stays))
         unsent = stays | state.group_keys(self.model, instruction.omit)
         shared = state.snapshot(self.model, self.model.state_dict().keys() - unsent)
-        metrics: Metrics = {wire.TRAIN_LOSS: loss, **self.local_loss(self.model, instruction), **session.metrics}
+        metrics: Metrics = {
+            wire.TRAIN_LOSS: loss,
+            **self.local_loss(self.model, instruction),
+            **session.metrics,
+        }
         return self.reply(metrics, instruction, {wire.ARRAYS: shared, **session.records})
 
     def local_loss(self, model: nn.Module, instruction: Instruction) -> Metrics:
-        """Return a model's mean loss on all local samples, with its running statistics, if the instruction asks."""
+        """Return a model's mean loss on all local samples, with its running statistics, if the
+        instruction asks.
+        """
         if not instruction.report_local_loss:
             return {}
         with training.products(instruction):
@@ -92,14 +111,22 @@ class BNClient:
         return {wire.LOCAL_LOSS: loss}
 
     def gather(self, received: Mapping[str, State], instruction: Instruction) -> Reply:
-        """Reply with the moments of what the received model's BN layers see of this node's data, without training."""
+        """Reply with the moments of what the received model's BN layers see of this node's data,
+        without training.
+        """
         self._load(received[wire.ARRAYS], instruction)
-        return self.reply({}, instruction, {wire.MOMENTS: moments.pack(self.model, self._gather(instruction))})
+        return self.reply(
+            {}, instruction, {wire.MOMENTS: moments.pack(self.model, self._gather(instruction))}
+        )
 
     def _gather(self, instruction: Instruction) -> dict[str, norm.Moments]:
-        """Return the moments of what the model's BN layers see of this node's data, the same again in a round."""
+        """Return the moments of what the model's BN layers see of this node's data, the same again
+        in a round.
+        """
         generator = torch_generator(instruction.seed, "gather", *self._stream(instruction))
-        chosen = torch.from_numpy(self.indices)[torch.randperm(len(self.indices), generator=generator)]
+        chosen = torch.from_numpy(self.indices)[
+            torch.randperm(len(self.indices), generator=generator)
+        ]
         chosen = chosen[: instruction.gather_samples or None]
         most = instruction.gather_samples or instruction.batch_size
         sizes = batches.pass_sizes(len(chosen), most, merge_single=True)
@@ -108,7 +135,9 @@ class BNClient:
             return norm.gather(self.model, (inputs for inputs, _ in drawn))
 
     def test(self, received: Mapping[str, State], instruction: Instruction) -> Reply:
-        """Evaluate the node's own model (the received one with the entries that live here) on the test split."""
+        """Evaluate the node's own model (the received one with the entries that live here) on the
+        test split.
+        """
         if self.test_split is None:
             raise ValueError("this client was given no test split to evaluate on")
         self._load(received[wire.ARRAYS], instruction)
@@ -117,13 +146,21 @@ class BNClient:
             state.load(self.model, {**self.model.state_dict(), **own})
             stays = self.memory.personal(state.group_keys(self.model, instruction.stays))
             self.memory.store(wire.STAYS, {**stays, **own})
-        splits, wanted = (self.train_split, self.test_split), list(filter(None, instruction.class_metrics.split(",")))
-        domains = max(int(split.domains.max()) + 1 if split.domains is not None else 0 for split in splits)
+        splits, wanted = (
+            (self.train_split, self.test_split),
+            list(filter(None, instruction.class_metrics.split(","))),
+        )
+        domains = max(
+            int(split.domains.max()) + 1 if split.domains is not None else 0 for split in splits
+        )
         with training.products(instruction):
             options = self.device, 500, domains, self.task, wanted
             result = evaluate(self.model, self.test_split, self.num_classes, *options)
         own_domains, own_classes = shares(self.train_split, self.indices, self.num_classes, domains)
-        personal = {name: result.score_for(measure, own_domains) for name, measure in self.task.measures.items()}
+        personal = {
+            name: result.score_for(measure, own_domains)
+            for name, measure in self.task.measures.items()
+        }
         basic = self.task.basic_score
         metrics: Metrics = {
             wire.EVAL_LOSS: result.loss,
@@ -136,11 +173,15 @@ class BNClient:
             **{f"{wire.SCORE}{name}-personal": value for name, value in personal.items()},
             **self.local_loss(self.model, instruction),
         }
-        sent = state.group_keys(self.model, instruction.stays if instruction.send_personal else "none")
+        sent = state.group_keys(
+            self.model, instruction.stays if instruction.send_personal else "none"
+        )
         return self.reply(metrics, instruction, {wire.STAYS: state.snapshot(self.model, sent)})
 
     def describe(self) -> Reply:
-        """Reply with the node's partition, its number of samples, and its domain if it has exactly one."""
+        """Reply with the node's partition, its number of samples, and its domain if it has exactly
+        one.
+        """
         metrics: Metrics = {wire.DOMAIN: self.domain, wire.PARTITION_ID: self.partition_id}
         return Reply(len(self.indices), metrics, report=model_names(self.model))
 
@@ -148,10 +189,12 @@ class BNClient:
     def domain(self) -> int:
         """The domain of all of the node's samples; -1 if they have several."""
         domains = self.train_split.domains
-        present = set() if domains is None else set(domains[torch.from_numpy(self.indices)].tolist())
+        present = (
+            set() if domains is None else set(domains[torch.from_numpy(self.indices)].tolist())
+        )
         return int(present.pop()) if len(present) == 1 else -1
 
-    # ---- the parts -----------------------------------------------------------------------------------------------
+    # ---- the parts -------------------------------------------------------------------------------
 
     def _load(self, received: State, instruction: Instruction) -> None:
         training.require_bn(self.model, instruction)
@@ -172,14 +215,24 @@ class BNClient:
             inputs, targets = batch
             # a class of a user's own gets the usual order
             inputs = channels_last(inputs, self.model) if type(self) is BNClient else inputs
-            return training.batch_loss(self.model, (inputs, targets), session.instruction, self.loss_function)
+            return training.batch_loss(
+                self.model, (inputs, targets), session.instruction, self.loss_function
+            )
 
         gradients = captured.gradients(
-            session, loss_of, self.loss_function, self.captured, lambda batch: batch, lambda *tensors: tensors
+            session,
+            loss_of,
+            self.loss_function,
+            self.captured,
+            lambda batch: batch,
+            lambda *tensors: tensors,
         )
-        # closed, because clients may share the model: whoever keeps the error of a step keeps the step
+        # closed, because clients may share the model: whoever keeps the error of a step keeps the
+        # step
         with closing(self._first_shared(planned, session, exchange)) as drawn:
-            loss = training.train(drawn, gradients, session.optimizer, [rule.adjust for rule in rules])
+            loss = training.train(
+                drawn, gradients, session.optimizer, [rule.adjust for rule in rules]
+            )
         for rule in rules:
             rule.finish(session)
         session.records |= training.carried_records(exchange)
@@ -191,7 +244,9 @@ class BNClient:
         sizes = self.batch_sizes(instruction)
         drawn = batches.draw(len(self.indices), sizes, instruction.replacement, generator)
         samples = torch.from_numpy(self.indices)[drawn]
-        return BatchLoader(self.train_split, self.device, instruction.augmentation, samples, sizes, generator)
+        return BatchLoader(
+            self.train_split, self.device, instruction.augmentation, samples, sizes, generator
+        )
 
     def batch_sizes(self, instruction: Instruction) -> list[int]:
         """Return the sizes of a round's mini-batches."""
@@ -206,15 +261,19 @@ class BNClient:
     def _first_shared(
         self, planned: Iterable[training.Batch], session: Session, exchange: Exchange | None
     ) -> Generator[training.Batch, None, None]:
-        """Yield the batches; in a layer-wise round, BN uses all clients' statistics in the step of the first.
+        """Yield the batches; in a layer-wise round, BN uses all clients' statistics in the step of
+        the first.
 
-        That step happens while this generator waits inside `with`; the layers are put back after it.
+        That step happens while this generator waits inside `with`; the layers are put back after
+        it.
         """
         remaining = iter(planned)
         if session.instruction.layerwise != "none":
             if exchange is None:
                 raise ValueError(f"a layer-wise step needs messages of the kind {wire.LAYERWISE!r}")
-            with shared_statistics(self.model, exchange, training.layerwise_mode(session.instruction)):
+            with shared_statistics(
+                self.model, exchange, training.layerwise_mode(session.instruction)
+            ):
                 yield next(remaining)
         yield from remaining
 
@@ -225,22 +284,32 @@ class BNClient:
     def _stream(self, instruction: Instruction) -> tuple[str | int, ...]:
         return "round", instruction.server_round, "partition", self.partition_id
 
-    def reply(self, metrics: Metrics, instruction: Instruction, records: Mapping[str, State]) -> Reply:
+    def reply(
+        self, metrics: Metrics, instruction: Instruction, records: Mapping[str, State]
+    ) -> Reply:
         """Make a reply that names this client's partition and the binding keys that it obeyed."""
         metrics[wire.PARTITION_ID] = self.partition_id
-        return Reply(len(self.indices), metrics, dict(records), {wire.OBEYED: obeyed_keys(instruction)})
+        return Reply(
+            len(self.indices), metrics, dict(records), {wire.OBEYED: obeyed_keys(instruction)}
+        )
 
 
 def _moved(model: nn.Module, device: torch.device) -> nn.Module:
-    """Move a model, unless its first and its last parameter are there: to look at all takes 0.3 ms of every message."""
+    """Move a model, unless its first and its last parameter are there: to look at all takes 0.3 ms
+    of every message.
+    """
     parameters = list(model.parameters())
     ends = {parameter.device for parameter in (*parameters[:1], *parameters[-1:])}
-    is_there = ends and all(each.type == device.type and device.index in (None, each.index) for each in ends)
+    is_there = ends and all(
+        each.type == device.type and device.index in (None, each.index) for each in ends
+    )
     return model if is_there else model.to(device)
 
 
 def model_names(model: nn.Module) -> dict[str, list[str]]:
-    """Return a model's parameter and BN names, collected once: a server may ask thousands of nodes that share it."""
+    """Return a model's parameter and BN names, collected once: a server may ask thousands of nodes
+    that share it.
+    """
     if model not in _NAMES:
         _NAMES[model] = {
             wire.PARAMETERS: [name for name, _ in model.named_parameters(remove_duplicate=False)],

@@ -1,9 +1,11 @@
-"""The forward and backward pass of a step on an accelerator: recorded once, and replayed in every step that is equal.
+"""The forward and backward pass of a step on an accelerator: recorded once, and replayed in every
+step that is equal.
 
-Most of a small model's step on a GPU is Python that launches hundreds of short operations; a graph of them is launched
-at once. Rules, optimizers and rates stay outside. A captured step has the bits of the same step by autograd, and proves
-it where it runs: at its first use both are taken on the same batch, and if they differ it is not used. The client or
-stack that meets a step first takes it by autograd: what comes once only is not worth a capture.
+Most of a small model's step on a GPU is Python that launches hundreds of short operations; a graph
+of them is launched at once. Rules, optimizers and rates stay outside. A captured step has the bits
+of the same step by autograd, and proves it where it runs: at its first use both are taken on the
+same batch, and if they differ it is not used. The client or stack that meets a step first takes it
+by autograd: what comes once only is not worth a capture.
 """
 
 from collections import OrderedDict
@@ -73,9 +75,11 @@ class _Captures:
 
 NEW = "new"
 _OF_MODELS: WeakKeyDictionary[nn.Module, _Captures] = WeakKeyDictionary()
-#: all that are alive share one memory: no two of them are replayed at once, and none keeps anything in it
+#: all that are alive share one memory: no two of them are replayed at once, and none keeps anything
+#: in it
 _ALIVE: WeakSet[CapturedStep] = WeakSet()
-#: graphs whose capture failed in the middle: torch may be left with them, and nothing is captured afterwards
+#: graphs whose capture failed in the middle: torch may be left with them, and nothing is captured
+#: afterwards
 _BROKEN: list[Any] = []
 
 
@@ -87,12 +91,18 @@ def gradients(
     tensors_of: Callable[[B], Batch | None],
     batch_of: Callable[[Tensor, Tensor], B],
 ) -> Gradients[B]:
-    """Return what makes the gradients of a session's steps: replays on an accelerator, where these are on and can be.
+    """Return what makes the gradients of a session's steps: replays on an accelerator, where these
+    are on and can be.
 
-    `tensors_of` returns a batch's tensors, None for a batch unlike others, and `batch_of` makes such a batch of them.
+    `tensors_of` returns a batch's tensors, None for a batch unlike others, and `batch_of` makes
+    such a batch of them.
     """
-    optimized = [parameter for group in session.optimizer.param_groups for parameter in group["params"]]
-    every = {id(parameter): parameter for parameter in [*optimized, *session.learned().values()]}.values()
+    optimized = [
+        parameter for group in session.optimizer.param_groups for parameter in group["params"]
+    ]
+    every = {
+        id(parameter): parameter for parameter in [*optimized, *session.learned().values()]
+    }.values()
     learned = [parameter for parameter in every if parameter.requires_grad]
     eager = backward(loss_of, learned)
     if not is_on or _BROKEN or not learned or learned[0].device.type == "cpu":
@@ -142,16 +152,31 @@ class _Replaying(Generic[B]):
             if len(steps) > KEPT:
                 steps.popitem(last=False)
         step = self._steps[shape]
-        return step.replay(tensors, self.learned) if isinstance(step, CapturedStep) else self.eager(batch)
+        return (
+            step.replay(tensors, self.learned)
+            if isinstance(step, CapturedStep)
+            else self.eager(batch)
+        )
 
     def _state(self) -> Hashable:
-        """Return all else that passes depend on: where the entries are, what learns, and how the layers are set."""
+        """Return all else that passes depend on: where the entries are, what learns, and how the
+        layers are set.
+        """
         session, loss = self.session, self.loss_function
         own = [loss] if isinstance(loss, nn.Module) else []
         holders = [session.model, *own]
-        entries = [value for module in holders for value in (*module.parameters(), *module.buffers())]
-        layers = [layer for module in (session.structure or session.model, *own) for layer in module.modules()]
-        plain = [[value for value in vars(layer).values() if isinstance(value, _PLAIN)] for layer in layers]
+        entries = [
+            value for module in holders for value in (*module.parameters(), *module.buffers())
+        ]
+        layers = [
+            layer
+            for module in (session.structure or session.model, *own)
+            for layer in module.modules()
+        ]
+        plain = [
+            [value for value in vars(layer).values() if isinstance(value, _PLAIN)]
+            for layer in layers
+        ]
         return (
             tuple((value.data_ptr(), value.requires_grad) for value in entries),
             tuple(id(parameter) for parameter in self.learned),
@@ -161,20 +186,34 @@ class _Replaying(Generic[B]):
             (session.instruction.precision, torch.are_deterministic_algorithms_enabled()),
         )
 
-    def _try(self, batch: B, tensors: Batch) -> tuple[tuple[Tensor, int | Tensor], CapturedStep | str | None]:
-        """Take a step by autograd, capture it, and compare; return what it returns, and what is known now."""
+    def _try(
+        self, batch: B, tensors: Batch
+    ) -> tuple[tuple[Tensor, int | Tensor], CapturedStep | str | None]:
+        """Take a step by autograd, capture it, and compare.
+
+        Return what it returns, and what is known now.
+        """
         buffers, device = list(self.session.model.buffers()), tensors[0].device
         module, stream, before = torch.get_device_module(device), _stream(device), _copies(buffers)
         drawn = torch.get_rng_state(), module.get_rng_state(device)
         stream.wait_stream(module.current_stream(device))
-        with module.stream(stream), torch.autograd.set_multithreading_enabled(False), _waits(module) as waits:
+        with (
+            module.stream(stream),
+            torch.autograd.set_multithreading_enabled(False),
+            _waits(module) as waits,
+        ):
             loss, count = self.eager(batch)
         module.current_stream(device).wait_stream(stream)
         made, after = [parameter.grad for parameter in self.learned], _copies(buffers)
         if not loss.isfinite().all():
             return (loss, count), NEW
-        draws = not all(map(torch.equal, drawn, (torch.get_rng_state(), module.get_rng_state(device))))
-        reason, step = "it draws at random" * draws or "the host waits for the device" * bool(waits), None
+        draws = not all(
+            map(torch.equal, drawn, (torch.get_rng_state(), module.get_rng_state(device)))
+        )
+        reason, step = (
+            "it draws at random" * draws or "the host waits for the device" * bool(waits),
+            None,
+        )
         if not reason:
             try:
                 step = self._capture(tensors, loss, stream)
@@ -194,22 +233,32 @@ class _Replaying(Generic[B]):
         return (loss, count), None if reason else step
 
     def _agree(self, wanted: Sequence[Tensor], found: Sequence[Tensor]) -> bool:
-        """Compare in bits where the run is deterministic, else with the square root of what its precision rounds to."""
+        """Compare in bits where the run is deterministic, else with the square root of what its
+        precision rounds to.
+        """
         if torch.are_deterministic_algorithms_enabled():
             return all(map(torch.equal, wanted, found))
         share = _ROUNDING[self.session.instruction.precision] ** 0.5
         most = [share * float(value.abs().max()) if value.numel() else 0.0 for value in wanted]
-        return all(torch.allclose(one, other, 0, much) for one, other, much in zip(wanted, found, most, strict=True))
+        return all(
+            torch.allclose(one, other, 0, much)
+            for one, other, much in zip(wanted, found, most, strict=True)
+        )
 
     def _capture(self, tensors: Batch, loss: Tensor, stream: Any) -> CapturedStep:
         """Record both passes: nothing is computed."""
         module, inputs, targets = torch.get_device_module(loss.device), *_copies(tensors)
-        kept = [None if parameter.grad is None else torch.empty_like(parameter) for parameter in self.learned]
+        kept = [
+            None if parameter.grad is None else torch.empty_like(parameter)
+            for parameter in self.learned
+        ]
         step = CapturedStep(module.CUDAGraph(), (inputs, targets), kept, torch.empty_like(loss))
         pool = next((other.graph.pool() for other in _ALIVE), None)
         _BROKEN.append(step.graph)
         with (
-            module.stream(module.current_stream(loss.device)),  # older torch does not go back to it after a failure
+            module.stream(
+                module.current_stream(loss.device)
+            ),  # older torch does not go back to it after a failure
             module.graph(step.graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
             torch.autograd.set_multithreading_enabled(False),
         ):
@@ -231,7 +280,12 @@ def _why_not(layers: nn.Module, loss_function: LossFunction, device: torch.devic
     if not _is_known(getattr(loss_function, "function", loss_function)):
         return "the loss is not torch's"
     for layer in layers.modules():
-        hooks = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
+        hooks = (
+            layer._forward_hooks
+            or layer._forward_pre_hooks
+            or layer._backward_hooks
+            or layer._backward_pre_hooks
+        )
         if isinstance(layer, _DropoutNd) and layer.p > 0:
             return "it draws at random"
         if not _is_known(type(layer)) or "forward" in vars(layer) or hooks:
@@ -245,13 +299,17 @@ def _is_known(thing: Any) -> bool:
 
 @cache
 def _stream(device: torch.device) -> Any:
-    """Return the stream on which steps are captured, and on which libraries are made ready for that."""
+    """Return the stream on which steps are captured, and on which libraries are made ready for
+    that.
+    """
     return torch.get_device_module(device).Stream(device)
 
 
 @contextmanager
 def _waits(module: Any) -> Iterator[list[Any]]:
-    """Give a list of the waits for the device inside the block, where the device tells: they would break a capture."""
+    """Give a list of the waits for the device inside the block, where the device tells: they would
+    break a capture.
+    """
     before = getattr(module, "get_sync_debug_mode", int)()
     with catch_warnings(record=True) as seen:
         simplefilter("always")

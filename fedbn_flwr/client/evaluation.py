@@ -1,4 +1,6 @@
-"""Predictions by domain and class, from which every accuracy of the papers follows, and the mean IoU."""
+"""Predictions by domain and class, from which every accuracy of the papers follows, and the mean
+IoU.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -32,9 +34,10 @@ CLASS_METRICS = {
 class Evaluation:
     """The mean loss, and one confusion matrix (true class x predicted class) a domain.
 
-    It counts predictions: one for each image in classification, one for each pixel with a class in segmentation. If
-    there are predictions of no class (a model may have more outputs), a last column counts them. In regression,
-    accuracies are mean losses: a domain's matrix has the sum of its losses and the number of its samples.
+    It counts predictions: one for each image in classification, one for each pixel with a class in
+    segmentation. If there are predictions of no class (a model may have more outputs), a last
+    column counts them. In regression, accuracies are mean losses: a domain's matrix has the sum of
+    its losses and the number of its samples.
     """
 
     loss: float
@@ -61,7 +64,9 @@ class Evaluation:
         return [self._measure(matrix) for matrix in self.confusion]
 
     def accuracy_for(self, domain_share: Tensor, class_share: Tensor) -> float:
-        """The expected accuracy on a node's own distribution: of its domains, or without domains of its classes."""
+        """The expected accuracy on a node's own distribution: of its domains, or without domains of
+        its classes.
+        """
         if len(domain_share) > 1 or not self.has_classes:
             return self.score_for(self._measure, domain_share)
         matrix = self.confusion.sum(0).double()
@@ -69,13 +74,20 @@ class Evaluation:
         return float(recall @ class_share)
 
     def score_for(self, measure: Measure, domain_share: Tensor) -> float:
-        """A score's mean over a node's own domains, by their shares; of all test data where none of them is tested."""
+        """A score's mean over a node's own domains, by their shares; of all test data where none of
+        them is tested.
+        """
         tested = domain_share * self.tested
         # none is tested in Cityscapes, whose test cities are others
         if len(domain_share) < 2 or not tested.any():
             return measure(self.confusion.sum(0))
-        scores = [measure(matrix) if share else 0.0 for matrix, share in zip(self.confusion, tested, strict=True)]
-        return float(torch.tensor(scores, dtype=tested.dtype) @ tested / (tested.sum() / domain_share.sum()))
+        scores = [
+            measure(matrix) if share else 0.0
+            for matrix, share in zip(self.confusion, tested, strict=True)
+        ]
+        return float(
+            torch.tensor(scores, dtype=tested.dtype) @ tested / (tested.sum() / domain_share.sum())
+        )
 
     def _measure(self, matrix: Tensor) -> float:
         if self.has_classes:
@@ -94,13 +106,19 @@ def evaluate(
     task: LearningTask = CLASSIFICATION,
     metrics: Sequence[str] = (),
 ) -> Evaluation:
-    """Evaluate with the running statistics that the model holds; `metrics` are some of `CLASS_METRICS`.
+    """Evaluate with the running statistics that the model holds.
+
+    `metrics` are some of `CLASS_METRICS`.
 
     There may be more domains than the split has samples of.
     """
-    domains = torch.zeros(len(split), dtype=torch.int64) if split.domains is None else split.domains.cpu()
+    domains = (
+        torch.zeros(len(split), dtype=torch.int64) if split.domains is None else split.domains.cpu()
+    )
     num_classes, dtype = (num_classes, torch.int64) if task.has_classes else (1, torch.float64)
-    confusion = torch.zeros(max(int(domains.max()) + 1, num_domains), num_classes, num_classes + 1, dtype=dtype)
+    confusion = torch.zeros(
+        max(int(domains.max()) + 1, num_domains), num_classes, num_classes + 1, dtype=dtype
+    )
     was_training, losses, kept = model.training, list[Tensor](), list[Tensor]()
     model.eval()
     try:
@@ -121,20 +139,26 @@ def evaluate(
             cells = targets * (num_classes + 1) + logits.argmax(1).clamp(max=num_classes)
             cells = cells.where(targets != IGNORED, -1).cpu()
             places = rows.view(-1, *[1] * (targets.dim() - 1)) * confusion[0].numel() + cells
-            confusion += torch.bincount(places[cells >= 0], minlength=confusion.numel()).view_as(confusion)
+            confusion += torch.bincount(places[cells >= 0], minlength=confusion.numel()).view_as(
+                confusion
+            )
     finally:
         model.train(was_training)
     confusion = confusion if confusion[..., -1].any() else confusion[..., :-1]
-    by_class = class_metrics(metrics, torch.cat(kept), split.labels.cpu(), num_classes) if metrics else {}
+    by_class = (
+        class_metrics(metrics, torch.cat(kept), split.labels.cpu(), num_classes) if metrics else {}
+    )
     scores = {name: measure(confusion.sum(0)) for name, measure in task.measures.items()}
     return Evaluation(_mean(losses, sizes), confusion, by_class, scores, task.has_classes)
 
 
-def class_metrics(names: Sequence[str], logits: Tensor, labels: Tensor, num_classes: int) -> dict[str, list[float]]:
+def class_metrics(
+    names: Sequence[str], logits: Tensor, labels: Tensor, num_classes: int
+) -> dict[str, list[float]]:
     """Return each metric's numbers by class.
 
-    `auc` is the area under the ROC curve of one class against all others. A class that no label has is NaN, and so is
-    `auc` of the only class.
+    `auc` is the area under the ROC curve of one class against all others. A class that no label has
+    is NaN, and so is `auc` of the only class.
     """
     with extra("cli"):
         from torchmetrics.functional import classification  # imported here because it takes seconds
@@ -144,9 +168,12 @@ def class_metrics(names: Sequence[str], logits: Tensor, labels: Tensor, num_clas
     for name in names:
         present = (counts > 0) & (counts < len(labels)) if name == "auc" else counts > 0
         measure = getattr(classification, CLASS_METRICS[name])
-        values = measure(logits.softmax(1), labels, num_classes=logits.shape[1], average=None)[:num_classes]
+        values = measure(logits.softmax(1), labels, num_classes=logits.shape[1], average=None)[
+            :num_classes
+        ]
         measured[name] = [
-            float(value) if here else math.nan for value, here in zip(values, present.tolist(), strict=True)
+            float(value) if here else math.nan
+            for value, here in zip(values, present.tolist(), strict=True)
         ]
     return measured
 
@@ -173,13 +200,20 @@ def mean_loss(
 
 
 def batch_sizes(split: Split, count: int, most: int) -> list[int]:
-    """Return sizes of batches of at most `most` samples; of large images fewer, so that a batch has 6 MB."""
+    """Return sizes of batches of at most `most` samples; of large images fewer, so that a batch has
+    6 MB.
+    """
     values = max(split.inputs[:1].numel(), 1)
     return pass_sizes(count, min(most, max(MOST_VALUES // values, 1)), merge_single=False)
 
 
-def shares(split: Split, indices: np.ndarray, num_classes: int, num_domains: int = 0) -> tuple[Tensor, Tensor]:
-    """Return the shares of a node's samples in the domains and in the classes; float targets count as one class."""
+def shares(
+    split: Split, indices: np.ndarray, num_classes: int, num_domains: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Return the shares of a node's samples in the domains and in the classes.
+
+    Float targets count as one class.
+    """
     chosen, labels = torch.from_numpy(indices), split.labels
     labels = torch.zeros(len(labels), dtype=torch.int64) if labels.is_floating_point() else labels
     classes = torch.bincount(labels[chosen].cpu(), minlength=num_classes).double()

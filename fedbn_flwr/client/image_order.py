@@ -12,14 +12,19 @@ ANY_ORDER = {
 }
 #: whose models' forwards leave it open, too; a forward of somebody else may need the usual order
 _OPEN_PACKAGES = ("fedbn_flwr.models.", "timm.", "torchvision.")
-#: what the order pays for (docs/benchmarks.md, "The order of images"): the smallest side of an image, the largest
-#: number of weights of a convolution, and the smallest number of its channels
+#: what the order pays for (docs/benchmarks.md, "The order of images"): the smallest side of an
+#: image, the largest number of weights of a convolution, and the smallest number of its channels
 _SMALLEST_SIDE, _MOST_WEIGHTS, _FEWEST_CHANNELS = 32, 500_000, 8
 
 
 def channels_last(images: Tensor, model: nn.Module) -> Tensor:
     """Return the inputs of a model, channels last if training on them is faster in this order."""
-    if images.dim() != 4 or min(images.shape[-2:]) < _SMALLEST_SIDE or images.device.type != "cpu" or not _pays(model):
+    if (
+        images.dim() != 4
+        or min(images.shape[-2:]) < _SMALLEST_SIDE
+        or images.device.type != "cpu"
+        or not _pays(model)
+    ):
         return images
     return images.contiguous(memory_format=torch.channels_last)
 
@@ -29,9 +34,16 @@ def _pays(model: nn.Module) -> bool:
     leaves = [layer for layer in layers if not layer._modules]
     convolutions = [layer for layer in leaves if isinstance(layer, nn.Conv2d)]
     return (
-        all(type(layer) in open_kinds or type(layer).__module__.startswith(_OPEN_PACKAGES) for layer in layers)
+        all(
+            type(layer) in open_kinds or type(layer).__module__.startswith(_OPEN_PACKAGES)
+            for layer in layers
+        )
         # a mask for images is drawn in their order
-        and all(type(after) is nn.Linear for layer, after in pairwise(leaves) if type(layer) is nn.Dropout)
+        and all(
+            type(after) is nn.Linear
+            for layer, after in pairwise(leaves)
+            if type(layer) is nn.Dropout
+        )
         and bool(convolutions)
         and all(each.weight.numel() <= _MOST_WEIGHTS for each in convolutions)
         and all(each.out_channels >= _FEWEST_CHANNELS for each in convolutions)

@@ -1,6 +1,8 @@
-"""What a data set is learnt for: the loss, what models are compared by, and which augmentations its targets allow.
+"""What a data set is learnt for: the loss, what models are compared by, and which augmentations its
+targets allow.
 
-A data set names its task (`Data.task`). Training, evaluation and scoring ask the task, and know no data set.
+A data set names its task (`Data.task`). Training, evaluation and scoring ask the task, and know no
+data set.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,7 +17,8 @@ from fedbn_flwr.client.training import LossFunction, logits_of
 from fedbn_flwr.data.augmentation import AUGMENTATIONS, IGNORED, Crop, parse_augmentation
 from fedbn_flwr.plugins import add, extra, import_function
 
-#: of a confusion matrix, true class x predicted class; a last column counts predictions of none, if there are any
+#: of a confusion matrix, true class x predicted class; a last column counts predictions of none, if
+#: there are any
 Measure = Callable[[Tensor], float]
 
 
@@ -23,8 +26,8 @@ Measure = Callable[[Tensor], float]
 class LearningTask:
     """A task: its loss, its scores, and whether a target is a picture that moves with the image.
 
-    Accuracy, the share of predictions that are correct, is reported in every task with classes: of images in
-    classification, of pixels in segmentation.
+    Accuracy, the share of predictions that are correct, is reported in every task with classes: of
+    images in classification, of pixels in segmentation.
     """
 
     #: of what the model returns and the targets
@@ -33,9 +36,11 @@ class LearningTask:
     measures: Mapping[str, Measure] = field(default_factory=dict)
     #: the score by which models are compared
     metric: str = "accuracy"
-    #: whether targets are classes, whose predictions are counted; otherwise the error that is reported is the loss
+    #: whether targets are classes, whose predictions are counted; otherwise the error that is
+    #: reported is the loss
     has_classes: bool = True
-    #: whether targets have the places of the image, so that an augmentation must change both together
+    #: whether targets have the places of the image, so that an augmentation must change both
+    #: together
     placed: bool = False
 
     @property
@@ -44,11 +49,18 @@ class LearningTask:
         return "accuracy" if self.has_classes else self.metric
 
     def check_augmentation(self, spec: str) -> None:
-        """Refuse an augmentation that would change the images and leave their targets where they were."""
+        """Refuse an augmentation that would change the images and leave their targets where they
+        were.
+        """
         if not self.placed or not isinstance(parse_augmentation(spec), Crop):
             return
-        able = ", ".join(name for name in AUGMENTATIONS if not isinstance(parse_augmentation(name), Crop))
-        raise ValueError(f"augmentation {spec!r} would move the images and not their label maps; there are: {able}")
+        able = ", ".join(
+            name for name in AUGMENTATIONS if not isinstance(parse_augmentation(name), Crop)
+        )
+        raise ValueError(
+            f"augmentation {spec!r} would move the images and not their label maps; there are: "
+            f"{able}"
+        )
 
 
 #: the tasks by name; `register_task` adds one
@@ -56,14 +68,19 @@ TASKS: dict[str, LearningTask] = {}
 
 
 def register_task(name: str, task: LearningTask) -> LearningTask:
-    """Register a task under the name that `Data.task` takes; a name that another task has is a ValueError."""
+    """Register a task under the name that `Data.task` takes.
+
+    A name that another task has is a ValueError.
+    """
     add(TASKS, "task", name, task)
     return task
 
 
 @dataclass(frozen=True)
 class Objective:
-    """The loss that the option `objective` names: a function of outputs and targets, of which the mean counts."""
+    """The loss that the option `objective` names: a function of outputs and targets, of which the
+    mean counts.
+    """
 
     function: LossFunction
 
@@ -93,13 +110,16 @@ def task_of(name: str, objective: str = "") -> LearningTask:
     if task.has_classes and objective in OBJECTIVES:
         raise ValueError(f"objective {objective!r} is for float targets, not for {name}")
     error = objective if objective in OBJECTIVES else "loss"
-    return replace(task, loss=Objective(function), metric=task.metric if task.has_classes else error)
+    return replace(
+        task, loss=Objective(function), metric=task.metric if task.has_classes else error
+    )
 
 
 def pixel_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     """Return the mean cross entropy of the pixels that have a class; 0 if all are `IGNORED`.
 
-    Outputs are N x classes x H x W, targets N x H x W. Without operations that `torch.func.vmap` has no rule for.
+    Outputs are N x classes x H x W, targets N x H x W. Without operations that `torch.func.vmap`
+    has no rule for.
     """
     counted = targets != IGNORED
     chosen = targets.where(counted, 0).unsqueeze(1)
@@ -108,12 +128,16 @@ def pixel_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def mean_iou(confusion: Tensor) -> float:
-    """Return the mean over classes of intersection over union, by torchmetrics; classes without a pixel do not count.
+    """Return the mean over classes of intersection over union, by torchmetrics.
+
+    Classes without a pixel do not count.
 
     The pixels are those of the whole test set, as the Cityscapes benchmark counts.
     """
     with extra("cli"):
-        from torchmetrics.classification import MulticlassJaccardIndex  # imported here because it takes seconds
+        from torchmetrics.classification import (
+            MulticlassJaccardIndex,
+        )  # imported here because it takes seconds
 
     (classes, width), nothing = confusion.shape, torch.zeros(0, dtype=torch.int64)
     metric = MulticlassJaccardIndex(width, ignore_index=classes)
@@ -123,7 +147,10 @@ def mean_iou(confusion: Tensor) -> float:
 
 
 CLASSIFICATION = register_task("classification", LearningTask())
-REGRESSION = register_task("regression", LearningTask(Objective(F.mse_loss), metric="mse", has_classes=False))
+REGRESSION = register_task(
+    "regression", LearningTask(Objective(F.mse_loss), metric="mse", has_classes=False)
+)
 SEGMENTATION = register_task(
-    "segmentation", LearningTask(pixel_cross_entropy, {"mean-iou": mean_iou}, metric="mean-iou", placed=True)
+    "segmentation",
+    LearningTask(pixel_cross_entropy, {"mean-iou": mean_iou}, metric="mean-iou", placed=True),
 )

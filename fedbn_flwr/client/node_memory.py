@@ -11,8 +11,8 @@ from fedbn_flwr.state import State, from_record, to_record
 from fedbn_flwr.wire import STAYS, Record
 
 NAMESPACE = "fedbn-flwr"
-#: where a site names the folder for states: in its SuperNode's node configuration, or in the environment of its
-#: ClientApps
+#: where a site names the folder for states: in its SuperNode's node configuration, or in the
+#: environment of its ClientApps
 NODE_KEY, STATE_VARIABLE = "state-dir", "FEDBN_FLWR_STATE"
 
 
@@ -39,7 +39,11 @@ class Memory:
 
     def personal(self, names: Collection[str]) -> State:
         """The personal entries of the model among these names; empty at a node's first message."""
-        return {name: value for name, value in self.recall(STAYS).items() if name in names} if names else {}
+        return (
+            {name: value for name, value in self.recall(STAYS).items() if name in names}
+            if names
+            else {}
+        )
 
     def keep(self, name: str, record: Record) -> None:
         """Store a record as it is."""
@@ -67,8 +71,12 @@ class Memory:
         self._records = records
 
     def adopt(self, records: RecordDict) -> None:
-        """Store what others keep in another `Context.state`, which may be that of an earlier message."""
-        theirs = {name: record for name, record in records.items() if not name.startswith(f"{NAMESPACE}/")}
+        """Store what others keep in another `Context.state`, which may be that of an earlier
+        message.
+        """
+        theirs = {
+            name: record for name, record in records.items() if not name.startswith(f"{NAMESPACE}/")
+        }
         for name in [name for name in self._records if not name.startswith(f"{NAMESPACE}/")]:
             del self._records[name]
         self._records.update(theirs)

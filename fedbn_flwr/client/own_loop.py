@@ -1,7 +1,8 @@
 """Make a training loop that somebody else wrote obey an instruction.
 
-The loop stays as it is. Three global hooks of PyTorch, which only act in the loop's own thread, tell when its model
-first trains, and when its optimizer steps. What an instruction asks for happens there.
+The loop stays as it is. Three global hooks of PyTorch, which only act in the loop's own thread,
+tell when its model first trains, and when its optimizer steps. What an instruction asks for happens
+there.
 """
 
 import gc
@@ -17,7 +18,10 @@ from flwr.common import log
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from fedbn_flwr import norm, state
 from fedbn_flwr.client.node_memory import Memory
@@ -30,13 +34,15 @@ from fedbn_flwr.state import State
 from fedbn_flwr.wire import Instruction
 
 SHARED = (
-    "BN statistics were those of all nodes in %d forward passes, up to the first step of an optimizer (%s, of %d of "
+    "BN statistics were those of all nodes in %d forward passes, up to the first step of an "
+    "optimizer (%s, of %d of "
     "the %d parameters that learn)"
 )
 
 
 TRAINING_MODE = (
-    "the evaluation runs BN in training mode, so every batch is normalized with its own statistics: call model.eval() "
+    "the evaluation runs BN in training mode, so every batch is normalized with its own "
+    "statistics: call model.eval() "
     "in the handler"
 )
 
@@ -44,16 +50,17 @@ TRAINING_MODE = (
 class OwnLoop:
     """While open, whatever loop this thread runs trains the model as an instruction asks.
 
-    `structure` is a model with the same entries as the one that the loop trains, which may be another object. Inside
-    the block, from the model's first forward pass in training mode on:
+    `structure` is a model with the same entries as the one that the loop trains, which may be
+    another object. Inside the block, from the model's first forward pass in training mode on:
 
     - BN is frozen where the instruction says so,
-    - the first step of a layer-wise instruction has the statistics of all clients (`exchange` reaches them, or the
-      received corrections stand for them),
-    - rules begin, change gradients before each step of the optimizer, and finish at the end of the block.
+    - the first step of a layer-wise instruction has the statistics of all clients (`exchange`
+      reaches them, or the received corrections stand for them),
+    - rules begin, change gradients before each step of the optimizer, and finish at the end of the
+      block.
 
-    A loop that trains no such model, or takes no step although a rule asks for one, is a RuntimeError: the instruction
-    could not be obeyed.
+    A loop that trains no such model, or takes no step although a rule asks for one, is a
+    RuntimeError: the instruction could not be obeyed.
     """
 
     def __init__(
@@ -104,7 +111,9 @@ class OwnLoop:
                 self._require_nothing_asked()
                 return
             if (self._rules or self._exchange) and not self._session.steps:
-                raise RuntimeError("the loop took no step of a torch.optim.Optimizer, so nothing was obeyed")
+                raise RuntimeError(
+                    "the loop took no step of a torch.optim.Optimizer, so nothing was obeyed"
+                )
             for rule in self._rules:
                 rule.finish(self._session)
             self.records |= carried_records(self._exchange)
@@ -114,12 +123,16 @@ class OwnLoop:
         self._undo.enter_context(frozen(model, self._instruction))
         if self._instruction.layerwise != "none":
             if self._exchange is None:
-                raise ValueError("a layer-wise step needs the messages that a ClientApp of this project handles")
+                raise ValueError(
+                    "a layer-wise step needs the messages that a ClientApp of this project handles"
+                )
             mode = layerwise_mode(self._instruction)
             self._first_step.enter_context(shared_statistics(model, self._exchange, mode))
         # an optimizer is known once it steps; rules that need it begin then
         nobody: Any = None
-        self._session = Session(model, nobody, self._instruction, self._received, self._memory, self._local)
+        self._session = Session(
+            model, nobody, self._instruction, self._received, self._memory, self._local
+        )
         self._session.records, self._session.metrics = self.records, self.metrics
         self._ahead = [rule for rule in self._rules if rule.needs_optimizer]
         for rule in self._rules:
@@ -135,13 +148,16 @@ class OwnLoop:
         self._passes += module is self._entry
         # modules of the data's transforms may run before the model does
         if self._session is not None and not self.first_batch_size:
-            self.first_batch_size = next((len(value) for value in inputs if isinstance(value, torch.Tensor)), 0)
+            self.first_batch_size = next(
+                (len(value) for value in inputs if isinstance(value, torch.Tensor)), 0
+            )
 
     def _find_model(self, module: nn.Module) -> nn.Module | None:
-        """Return the model that this module is, or is a part of, if its entries are those of the structure.
+        """Return the model that this module is, or is a part of, if its entries are those of the
+        structure.
 
-        A loop may call parts of its model only, as LightningModules do: of the structure, or of a model of its own. A
-        module knows its parts, not its whole.
+        A loop may call parts of its model only, as LightningModules do: of the structure, or of a
+        model of its own. A module knows its parts, not its whole.
         """
         if self._is_model(module):
             return module
@@ -152,7 +168,9 @@ class OwnLoop:
             return None
         self._searched.add(type(module))
         # isinstance would ask stand-ins for modules that are deprecated, which warn
-        modules = (cast(nn.Module, item) for item in gc.get_objects() if issubclass(type(item), nn.Module))
+        modules = (
+            cast(nn.Module, item) for item in gc.get_objects() if issubclass(type(item), nn.Module)
+        )
         for whole in modules:
             if self._is_model(whole) and any(part is module for part in whole.modules()):
                 return whole
@@ -195,10 +213,19 @@ class OwnLoop:
             return
         self._first_step.close()
         if self._exchange and self._session.steps == 1 and self._instruction.server_round == 1:
-            log(INFO, SHARED, self._passes, type(optimizer).__name__, len(held), len(self._session.learned()))
+            log(
+                INFO,
+                SHARED,
+                self._passes,
+                type(optimizer).__name__,
+                len(held),
+                len(self._session.learned()),
+            )
 
     def _held_by(self, optimizer: torch.optim.Optimizer) -> set[int]:
-        """Return the ids of the model's parameters that the optimizer changes; none in another thread's loop."""
+        """Return the ids of the model's parameters that the optimizer changes; none in another
+        thread's loop.
+        """
         if threading.get_ident() != self._thread or self._session is None:
             return set()
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -207,9 +234,14 @@ class OwnLoop:
     def _require_nothing_asked(self) -> None:
         keys = set(self._instruction.binding_keys()) - {"stays", "omit", "send-personal", "later"}
         if keys:
-            trained = f"a {self._other}, whose entries are others" if self._other else "nothing in training mode"
+            trained = (
+                f"a {self._other}, whose entries are others"
+                if self._other
+                else "nothing in training mode"
+            )
             raise RuntimeError(
-                f"cannot obey {', '.join(sorted(keys))}: the handler trained {trained}; `model` of the ClientApp must "
+                f"cannot obey {', '.join(sorted(keys))}: the handler trained {trained}; `model` "
+                "of the ClientApp must "
                 "have the entries of the model that the handler trains"
             )
 
@@ -229,7 +261,9 @@ def saying_training_mode() -> Iterator[None]:
 
 
 class GatheringLoop(OwnLoop):
-    """While open, gathers what the model's BN layers see, in whatever mode this thread runs it (see `norm.gather`)."""
+    """While open, gathers what the model's BN layers see, in whatever mode this thread runs it (see
+    `norm.gather`).
+    """
 
     def __init__(self, structure: nn.Module) -> None:
         super().__init__(structure, Instruction(), {}, Memory(RecordDict()))

@@ -24,13 +24,17 @@ from fedbn_flwr.wire.packed import with_content
 Handler = Callable[[Message, Context], Message]
 
 CANNOT_GATHER = (
-    "the strategy's `statistics` are those of the nodes' data, and nothing here runs the model over them without "
+    "the strategy's `statistics` are those of the nodes' data, and nothing here runs the model "
+    "over them without "
     'training: register a handler with @app.train("gather"), or with @app.evaluate()'
 )
 
 
 class OwnLoopClient:
-    """A client whose training is a handler for Flower's messages. The message brings what the handler will see."""
+    """A client whose training is a handler for Flower's messages.
+
+    The message brings what the handler will see.
+    """
 
     def __init__(
         self,
@@ -52,25 +56,37 @@ class OwnLoopClient:
         self.partition_id = int(context.node_config.get("partition-id", context.node_id))
         self._loop: OwnLoop | None = None
 
-    def train(self, received: Mapping[str, State], instruction: Instruction, exchange: Exchange | None = None) -> Reply:
+    def train(
+        self,
+        received: Mapping[str, State],
+        instruction: Instruction,
+        exchange: Exchange | None = None,
+    ) -> Reply:
         """Let the handler train for one round, as `BNClient.train` does."""
         if "statistics" in instruction.later.split(",") and not self._gathering:
             raise ValueError(CANNOT_GATHER)
-        drawing = nullcontext() if exchange else OwnRandomness(self.step_seed(instruction)).drawing()
+        drawing = (
+            nullcontext() if exchange else OwnRandomness(self.step_seed(instruction)).drawing()
+        )
         loop = OwnLoop(self.model, instruction, received, self.memory, exchange)
         with drawing, loop as self._loop:
             seed_unused()
             content = self._handler(self._seen(received, instruction), self._context).content
-        # in a layer-wise step the handler has the context of the first message, and the last one's is kept
+        # in a layer-wise step the handler has the context of the first message, and the last one's
+        # is kept
         self.memory.adopt(self._context.state)
         return self._reply_after(loop, content, instruction)
 
     def _reply_after(self, loop: OwnLoop, content: RecordDict, instruction: Instruction) -> Reply:
-        """Make the reply of a round from a handler's: what the instruction shares, and what rules add."""
+        """Make the reply of a round from a handler's: what the instruction shares, and what rules
+        add.
+        """
         trained = self._trained(content)
         stays = state.group_keys(self.model, instruction.stays)
         if stays:
-            self.memory.store(wire.STAYS, {name: trained[name] for name in trained if name in stays})
+            self.memory.store(
+                wire.STAYS, {name: trained[name] for name in trained if name in stays}
+            )
         unsent = stays | state.group_keys(self.model, instruction.omit)
         shared = {name: value for name, value in trained.items() if name not in unsent}
         reply = self._reply_of(content, instruction, {wire.ARRAYS: shared, **loop.records})
@@ -86,7 +102,9 @@ class OwnLoopClient:
         return reply
 
     def test(self, received: Mapping[str, State], instruction: Instruction) -> Reply:
-        """Let the handler evaluate the node's own model: the received one with the entries that live here."""
+        """Let the handler evaluate the node's own model: the received one with the entries that
+        live here.
+        """
         if instruction.statistics == "own":
             own = moments.own_statistics(self.model, self._gather(received, instruction))
             stays = self.memory.personal(state.group_keys(self.model, instruction.stays))
@@ -100,11 +118,15 @@ class OwnLoopClient:
         return self._reply_of(content, instruction, {wire.STAYS: kept})
 
     def gather(self, received: Mapping[str, State], instruction: Instruction) -> Reply:
-        """Reply with the moments of what the received model's BN layers see in a handler that does not train."""
+        """Reply with the moments of what the received model's BN layers see in a handler that does
+        not train.
+        """
         seen = moments.pack(self.model, self._gather(received, instruction))
         return Reply(0, {wire.PARTITION_ID: self.partition_id}, {wire.MOMENTS: seen})
 
-    def _gather(self, received: Mapping[str, State], instruction: Instruction) -> Mapping[str, norm.Moments]:
+    def _gather(
+        self, received: Mapping[str, State], instruction: Instruction
+    ) -> Mapping[str, norm.Moments]:
         if not self._gathering:
             raise ValueError(CANNOT_GATHER)
         drawing = OwnRandomness(self.step_seed(instruction)).drawing()
@@ -112,35 +134,58 @@ class OwnLoopClient:
             seed_unused()
             self._gathering(self._seen(received, instruction), self._context)
         if not loop.seen:
-            raise RuntimeError("cannot gather statistics: the handler ran no model with the entries of `model`")
+            raise RuntimeError(
+                "cannot gather statistics: the handler ran no model with the entries of `model`"
+            )
         return loop.seen
 
     def describe(self) -> Reply:
         """Reply with the node's partition and the names of the model's entries."""
         metrics: Metrics = {wire.DOMAIN: -1, wire.PARTITION_ID: self.partition_id}
-        return Reply(-1 if self._num_examples is None else self._num_examples, metrics, report=model_names(self.model))
+        return Reply(
+            -1 if self._num_examples is None else self._num_examples,
+            metrics,
+            report=model_names(self.model),
+        )
 
     def step_seed(self, instruction: Instruction) -> int:
         """Return the seed of what the handler draws from torch's global generator in this round."""
-        return derive(instruction.seed, "own loop", "round", instruction.server_round, "partition", self.partition_id)
+        return derive(
+            instruction.seed,
+            "own loop",
+            "round",
+            instruction.server_round,
+            "partition",
+            self.partition_id,
+        )
 
-    def reply(self, metrics: Metrics, instruction: Instruction, records: Mapping[str, State]) -> Reply:
-        """Make a reply in the middle of a layer-wise step, before the handler has told its number of examples."""
+    def reply(
+        self, metrics: Metrics, instruction: Instruction, records: Mapping[str, State]
+    ) -> Reply:
+        """Make a reply in the middle of a layer-wise step, before the handler has told its number
+        of examples.
+        """
         assert self._loop is not None
         count = self._loop.first_batch_size if self._num_examples is None else self._num_examples
         metrics[wire.PARTITION_ID] = self.partition_id
         return Reply(count, metrics, dict(records), {wire.OBEYED: obeyed_keys(instruction)})
 
     def _seen(self, received: Mapping[str, State], instruction: Instruction) -> Message:
-        """Return the message that Flower's FedAvg would have sent: the whole model, and the configuration."""
+        """Return the message that Flower's FedAvg would have sent: the whole model, and the
+        configuration.
+        """
         personal = self.memory.personal(state.group_keys(self.model, instruction.stays))
         whole = {**received[wire.ARRAYS], **personal}
-        if whole.keys() != self.model.state_dict().keys():  # a model that `prepare` has not made may be why
+        if (
+            whole.keys() != self.model.state_dict().keys()
+        ):  # a model that `prepare` has not made may be why
             require_bn(self.model, instruction)
         state.check_fit(self.model, whole)
         # the message of an exchange brings no model: the first one did
         by_exchanges = instruction.layerwise != "none"
-        arrays, config = (wire.ARRAYS, wire.CONFIG) if by_exchanges else wire.record_names(self._message.content)
+        arrays, config = (
+            (wire.ARRAYS, wire.CONFIG) if by_exchanges else wire.record_names(self._message.content)
+        )
         content = RecordDict(
             {
                 arrays: state.to_record({name: whole[name] for name in self.model.state_dict()}),
@@ -152,17 +197,31 @@ class OwnLoopClient:
     def _trained(self, content: RecordDict) -> State:
         """Return the arrays of the handler's reply, which must be those of the model."""
         if len(content.array_records) != 1:
-            raise ValueError(f"the handler replied with {len(content.array_records)} ArrayRecords; it must be one")
+            raise ValueError(
+                f"the handler replied with {len(content.array_records)} ArrayRecords; it must be "
+                "one"
+            )
         (record,) = content.array_records.values()
         trained = state.from_record(record)
         state.check_fit(self.model, trained)
         return trained
 
-    def _reply_of(self, content: RecordDict, instruction: Instruction, records: Mapping[str, State]) -> Reply:
-        # what the strategy weighs by is the server's to ask for: `weighted_by_key` may be any of these
+    def _reply_of(
+        self, content: RecordDict, instruction: Instruction, records: Mapping[str, State]
+    ) -> Reply:
+        # what the strategy weighs by is the server's to ask for: `weighted_by_key` may be any of
+        # these
         metrics: dict[str, Any] = {
-            key: value for record in content.metric_records.values() for key, value in record.items()
+            key: value
+            for record in content.metric_records.values()
+            for key, value in record.items()
         }
         metrics[wire.PARTITION_ID] = self.partition_id
-        report = {key: value for record in content.config_records.values() for key, value in record.items()}
-        return Reply(None, metrics, dict(records), {**report, wire.OBEYED: obeyed_keys(instruction)})
+        report = {
+            key: value
+            for record in content.config_records.values()
+            for key, value in record.items()
+        }
+        return Reply(
+            None, metrics, dict(records), {**report, wire.OBEYED: obeyed_keys(instruction)}
+        )

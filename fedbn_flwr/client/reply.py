@@ -11,7 +11,8 @@ Metrics = dict[str, float | list[float]]
 
 @dataclass
 class Reply:
-    """Everything that leaves the client: named groups of arrays, numbers, and the binding keys that were obeyed.
+    """Everything that leaves the client: named groups of arrays, numbers, and the binding keys that
+    were obeyed.
 
     The reply owns its tensors: nothing changes them any more.
     """

@@ -1,4 +1,6 @@
-"""The one local training loop, for every Flower API and engine of this project, and what instructions ask of it."""
+"""The one local training loop, for every Flower API and engine of this project, and what
+instructions ask of it.
+"""
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,8 +30,8 @@ MakeOptimizer = Callable[[nn.Module, Instruction], torch.optim.Optimizer]
 #: changes the gradients between the backward pass and the optimizer's step
 Adjustment = Callable[[], None]
 B = TypeVar("B")
-#: sets the gradients on a batch, and gives its mean loss and number of samples: of one client, or (stacked) of several
-#: at once in a row for each
+#: sets the gradients on a batch, and gives its mean loss and number of samples: of one client, or
+#: (stacked) of several at once in a row for each
 Gradients = Callable[[B], tuple[Tensor, int | Tensor]]
 
 
@@ -55,7 +57,9 @@ def train(
         means = torch.stack(losses).tolist()
         total = sum(mean * count for mean, count in zip(means, counts, strict=True))
         return torch.tensor(total / sum(counts), dtype=torch.float64)
-    samples = torch.stack([torch.as_tensor(count).cpu().expand(losses[0].shape) for count in counts]).double()
+    samples = torch.stack(
+        [torch.as_tensor(count).cpu().expand(losses[0].shape) for count in counts]
+    ).double()
     return (torch.stack(losses).cpu().double() * samples).sum(0) / samples.sum(0).clamp(min=1)
 
 
@@ -73,9 +77,14 @@ def backward(loss_of: Gradients[B], learned: Sequence[nn.Parameter]) -> Gradient
 
 
 def batch_loss(
-    model: Callable[[Tensor], Tensor], batch: Batch, instruction: Instruction, loss_function: LossFunction
+    model: Callable[[Tensor], Tensor],
+    batch: Batch,
+    instruction: Instruction,
+    loss_function: LossFunction,
 ) -> tuple[Tensor, int]:
-    """The mean loss of one client's batch, in the instruction's precision, and the number of its samples."""
+    """The mean loss of one client's batch, in the instruction's precision, and the number of its
+    samples.
+    """
     inputs, targets = batch
     with autocast(instruction, inputs.device):
         return model_loss(model, inputs, targets, loss_function), len(targets)
@@ -84,19 +93,31 @@ def batch_loss(
 def autocast(instruction: Instruction, device: torch.device) -> AbstractContextManager[Any]:
     """Bfloat16 autocast where the instruction asks for it."""
     if instruction.precision not in PRECISIONS:
-        raise ValueError(f"unknown precision {instruction.precision!r}; known: {', '.join(PRECISIONS)}")
-    return torch.autocast(device.type, torch.bfloat16) if instruction.precision == "bf16" else nullcontext()
+        raise ValueError(
+            f"unknown precision {instruction.precision!r}; known: {', '.join(PRECISIONS)}"
+        )
+    return (
+        torch.autocast(device.type, torch.bfloat16)
+        if instruction.precision == "bf16"
+        else nullcontext()
+    )
 
 
 _CUDNN, _MATMUL = cast(Any, torch.backends.cudnn), cast(Any, torch.backends.cuda.matmul)
 _NEWER = [_MATMUL, _CUDNN.conv, _CUDNN.rnn] if hasattr(_MATMUL, "fp32_precision") else []
-#: torch's settings of how GPUs multiply float32: what reads and writes one, and its values for IEEE and TF32. From 2.9
-#: on, torch raises where an older one is read and the newer ones say something else: all are set, the newer ones last
+#: torch's settings of how GPUs multiply float32: what reads and writes one, and its values for IEEE
+#: and TF32. From 2.9 on, torch raises where an older one is read and the newer ones say something
+#: else: all are set, the newer ones last
 _SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], Any], Any, Any]] = [
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "highest", "high"),
     (partial(getattr, _CUDNN, "allow_tf32"), partial(setattr, _CUDNN, "allow_tf32"), False, True),
     *(
-        (partial(getattr, each, "fp32_precision"), partial(setattr, each, "fp32_precision"), "ieee", "tf32")
+        (
+            partial(getattr, each, "fp32_precision"),
+            partial(setattr, each, "fp32_precision"),
+            "ieee",
+            "tf32",
+        )
         for each in _NEWER
     ),
 ]
@@ -107,11 +128,12 @@ _LOCK = threading.Lock()
 
 @contextmanager
 def products(instruction: Instruction) -> Iterator[None]:
-    """Let GPUs multiply float32 as IEEE says, in convolutions too, or in TF32 where that is asked for, in the block.
+    """Let GPUs multiply float32 as IEEE says, in convolutions too, or in TF32 where that is asked
+    for, in the block.
 
-    torch's own default is TF32 for convolutions only. The settings are the process's, in force until every step that
-    is in such a block is done: steps may be suspended in turn, and those of a run have the same precision. They stay as
-    they are where no accelerator is in use.
+    torch's own default is TF32 for convolutions only. The settings are the process's, in force
+    until every step that is in such a block is done: steps may be suspended in turn, and those of a
+    run have the same precision. They stay as they are where no accelerator is in use.
     """
     if started() is None:
         yield
@@ -121,7 +143,9 @@ def products(instruction: Instruction) -> Iterator[None]:
     try:
         with _LOCK:
             for read, write, *_ in _SETTINGS:
-                with suppress(RuntimeError):  # torch does not tell if a user has set the older and the newer ones
+                with suppress(
+                    RuntimeError
+                ):  # torch does not tell if a user has set the older and the newer ones
                     _BEFORE[-1].append((write, read()))
             for _, write, ieee, tf32 in _SETTINGS:
                 write(tf32 if instruction.precision == "tf32" else ieee)
@@ -141,7 +165,10 @@ def require_bn(model: nn.Module, instruction: Instruction) -> None:
 
 
 def frozen(model: nn.Module, instruction: Instruction) -> AbstractContextManager[Any]:
-    """Freeze the parts of BN that the instruction names, until the end of the block; refuse a model without them."""
+    """Freeze the parts of BN that the instruction names, until the end of the block.
+
+    Refuse a model without them.
+    """
     require_bn(model, instruction)
     return norm.freeze(model, **frozen_parts(instruction.freeze))
 
@@ -151,7 +178,9 @@ def layerwise_mode(instruction: Instruction) -> Mode:
     modes: dict[str, Mode] = {mode: mode for mode in get_args(Mode)}
     modes |= {"carried": "fused", "carried-forward": "forward"}
     if instruction.layerwise not in modes:
-        raise ValueError(f"unknown layerwise {instruction.layerwise!r}; known: {', '.join(wire.LAYERWISE_MODES)}")
+        raise ValueError(
+            f"unknown layerwise {instruction.layerwise!r}; known: {', '.join(wire.LAYERWISE_MODES)}"
+        )
     return modes[instruction.layerwise]
 
 
@@ -163,11 +192,15 @@ def frozen_parts(freeze: str) -> dict[str, bool]:
 
 
 def carried_exchange(received: Mapping[str, State], instruction: Instruction) -> Corrected | None:
-    """Return a client's exchange under received corrections; None if the instruction asks for none."""
+    """Return a client's exchange under received corrections; None if the instruction asks for
+    none.
+    """
     if instruction.layerwise not in wire.CARRIED_MODES:
         return None
     entries = received.get(wire.CARRIED, {})
-    return Corrected(read_corrections({name: value.unsqueeze(0) for name, value in entries.items()}))
+    return Corrected(
+        read_corrections({name: value.unsqueeze(0) for name, value in entries.items()})
+    )
 
 
 def carried_records(exchange: Exchange | None) -> dict[str, State]:
@@ -177,7 +210,9 @@ def carried_records(exchange: Exchange | None) -> dict[str, State]:
 
 
 def make_optimizer(model: nn.Module, instruction: Instruction) -> torch.optim.Optimizer:
-    """The instruction's optimizer over the parameters that learn, each at its factor of the rate."""
+    """The instruction's optimizer over the parameters that learn, each at its factor of the
+    rate.
+    """
     factors: dict[str, float] = getattr(model, "rate_factors", {})
     lr, decay = instruction.lr, instruction.weight_decay
     groups: dict[float, list[nn.Parameter]] = {}
@@ -186,7 +221,9 @@ def make_optimizer(model: nn.Module, instruction: Instruction) -> torch.optim.Op
             groups.setdefault(factors.get(name, 1.0) * lr, []).append(parameter)
     parameters = [{"params": group, "lr": rate} for rate, group in groups.items()]
     if instruction.optimizer == "sgd":
-        return SGD(parameters, lr=lr, momentum=instruction.momentum, weight_decay=decay, foreach=True)
+        return SGD(
+            parameters, lr=lr, momentum=instruction.momentum, weight_decay=decay, foreach=True
+        )
     if instruction.optimizer in ("adam", "adamw"):
         kind = torch.optim.Adam if instruction.optimizer == "adam" else torch.optim.AdamW
         return kind(parameters, lr=lr, weight_decay=decay)
@@ -194,7 +231,8 @@ def make_optimizer(model: nn.Module, instruction: Instruction) -> torch.optim.Op
 
 
 class SGD(torch.optim.SGD):
-    """torch's own without its wrappers, which import torch's compiler, to be left out of what is compiled.
+    """torch's own without its wrappers, which import torch's compiler, to be left out of what is
+    compiled.
 
     That import is a third of the time that a message of a deployment takes in its new process.
     """
@@ -214,19 +252,30 @@ def model_loss(
             raise
         # PyTorch's own message speaks of tensor sizes only
         raise ValueError(
-            f"batch normalization cannot train on a mini-batch of {len(targets)} sample(s) that leaves one value a "
+            f"batch normalization cannot train on a mini-batch of {len(targets)} sample(s) that "
+            "leaves one value a "
             f"channel: use a larger batch-size, frozen statistics or another normalizer ({error})"
         ) from error
 
 
 def output_loss(outputs: Any, targets: Tensor, loss_function: LossFunction) -> Tensor:
-    """Return the loss of what the model returned; torch's cross entropy takes the logits among it."""
-    return loss_function(logits_of(outputs) if loss_function is F.cross_entropy else outputs, targets)
+    """Return the loss of what the model returned.
+
+    Torch's cross entropy takes the logits among it.
+    """
+    return loss_function(
+        logits_of(outputs) if loss_function is F.cross_entropy else outputs, targets
+    )
 
 
 def logits_of(outputs: Any) -> Tensor:
-    """Return the logits among a model's outputs: these themselves, or what an object of outputs calls `logits`."""
+    """Return the logits among a model's outputs: these themselves, or what an object of outputs
+    calls `logits`.
+    """
     logits = outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", None)
     if not isinstance(logits, Tensor):
-        raise ValueError(f"the model returns a {type(outputs).__name__}, not logits or an object that has `logits`")
+        raise ValueError(
+            f"the model returns a {type(outputs).__name__}, not logits or an object that has "
+            "`logits`"
+        )
     return logits

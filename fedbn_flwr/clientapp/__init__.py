@@ -2,7 +2,14 @@
 
 import fedbn_flwr.strategies  # noqa: F401  # methods bring the rules of clients
 from fedbn_flwr.clientapp.bn_client_app import client_app
-from fedbn_flwr.clientapp.mods import count_bytes, export_personal, guard, keep_local, keep_states, keep_states_in
+from fedbn_flwr.clientapp.mods import (
+    count_bytes,
+    export_personal,
+    guard,
+    keep_local,
+    keep_states,
+    keep_states_in,
+)
 from fedbn_flwr.clientapp.own_loop_app import ClientApp, numpy_client_app
 
 __all__ = [

@@ -1,6 +1,8 @@
-"""A decorated, message-based ClientApp around `BNClient`: names and dtypes of arrays survive the journey.
+"""A decorated, message-based ClientApp around `BNClient`: names and dtypes of arrays survive the
+journey.
 
-Its base, `NodeApp`, is what happens to a message before a handler sees it, and to a reply before it leaves.
+Its base, `NodeApp`, is what happens to a message before a handler sees it, and to a reply before it
+leaves.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,9 +33,11 @@ ClientFunction = Callable[[Context], BNClient]
 
 
 class NodeApp(ClientApp):
-    """Flower's ClientApp, which unpacks and packs arrays, and ends with one line where bad input is met.
+    """Flower's ClientApp, which unpacks and packs arrays, and ends with one line where bad input is
+    met.
 
-    Mods that are `outermost` see every message, also those that no handler does, and what was remembered until the end.
+    Mods that are `outermost` see every message, also those that no handler does, and what was
+    remembered until the end.
     """
 
     def __init__(self, client_fn: Any = None, mods: Sequence[Mod] | None = None) -> None:
@@ -49,8 +53,13 @@ class NodeApp(ClientApp):
         received = with_content(message, unpack(message.content)) if packed else message
         try:
             reply = handle(received, context)
-        except (UsageError, UnlikeBatchNormError) as error:  # in one line: Flower would show a traceback
-            reply = Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, str(error)), reply_to=message)
+        except (
+            UsageError,
+            UnlikeBatchNormError,
+        ) as error:  # in one line: Flower would show a traceback
+            reply = Message(
+                Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, str(error)), reply_to=message
+            )
         return with_content(reply, pack(reply.content)) if packed and reply.has_content() else reply
 
     def _answer(self, message: Message, context: Context) -> Message:
@@ -60,20 +69,26 @@ class NodeApp(ClientApp):
 
 
 class BNClientApp(NodeApp):
-    """A ClientApp that also says how its clients are made, for engines that let several of them train at once."""
+    """A ClientApp that also says how its clients are made, for engines that let several of them
+    train at once.
+    """
 
     def __init__(self, client_fn: ClientFunction, mods: list[Mod] | None = None) -> None:
         super().__init__(mods=mods)
         self.client_fn = client_fn
-        #: whether nothing but the client sees a message, so that an engine may hand it to the client
+        #: whether nothing but the client sees a message, so that an engine may hand it to the
+        #: client
         self.is_plain = not mods
 
 
-def client_app(client_fn: ClientFunction, mods: list[Mod] | None = None, max_steps: int = 0) -> ClientApp:
+def client_app(
+    client_fn: ClientFunction, mods: list[Mod] | None = None, max_steps: int = 0
+) -> ClientApp:
     """Make a ClientApp; `client_fn` builds the node's client from its Context, once a message.
 
-    The client's `memory` should be the context's `state`, which Flower keeps from message to message. `mods` are
-    Flower's, such as `keep_states`. `max_steps` is the number of layer-wise steps that fit into the process' memory.
+    The client's `memory` should be the context's `state`, which Flower keeps from message to
+    message. `mods` are Flower's, such as `keep_states`. `max_steps` is the number of layer-wise
+    steps that fit into the process' memory.
     """
     app = BNClientApp(client_fn, mods)
 
@@ -93,7 +108,9 @@ def client_app(client_fn: ClientFunction, mods: list[Mod] | None = None, max_ste
 
     @app.train("layerwise")
     def layerwise(message: Message, context: Context) -> Message:
-        return make_message(handle_layerwise_message(message.content, context, client_fn, max_steps), message)
+        return make_message(
+            handle_layerwise_message(message.content, context, client_fn, max_steps), message
+        )
 
     @app.query("describe")
     def describe(message: Message, context: Context) -> Message:
@@ -108,7 +125,9 @@ def answer(
     message: Message,
     flowers: bool = True,
 ) -> Message:
-    """Let a client act; one that has lost entries of the model that stay on it asks for the whole model instead."""
+    """Let a client act; one that has lost entries of the model that stay on it asks for the whole
+    model instead.
+    """
     received, instruction = read_message(message, flowers=flowers)
     local = state.group_keys(client.model, instruction.stays)
     has_all = local <= {*received[wire.ARRAYS], *client.memory.personal(local)}
@@ -117,7 +136,9 @@ def answer(
 
 
 class SharedRecords:
-    """Records that many messages share, each read once; by the record's id, which is another's when it is gone."""
+    """Records that many messages share, each read once; by the record's id, which is another's when
+    it is gone.
+    """
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[object, Any]] = {}
@@ -132,28 +153,43 @@ class SharedRecords:
 def read_message(
     message: Message, known: SharedRecords | None = None, flowers: bool = True
 ) -> tuple[dict[str, state.State], Instruction]:
-    """Return the arrays by group and name, and the instruction, which may be that of Flower's own FedProx.
+    """Return the arrays by group and name, and the instruction, which may be that of Flower's own
+    FedProx.
 
-    The arrays are the receiver's own; with `known` they are lent, a record that many messages share once for all.
+    The arrays are the receiver's own; with `known` they are lent, a record that many messages share
+    once for all.
     """
     arrays_name, config_name = wire.record_names(message.content)
-    named = {wire.ARRAYS if name == arrays_name else name: it for name, it in array_records(message.content).items()}
+    named = {
+        wire.ARRAYS if name == arrays_name else name: it
+        for name, it in array_records(message.content).items()
+    }
     config: Any = message.content[config_name]
     if known is None:
-        return {name: state.from_record(record) for name, record in named.items()}, read_instruction(config, flowers)
+        return {
+            name: state.from_record(record) for name, record in named.items()
+        }, read_instruction(config, flowers)
     records = {name: known.read(record, state.view_record) for name, record in named.items()}
     return records, known.read(config, read_instruction)
 
 
 def make_message(reply: Reply, message: Message, copy: bool = True) -> Message:
-    """Answer a message. With `copy=False` the message shares the reply's memory, which nobody may change any more."""
-    content = RecordDict({name: state.to_record(values, copy=copy) for name, values in reply.records.items()})
+    """Answer a message. With `copy=False` the message shares the reply's memory, which nobody may
+    change any more.
+    """
+    content = RecordDict(
+        {name: state.to_record(values, copy=copy) for name, values in reply.records.items()}
+    )
     counted = {} if reply.num_examples is None else {wire.NUM_EXAMPLES: reply.num_examples}
     # without empty lists: Flower cannot count their bytes
     metrics, report = (
-        {key: value for key, value in values.items() if value != []} for values in (reply.metrics, reply.report)
+        {key: value for key, value in values.items() if value != []}
+        for values in (reply.metrics, reply.report)
     )
-    content[wire.METRICS], content[wire.REPORT] = MetricRecord({**counted, **metrics}), ConfigRecord(report)
+    content[wire.METRICS], content[wire.REPORT] = (
+        MetricRecord({**counted, **metrics}),
+        ConfigRecord(report),
+    )
     return Message(content, reply_to=message)
 
 

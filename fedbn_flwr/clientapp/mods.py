@@ -1,7 +1,8 @@
-"""Mods for Flower's ClientApp, around any handler: keep entries on the node, refuse broken models, count bytes.
+"""Mods for Flower's ClientApp, around any handler: keep entries on the node, refuse broken models,
+count bytes.
 
-`export_personal` returns the model of a node that keeps entries. `keep_states` keeps a node's state in a folder of the
-site's: it outlives the SuperNode, which keeps states in memory.
+`export_personal` returns the model of a node that keeps entries. `keep_states` keeps a node's state
+in a folder of the site's: it outlives the SuperNode, which keeps states in memory.
 """
 
 from collections.abc import Callable
@@ -47,27 +48,40 @@ def is_outermost(mod: Mod) -> bool:
 def keep_local(*patterns: str) -> Mod:
     """Make a mod that keeps the entries whose names match: `keep_local("*bn*", "head.*")`.
 
-    The handler trains and evaluates the node's own entries, which stay in `Context.state`. In their place the server
-    gets back what it sent, so every strategy of Flower can average the replies.
+    The handler trains and evaluates the node's own entries, which stay in `Context.state`. In their
+    place the server gets back what it sent, so every strategy of Flower can average the replies.
     """
 
     def mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         if not message.content.array_records:
             return call_next(message, context)
         if message.metadata.message_type == wire.LAYERWISE:
-            raise ValueError("keep_local cannot serve a layer-wise method, whose nodes take steps together")
+            raise ValueError(
+                "keep_local cannot serve a layer-wise method, whose nodes take steps together"
+            )
         memory = Memory(context.state)
         (group, sent), *more = array_records(message.content).items()
         if more:
-            raise ValueError(f"keep_local needs messages with one ArrayRecord; here is {more[0][0]!r}, too")
+            raise ValueError(
+                f"keep_local needs messages with one ArrayRecord; here is {more[0][0]!r}, too"
+            )
         own = memory.record(KEPT)
-        message.content[group] = ArrayRecord({name: own.get(name, array) for name, array in sent.items()})
+        message.content[group] = ArrayRecord(
+            {name: own.get(name, array) for name, array in sent.items()}
+        )
         reply = call_next(message, context)
-        if message.metadata.message_type.partition(".")[0] == MessageType.TRAIN and reply.has_content():
+        if (
+            message.metadata.message_type.partition(".")[0] == MessageType.TRAIN
+            and reply.has_content()
+        ):
             ((group, trained),) = array_records(reply.content).items()
-            stays = {name for name in trained if any(fnmatchcase(name, pattern) for pattern in patterns)}
+            stays = {
+                name for name in trained if any(fnmatchcase(name, pattern) for pattern in patterns)
+            }
             memory.keep(KEPT, ArrayRecord({name: trained[name] for name in stays}))
-            shown = {name: sent[name] if name in stays else array for name, array in trained.items()}
+            shown = {
+                name: sent[name] if name in stays else array for name, array in trained.items()
+            }
             reply.content[group] = ArrayRecord(shown)
         return reply
 
@@ -75,29 +89,39 @@ def keep_local(*patterns: str) -> Mod:
 
 
 def export_personal(arrays: ArrayRecord, kept: RecordDict) -> ArrayRecord:
-    """Return a node's own model: the server's entries, with those that the node keeps in their places.
+    """Return a node's own model: the server's entries, with those that the node keeps in their
+    places.
 
-    `arrays` is the server's model, for instance the final `result.arrays`. `kept` is the node's `context.state`, in
-    which strategies such as `FedBN` and the mod `keep_local` keep entries. The result shares nothing with either.
-    ValueError if the node keeps no entry of the model: its own model is then the server's, or it never trained.
+    `arrays` is the server's model, for instance the final `result.arrays`. `kept` is the node's
+    `context.state`, in which strategies such as `FedBN` and the mod `keep_local` keep entries. The
+    result shares nothing with either. ValueError if the node keeps no entry of the model: its own
+    model is then the server's, or it never trained.
     """
     memory = Memory(kept)
     personal = {**memory.recall(wire.STAYS), **memory.recall(KEPT)}
     if not personal:
-        raise ValueError("the node keeps no entries of the model: it never trained, or the strategy shares all of them")
+        raise ValueError(
+            "the node keeps no entries of the model: it never trained, or the strategy shares all "
+            "of them"
+        )
     model = from_record(arrays)
     if unknown := sorted(personal.keys() - model.keys()):
-        raise ValueError(f"the node keeps {unknown[0]!r}, which is not an entry of the server's model")
+        raise ValueError(
+            f"the node keeps {unknown[0]!r}, which is not an entry of the server's model"
+        )
     for name, value in personal.items():
         if value.shape != model[name].shape:
             raise ValueError(
-                f"the node keeps {name!r} with shape {tuple(value.shape)}, the model has {tuple(model[name].shape)}"
+                f"the node keeps {name!r} with shape {tuple(value.shape)}, the model has "
+                f"{tuple(model[name].shape)}"
             )
     return ArrayRecord({**model, **personal})
 
 
 def guard(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-    """Answer with an error, which names the entry, in place of a reply with numbers that are not finite."""
+    """Answer with an error, which names the entry, in place of a reply with numbers that are not
+    finite.
+    """
     reply = call_next(message, context)
     if not reply.has_content():
         return reply
@@ -106,12 +130,17 @@ def guard(message: Message, context: Context, call_next: ClientAppCallable) -> M
             values = view_array(array)
             if np.issubdtype(values.dtype, np.inexact) and not np.isfinite(values).all():
                 reason = f"entry {name!r} of {group!r} is not finite after training"
-                return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
+                return Message(
+                    Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message
+                )
     return reply
 
 
 def count_bytes(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-    """Add the bytes of the arrays that came and went to the reply's metrics: `bytes-down` and `bytes-up`."""
+    """Add the bytes of the arrays that came and went to the reply's metrics:
+
+    `bytes-down` and `bytes-up`.
+    """
     down = _bytes_of(message)
     reply = call_next(message, context)
     if reply.has_content():
@@ -121,7 +150,11 @@ def count_bytes(message: Message, context: Context, call_next: ClientAppCallable
 
 
 def _bytes_of(message: Message) -> int:
-    return sum(len(array.data) for record in array_records(message.content).values() for array in record.values())
+    return sum(
+        len(array.data)
+        for record in array_records(message.content).values()
+        for array in record.values()
+    )
 
 
 @outermost
@@ -131,7 +164,11 @@ def keep_states(message: Message, context: Context, call_next: ClientAppCallable
     Does nothing where the site names no folder.
     """
     folder = state_folder(context)
-    return keep_states_in(folder)(message, context, call_next) if folder else call_next(message, context)
+    return (
+        keep_states_in(folder)(message, context, call_next)
+        if folder
+        else call_next(message, context)
+    )
 
 
 def keep_states_in(folder: Path) -> Mod:
@@ -161,14 +198,19 @@ class Version(NamedTuple):
 
 
 class KeptStates:
-    """The states of one node in one run: `FOLDER/RUN/PARTITION/ROUND-RUN.records`, each replaced as a whole.
+    """The states of one node in one run:
 
-    There are at most two: the latest, and that of the last checkpoint, with which the run may be resumed.
+    `FOLDER/RUN/PARTITION/ROUND-RUN.records`, each replaced as a whole.
+
+    There are at most two: the latest, and that of the last checkpoint, with which the run may be
+    resumed.
     """
 
     def __init__(self, folder: Path, context: Context, config: ConfigRecord) -> None:
         self._history = History.read(config, context)
-        self._round, self._checkpoint = (path_number(key, config.get(key, 0)) for key in (SERVER_ROUND, CHECKPOINT))
+        self._round, self._checkpoint = (
+            path_number(key, config.get(key, 0)) for key in (SERVER_ROUND, CHECKPOINT)
+        )
         self._folder = folder / self._history.first / str(site_number(context))
 
     def recall(self) -> RecordDict:
@@ -178,14 +220,18 @@ class KeptStates:
 
     def keep(self, state: RecordDict) -> None:
         """Write the state if it has changed, and remove what no run can go on with."""
-        content = pack_records(RecordDict({key: value for key, value in state.items() if not key.startswith(_PASSING)}))
+        content = pack_records(
+            RecordDict({key: value for key, value in state.items() if not key.startswith(_PASSING)})
+        )
         versions = self._versions()
         if content == (versions[-1].path.read_bytes() if versions else b""):
             return
         self._folder.mkdir(parents=True, exist_ok=True)
         latest = self._folder / f"{self._round}-{self._history.present}{SUFFIX}"
         write_bytes(latest, content, durable=True)
-        resumable = [version.path for version in versions if version.server_round <= self._checkpoint][-1:]
+        resumable = [
+            version.path for version in versions if version.server_round <= self._checkpoint
+        ][-1:]
         for path in self._folder.iterdir():
             if path not in (latest, *resumable):
                 path.unlink()

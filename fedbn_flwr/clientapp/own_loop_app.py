@@ -25,15 +25,17 @@ Decorator = Callable[[Handler], Handler]
 
 
 class ClientApp(NodeApp):
-    """Flower's ClientApp, whose training and evaluation handlers obey instructions of this project's strategies.
+    """Flower's ClientApp, whose training and evaluation handlers obey instructions of this
+    project's strategies.
 
-    Handlers are what they are under Flower's own strategies: they find the model's arrays and the configuration in the
-    message, train with a loop of their own, and reply with arrays and metrics. Whatever the strategy asks for is done
-    around that loop (`fedbn_flwr.client.own_loop`).
+    Handlers are what they are under Flower's own strategies: they find the model's arrays and the
+    configuration in the message, train with a loop of their own, and reply with arrays and metrics.
+    Whatever the strategy asks for is done around that loop (`fedbn_flwr.client.own_loop`).
 
-    - `model` makes a model with the entries of the one that handlers train: its class, for instance.
-    - `num_examples` gives a node's weight in a layer-wise step, which is needed before the handler has replied; without
-      it, the number of samples in the first mini-batch.
+    - `model` makes a model with the entries of the one that handlers train: its class, for
+      instance.
+    - `num_examples` gives a node's weight in a layer-wise step, which is needed before the handler
+      has replied; without it, the number of samples in the first mini-batch.
     - `loss_key` is the name under which the handler's metrics hold the mean training loss.
     """
 
@@ -60,12 +62,18 @@ class ClientApp(NodeApp):
         return self._make_model()
 
     def train(self, action: str = "default", *, mods: Any = None) -> Decorator:
-        """Register a training handler; the default one also takes layer-wise steps, and that of "gather" only runs."""
+        """Register a training handler.
+
+        The default one also takes layer-wise steps, and that of "gather" only runs.
+        """
 
         def decorate(handler: Handler) -> Handler:
             if action == "gather":
                 if mods:
-                    raise ValueError("a handler that gathers has no mods of its own: give them to ClientApp(mods=...)")
+                    raise ValueError(
+                        "a handler that gathers has no mods of its own: give them to "
+                        "ClientApp(mods=...)"
+                    )
                 self._gathering = handler
             elif action != "default":
                 NodeApp.train(self, action, mods=mods)(handler)
@@ -77,7 +85,9 @@ class ClientApp(NodeApp):
         return decorate
 
     def evaluate(self, action: str = "default", *, mods: Any = None) -> Decorator:
-        """Register an evaluation handler, under which statistics are gathered if there is none for that."""
+        """Register an evaluation handler, under which statistics are gathered if there is none for
+        that.
+        """
         register = super().evaluate(action, mods=mods)
 
         def decorate(handler: Handler) -> Handler:
@@ -89,15 +99,21 @@ class ClientApp(NodeApp):
 
     def _client(self, handler: Handler, message: Message, context: Context) -> OwnLoopClient:
         weight = self._num_examples(context) if self._num_examples else None
-        return OwnLoopClient(self.structure, handler, message, context, weight, self._loss_key, self._gathering)
+        return OwnLoopClient(
+            self.structure, handler, message, context, weight, self._loss_key, self._gathering
+        )
 
-    def _act(self, act: Callable[..., Reply], handler: Handler, message: Message, context: Context) -> Message:
+    def _act(
+        self, act: Callable[..., Reply], handler: Handler, message: Message, context: Context
+    ) -> Message:
         client = self._client(handler, message, context)
         return answer(client, partial(act, client), message, flowers=False)
 
     def _train_in_step(self, handler: Handler, message: Message, context: Context) -> Message:
         make_client = partial(self._client, handler, message)
-        return make_message(handle_layerwise_message(message.content, context, make_client), message)
+        return make_message(
+            handle_layerwise_message(message.content, context, make_client), message
+        )
 
     def _describe(self, message: Message, context: Context) -> Message:
         reply: Reply = self._client(_no_handler, message, context).describe()
@@ -107,10 +123,13 @@ class ClientApp(NodeApp):
 def numpy_client_app(
     client_fn: Callable[[Context], NumPyClient], model: Callable[[], nn.Module], **options: Any
 ) -> ClientApp:
-    """Make a ClientApp of a `client_fn` for Flower's NumPyClient; names and dtypes of the model's entries are kept.
+    """Make a ClientApp of a `client_fn` for Flower's NumPyClient.
 
-    `client_fn` returns a NumPyClient; what its `to_client` returns is taken, too. `options` are those of `ClientApp`.
-    A `Client` with messages of its own, which has no lists of arrays, is a TypeError.
+    Names and dtypes of the model's entries are kept.
+
+    `client_fn` returns a NumPyClient; what its `to_client` returns is taken, too. `options` are
+    those of `ClientApp`. A `Client` with messages of its own, which has no lists of arrays, is a
+    TypeError.
     """
     app = ClientApp(model=model, **options)
 
@@ -119,7 +138,8 @@ def numpy_client_app(
         inner: NumPyClient = getattr(client, "numpy_client", client)
         if isinstance(inner, Client):
             raise TypeError(
-                f"client_fn returned a {type(inner).__name__}, which is a flwr.client.Client; numpy_client_app takes a "
+                f"client_fn returned a {type(inner).__name__}, which is a flwr.client.Client; "
+                "numpy_client_app takes a "
                 "NumPyClient: make it one, or train in a handler of ClientApp(model=...)"
             )
         return inner
@@ -135,7 +155,10 @@ def numpy_client_app(
     def evaluate(message: Message, context: Context) -> Message:
         sent, config = _arrays_and_config(message)
         loss, count, metrics = make(context).evaluate(sent.to_numpy_ndarrays(), config)
-        return Message(RecordDict({**_metric_records({wire.EVAL_LOSS: loss, **metrics}, count)}), reply_to=message)
+        return Message(
+            RecordDict({**_metric_records({wire.EVAL_LOSS: loss, **metrics}, count)}),
+            reply_to=message,
+        )
 
     return app
 
@@ -146,7 +169,9 @@ def _arrays_and_config(message: Message) -> tuple[ArrayRecord, dict[str, Any]]:
 
 
 def _named(arrays: list[np.ndarray], sent: ArrayRecord) -> ArrayRecord:
-    """Name a client's list of arrays; it may have made a counter a float, or a 0-d array a number."""
+    """Name a client's list of arrays; it may have made a counter a float, or a 0-d array a
+    number.
+    """
     if len(arrays) != len(sent):
         raise ValueError(f"`fit` returned {len(arrays)} arrays, and was given {len(sent)}")
     return ArrayRecord(
@@ -158,12 +183,20 @@ def _named(arrays: list[np.ndarray], sent: ArrayRecord) -> ArrayRecord:
 
 
 def _metric_records(values: dict[str, Any], count: int) -> dict[str, MetricRecord | ConfigRecord]:
-    values = {key: value.item() if isinstance(value, np.generic) else value for key, value in values.items()}
+    values = {
+        key: value.item() if isinstance(value, np.generic) else value
+        for key, value in values.items()
+    }
     numbers = {
-        key: value for key, value in values.items() if isinstance(value, int | float) and not isinstance(value, bool)
+        key: value
+        for key, value in values.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
     }
     others = {key: value for key, value in values.items() if key not in numbers}
-    return {wire.METRICS: MetricRecord({**numbers, wire.NUM_EXAMPLES: int(count)}), "others": ConfigRecord(others)}
+    return {
+        wire.METRICS: MetricRecord({**numbers, wire.NUM_EXAMPLES: int(count)}),
+        "others": ConfigRecord(others),
+    }
 
 
 def _no_handler(message: Message, context: Context) -> Message:

@@ -1,7 +1,7 @@
 """Data sets, their partitions among clients, and augmentation.
 
-A data set is a training and a test split in memory, loaded once a process and shared by all clients. A partition is one
-array of indices a client.
+A data set is a training and a test split in memory, loaded once a process and shared by all
+clients. A partition is one array of indices a client.
 """
 
 from fedbn_flwr.data.augmentation import AUGMENTATIONS, parse_augmentation

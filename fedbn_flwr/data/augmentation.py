@@ -1,8 +1,9 @@
 """Augmentations by name, and those of a whole batch on the batch's device.
 
-An explicit generator makes every random choice. Some augmentations change one image at a time with torchvision, before
-it is scaled and normalized. Each image then has a seed of its own, drawn from the generator of seed, node and round. So
-an image looks the same in whichever process it is decoded.
+An explicit generator makes every random choice. Some augmentations change one image at a time with
+torchvision, before it is scaled and normalized. Each image then has a seed of its own, drawn from
+the generator of seed, node and round. So an image looks the same in whichever process it is
+decoded.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,13 +36,18 @@ class ImageAugmentation:
         """Return the transform of torchvision."""
         raise NotImplementedError
 
-    def edit(self, samples: Sequence[tuple[Tensor, ...]], seeds: Sequence[int], size: Size) -> list[tuple[Tensor, ...]]:
-        """Change every sample under its own seed: an image (C x H x W) alone, or in the same way with its label map.
+    def edit(
+        self, samples: Sequence[tuple[Tensor, ...]], seeds: Sequence[int], size: Size
+    ) -> list[tuple[Tensor, ...]]:
+        """Change every sample under its own seed: an image (C x H x W) alone, or in the same way
+        with its label map.
 
         PyTorch's global stream stays as it was.
         """
         transform, edited = self.transform(size), []
-        with torch.random.fork_rng(devices=[]):  # transforms of torchvision draw from the global stream
+        with torch.random.fork_rng(
+            devices=[]
+        ):  # transforms of torchvision draw from the global stream
             for sample, seed in zip(samples, seeds, strict=True):
                 torch.default_generator.manual_seed(seed)
                 result = transform(*sample)
@@ -64,8 +70,9 @@ class Edits:
 class ResizedCropFlip(ImageAugmentation):
     """A random part of the image, scaled to the image size; half of them are mirrored.
 
-    As PyTorch's training script for ImageNet, which FixBN follows for ImageNet and Tiny-ImageNet (appendix A.1).
-    `scale` is the smallest share of the image's area; the sides' ratio is from 3/4 to 4/3.
+    As PyTorch's training script for ImageNet, which FixBN follows for ImageNet and Tiny-ImageNet
+    (appendix A.1). `scale` is the smallest share of the image's area; the sides' ratio is from 3/4
+    to 4/3.
     """
 
     scale: Annotated[float, Range(1e-6, 1)] = 0.08
@@ -74,15 +81,22 @@ class ResizedCropFlip(ImageAugmentation):
     def transform(self, size: Size) -> Any:
         """Return RandomResizedCrop and RandomHorizontalFlip."""
         v2 = _transforms()
-        return v2.Compose([v2.RandomResizedCrop(size, (self.scale, 1.0), antialias=True), v2.RandomHorizontalFlip()])
+        return v2.Compose(
+            [
+                v2.RandomResizedCrop(size, (self.scale, 1.0), antialias=True),
+                v2.RandomHorizontalFlip(),
+            ]
+        )
 
 
 @dataclass(frozen=True)
 class FlipRotate(ImageAugmentation):
-    """Mirrors half of the images and rotates all by up to `degrees` each way; added corners are black.
+    """Mirrors half of the images and rotates all by up to `degrees` each way.
 
-    As FedBN's published code for Office-Caltech-10 and DomainNet, whose setting FedTAN and FedWon take over. Corners of
-    a label map are `IGNORED`.
+    Added corners are black.
+
+    As FedBN's published code for Office-Caltech-10 and DomainNet, whose setting FedTAN and FedWon
+    take over. Corners of a label map are `IGNORED`.
     """
 
     degrees: Annotated[float, Range(0, 180)] = 30.0
@@ -90,7 +104,9 @@ class FlipRotate(ImageAugmentation):
     def transform(self, size: Size) -> Any:
         """Return RandomHorizontalFlip and RandomRotation."""
         v2 = _transforms()
-        return v2.Compose([v2.RandomHorizontalFlip(), v2.RandomRotation(self.degrees, fill=_fill())])
+        return v2.Compose(
+            [v2.RandomHorizontalFlip(), v2.RandomRotation(self.degrees, fill=_fill())]
+        )
 
 
 @dataclass(frozen=True)
@@ -103,7 +119,9 @@ class RandomCrop(ImageAugmentation):
     sizes: ClassVar[bool] = True
 
     def transform(self, size: Size) -> Any:
-        """Return RandomCrop; an image smaller than the window is padded with black, its label map with `IGNORED`."""
+        """Return RandomCrop; an image smaller than the window is padded with black, its label map
+        with `IGNORED`.
+        """
         return _transforms().RandomCrop(size, pad_if_needed=True, fill=_fill())
 
 
@@ -123,12 +141,15 @@ def _transforms() -> Any:
 
 @dataclass(frozen=True)
 class Crop:
-    """Pads every image and cuts it back to its size at a random place; `flip` then mirrors half of the images.
+    """Pads every image and cuts it back to its size at a random place.
 
-    `padding` is in pixels on each side. By default it is an eighth of the side, the usual 4 on 32 x 32 images. `fill`
-    is the value of the added pixels before normalization, from 0 (black) to 1 (white). By default the added pixels are
-    0 after normalization, the mean of the data. FixBN pads by 2 pixels (appendix A.1), which torchvision's RandomCrop
-    leaves black: `crop-flip:padding=2:fill=0`.
+    `flip` then mirrors half of the images.
+
+    `padding` is in pixels on each side. By default it is an eighth of the side, the usual 4 on 32 x
+    32 images. `fill` is the value of the added pixels before normalization, from 0 (black) to 1
+    (white). By default the added pixels are 0 after normalization, the mean of the data. FixBN pads
+    by 2 pixels (appendix A.1), which torchvision's RandomCrop leaves black:
+    `crop-flip:padding=2:fill=0`.
     """
 
     flip: bool
@@ -136,7 +157,9 @@ class Crop:
     fill: Annotated[float | Literal["mean"], Range(0, 1)] = "mean"
 
     def draw(self, count: int, size: Sequence[int], generator: torch.Generator) -> Tensor:
-        """Draw for every image the first row and column of its crop, and whether it is mirrored: count x 3."""
+        """Draw for every image the first row and column of its crop, and whether it is mirrored:
+        count x 3.
+        """
         offsets = [2 * self._border(side) + 1 for side in size]
         drawn = [torch.randint(most, (count, 1), generator=generator) for most in offsets]
         if self.flip:

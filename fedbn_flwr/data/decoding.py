@@ -20,8 +20,9 @@ Source = str | bytes
 #: white in an image of 16 bits
 DEEPEST = 2**16 - 1
 
-#: how an image gets its size: `squash` scales both sides, `center` scales the short side to 8/7 of it and cuts the
-#: middle out (PyTorch's 256 and 224 for ImageNet), `window` cuts the middle out unscaled, `exact` expects the size
+#: how an image gets its size: `squash` scales both sides, `center` scales the short side to 8/7 of
+#: it and cuts the middle out (PyTorch's 256 and 224 for ImageNet), `window` cuts the middle out
+#: unscaled, `exact` expects the size
 Fit = Literal["squash", "center", "window", "exact"]
 
 
@@ -45,11 +46,16 @@ class DecodeRequest:
     classes: Tensor | None = None
 
     def decode(self) -> tuple[Tensor, Tensor | None]:
-        """Return the images, N x 3 x H x W bytes or floats from 0 to 1, and the label maps, N x H x W int64."""
+        """Return the images, N x 3 x H x W bytes or floats from 0 to 1, and the label maps, N x H x
+        W int64.
+        """
         raw = self.augmentation is not None and self.augmentation.sizes
         samples: list[tuple[Tensor, ...]] = [(self._image(source, raw),) for source in self.sources]
         if self.maps:
-            samples = [(*image, self._map(source, raw)) for image, source in zip(samples, self.maps, strict=True)]
+            samples = [
+                (*image, self._map(source, raw))
+                for image, source in zip(samples, self.maps, strict=True)
+            ]
         if self.augmentation is not None:
             samples = self.augmentation.edit(samples, self.seeds, self.size)
         images, *maps = (torch.stack(_alike(parts)) for parts in zip(*samples, strict=True))
@@ -66,7 +72,9 @@ class DecodeRequest:
         assert self.classes is not None
         if len(image.getbands()) > 1:
             raise UnreadableImageError(f"{name_of(source)} is not a label map: it has colours")
-        values = np.asarray(image if raw else fitted(image, source, self.size, self.fit, smooth=False))
+        values = np.asarray(
+            image if raw else fitted(image, source, self.size, self.fit, smooth=False)
+        )
         classes: Tensor = tv_tensors.Mask(self.classes[torch.from_numpy(values.astype(np.int64))])
         return classes
 
@@ -83,7 +91,9 @@ def read_image(source: Source) -> "Image":
 
     values = np.asarray(image).astype(np.float32) / np.float32(DEEPEST)
     if image.mode == "F" or values.min() < 0 or values.max() > 1:
-        raise UnreadableImageError(f"{name_of(source)} has pixels other than whole numbers from 0 to {DEEPEST}")
+        raise UnreadableImageError(
+            f"{name_of(source)} has pixels other than whole numbers from 0 to {DEEPEST}"
+        )
     return fromarray(values)
 
 

@@ -1,8 +1,10 @@
-"""Domains of the same ten classes, for feature shift: of digits that the dependencies ship, and of a user's images.
+"""Domains of the same ten classes, for feature shift: of digits that the dependencies ship, and of
+a user's images.
 
-No paper uses these data. They stand in for sets such as Digits-Five, without a download. Four domains show the real
-digits of scikit-learn, the fifth shows digits of fonts. A real digit of the test set is in the test set of all four
-domains, and four of the twenty fonts are in the test set only. So no domain trains on a digit that a test image shows.
+No paper uses these data. They stand in for sets such as Digits-Five, without a download. Four
+domains show the real digits of scikit-learn, the fifth shows digits of fonts. A real digit of the
+test set is in the test set of all four domains, and four of the twenty fonts are in the test set
+only. So no domain trains on a digit that a test image shows.
 
 `image_domains` makes four domains of any grey images of 28x28 pixels, in the same four ways.
 """
@@ -26,9 +28,23 @@ HELD_OUT = 360
 SIDE = 28
 #: fonts that matplotlib ships, with digits of the common form
 TRAIN_FONTS = (
-    *("DejaVuSans", "DejaVuSans-Bold", "DejaVuSans-BoldOblique", "DejaVuSansMono", "DejaVuSansMono-Bold"),
+    *(
+        "DejaVuSans",
+        "DejaVuSans-Bold",
+        "DejaVuSans-BoldOblique",
+        "DejaVuSansMono",
+        "DejaVuSansMono-Bold",
+    ),
     *("DejaVuSansMono-BoldOblique", "DejaVuSerif", "DejaVuSerif-Bold", "DejaVuSerif-BoldItalic"),
-    *("STIXGeneral", "STIXGeneralItalic", "STIXGeneralBolIta", "cmr10", "cmb10", "cmss10", "cmti10"),
+    *(
+        "STIXGeneral",
+        "STIXGeneralItalic",
+        "STIXGeneralBolIta",
+        "cmr10",
+        "cmb10",
+        "cmss10",
+        "cmti10",
+    ),
 )
 TEST_FONTS = ("DejaVuSans-Oblique", "DejaVuSerif-Italic", "STIXGeneralBol", "cmtt10")
 #: drawings of every digit in every font: 1,440 for training and 360 for testing
@@ -42,7 +58,12 @@ def digits() -> Data:
     images, labels, test = real_digits()
     inputs = torch.from_numpy(images).unsqueeze(1)
     everything = Split(inputs, torch.from_numpy(labels))
-    return Data("digits", everything.select(np.flatnonzero(~test)), everything.select(np.flatnonzero(test)), 10)
+    return Data(
+        "digits",
+        everything.select(np.flatnonzero(~test)),
+        everything.select(np.flatnonzero(test)),
+        10,
+    )
 
 
 def real_digits() -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.bool_]]:
@@ -54,7 +75,10 @@ def real_digits() -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.bo
 
 
 def _read() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Read scikit-learn's file without importing scikit-learn, which takes 3.4 CPU seconds; the file takes 0.1."""
+    """Read scikit-learn's file without importing scikit-learn, which takes 3.4 CPU seconds.
+
+    The file takes 0.1.
+    """
     with extra("data"):
         file = distribution("scikit-learn").locate_file("sklearn/datasets/data/digits.csv.gz")
     rows = np.loadtxt(str(file), delimiter=",")
@@ -70,7 +94,10 @@ def digits_domains() -> Data:
     for role, chosen, fonts in (("train", ~test, TRAIN_FONTS), ("test", test, TEST_FONTS)):
         originals, original_labels = upscaled[chosen], torch.from_numpy(labels[chosen])
         parts = {
-            name: (draw(originals, torch_generator(0, "digits-domains", name, role)), original_labels)
+            name: (
+                draw(originals, torch_generator(0, "digits-domains", name, role)),
+                original_labels,
+            )
             for name, draw in REAL_DOMAINS.items()
         }
         parts["fonts"] = drawn(fonts, torch_generator(0, "digits-domains", "fonts", role))
@@ -79,13 +106,18 @@ def digits_domains() -> Data:
 
 
 def image_domains(name: str, data: Data) -> Data:
-    """Show grey 28x28 images in the four ways, each image in one of them; they are the same every time."""
+    """Show grey 28x28 images in the four ways, each image in one of them; they are the same every
+    time.
+    """
     splits = []
     for role, split in (("train", data.train), ("test", data.test)):
         parts = []
         for place, (domain, draw) in enumerate(REAL_DOMAINS.items()):
             chosen = slice(place, None, len(REAL_DOMAINS))
-            originals, generator = split.inputs[chosen].float() / 255, torch_generator(0, name, domain, role)
+            originals, generator = (
+                split.inputs[chosen].float() / 255,
+                torch_generator(0, name, domain, role),
+            )
             parts.append((draw(originals, generator), split.labels[chosen]))
         splits.append(_stack(parts))
     return Data(name, splits[0], splits[1], data.num_classes, tuple(REAL_DOMAINS))
@@ -97,9 +129,11 @@ def real(originals: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def photos(originals: Tensor, generator: torch.Generator) -> Tensor:
-    """Return the absolute difference from patches of scikit-learn's two photographs, as MNIST-M is made.
+    """Return the absolute difference from patches of scikit-learn's two photographs, as MNIST-M is
+    made.
 
-    Ganin and Lempitsky, Unsupervised Domain Adaptation by Backpropagation, ICML 2015; MNIST-M has patches of BSDS500.
+    Ganin and Lempitsky, Unsupervised Domain Adaptation by Backpropagation, ICML 2015; MNIST-M has
+    patches of BSDS500.
     """
     with extra("data"):
         from sklearn.datasets import load_sample_images
@@ -107,7 +141,10 @@ def photos(originals: Tensor, generator: torch.Generator) -> Tensor:
     photographs = torch.from_numpy(np.stack(load_sample_images().images))  # channels last
     count, (height, width) = len(originals), photographs.shape[1:3]
     which = torch.randint(len(photographs), (count, 1, 1), generator=generator)
-    rows = torch.randint(height - SIDE, (count, 1, 1), generator=generator) + torch.arange(SIDE)[:, None]
+    rows = (
+        torch.randint(height - SIDE, (count, 1, 1), generator=generator)
+        + torch.arange(SIDE)[:, None]
+    )
     columns = torch.randint(width - SIDE, (count, 1, 1), generator=generator) + torch.arange(SIDE)
     patches = photographs[which, rows, columns].permute(0, 3, 1, 2) / 255
     return (patches - originals).abs()
@@ -125,16 +162,27 @@ def sheared(originals: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def drawn(fonts: tuple[str, ...], generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draw digits of fonts, a little shifted, scaled and rotated, in a light colour on a dark one."""
-    glyphs = torch.from_numpy(np.stack([_glyph(font, digit) for font in fonts for digit in range(10)]))
+    """Draw digits of fonts, a little shifted, scaled and rotated, in a light colour on a dark
+    one.
+    """
+    glyphs = torch.from_numpy(
+        np.stack([_glyph(font, digit) for font in fonts for digit in range(10)])
+    )
     glyphs = glyphs.unsqueeze(1).repeat_interleave(DRAWINGS, dim=0)
     labels = torch.arange(10).repeat_interleave(DRAWINGS).repeat(len(fonts))
     ink = _warp(glyphs, generator, degrees=15, shear=0.1, scale=(0.7, 1.05), shift=0.15)
-    light, dark = (torch.rand(len(ink), 3, 1, 1, generator=generator) * 0.4 + low for low in (0.6, 0.0))
+    light, dark = (
+        torch.rand(len(ink), 3, 1, 1, generator=generator) * 0.4 + low for low in (0.6, 0.0)
+    )
     return dark + (light - dark) * ink, labels
 
 
-REAL_DOMAINS: dict[str, Draw] = {"real": real, "photos": photos, "inverted": inverted, "sheared": sheared}
+REAL_DOMAINS: dict[str, Draw] = {
+    "real": real,
+    "photos": photos,
+    "inverted": inverted,
+    "sheared": sheared,
+}
 
 
 def _glyph(font: str, digit: int) -> NDArray[np.float32]:
@@ -144,7 +192,8 @@ def _glyph(font: str, digit: int) -> NDArray[np.float32]:
         from PIL import Image, ImageDraw, ImageFont
 
     path = Path(matplotlib.get_data_path(), "fonts", "ttf", f"{font}.ttf")
-    # draw the digit large, cut it to the ink and then reduce it: fonts of one size have digits of different heights
+    # draw the digit large, cut it to the ink and then reduce it: fonts of one size have digits of
+    # different heights
     canvas = Image.new("L", (200, 200))
     ImageDraw.Draw(canvas).text((50, 30), str(digit), fill=255, font=ImageFont.truetype(path, 96))
     ink = canvas.crop(canvas.getbbox())
@@ -167,7 +216,11 @@ def _warp(
     def uniform(low: float, high: float) -> Tensor:
         return torch.rand(len(images), generator=generator) * (high - low) + low
 
-    angle, slope, size = uniform(-degrees, degrees).deg2rad(), uniform(-shear, shear), uniform(*scale)
+    angle, slope, size = (
+        uniform(-degrees, degrees).deg2rad(),
+        uniform(-shear, shear),
+        uniform(*scale),
+    )
     cos, sin = angle.cos() / size, angle.sin() / size
     # the matrix maps the place of a pixel in the result to its place in the original
     matrix = torch.stack(
@@ -182,6 +235,9 @@ def _warp(
 
 
 def _stack(parts: list[tuple[Tensor, Tensor]]) -> Split:
-    inputs = [(images.clamp(0, 1) * 255).round().to(torch.uint8).expand(-1, 3, -1, -1) for images, _ in parts]
+    inputs = [
+        (images.clamp(0, 1) * 255).round().to(torch.uint8).expand(-1, 3, -1, -1)
+        for images, _ in parts
+    ]
     domains = [torch.full_like(labels, domain) for domain, (_, labels) in enumerate(parts)]
     return Split(torch.cat(inputs), torch.cat([labels for _, labels in parts]), torch.cat(domains))

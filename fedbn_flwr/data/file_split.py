@@ -28,7 +28,10 @@ Images = Callable[[NDArray[np.int64]], Sequence[Source]]
 
 
 class ImageFiles:
-    """Files in one folder and below. Only their names are kept, 38 MB for ImageNet's 1.28 million."""
+    """Files in one folder and below.
+
+    Only their names are kept, 38 MB for ImageNet's 1.28 million.
+    """
 
     def __init__(self, root: Path, names: Iterable[str]) -> None:
         self._root, self._names = root, np.array([os.fsencode(name) for name in names])
@@ -51,10 +54,12 @@ class EncodedImages:
 
 @dataclass(frozen=True, eq=False)
 class FileSplit(Split):
-    """A split that holds files. Its `inputs` have a shape and a type, but no values (they are on the device `meta`).
+    """A split that holds files.
 
-    Where there are label `maps`, one for each image, a batch's targets are these, N x H x W; `classes` says which class
-    a value of a map is.
+    Its `inputs` have a shape and a type, but no values (they are on the device `meta`).
+
+    Where there are label `maps`, one for each image, a batch's targets are these, N x H x W;
+    `classes` says which class a value of a map is.
     """
 
     images: Images = field(kw_only=True)
@@ -68,11 +73,27 @@ class FileSplit(Split):
 
     @classmethod
     def of(
-        cls, images: Images, labels: Sequence[int], size: int | Size, domains: Sequence[int] = (), **fields: Any
+        cls,
+        images: Images,
+        labels: Sequence[int],
+        size: int | Size,
+        domains: Sequence[int] = (),
+        **fields: Any,
     ) -> Self:
-        """Make a split of RGB images of a size (a side, or height and width), with domains if there are any."""
-        columns = torch.tensor(labels, dtype=torch.int64), torch.tensor(domains) if domains else None
-        return cls(_placeholder(len(labels), size), *columns, images=images, rows=torch.arange(len(labels)), **fields)
+        """Make a split of RGB images of a size (a side, or height and width), with domains if there
+        are any.
+        """
+        columns = (
+            torch.tensor(labels, dtype=torch.int64),
+            torch.tensor(domains) if domains else None,
+        )
+        return cls(
+            _placeholder(len(labels), size),
+            *columns,
+            images=images,
+            rows=torch.arange(len(labels)),
+            **fields,
+        )
 
     @property
     def size(self) -> Size:
@@ -93,7 +114,9 @@ class FileSplit(Split):
         """Decode batches of these sizes, a few ahead of the one that is used."""
         chosen, device = indices.split(list(sizes)), torch.device(device)
         seeds = [()] * len(chosen) if edits is None else edits.seeds.split(list(sizes))
-        requests = (self._request(part, edits, own) for part, own in zip(chosen, seeds, strict=True))
+        requests = (
+            self._request(part, edits, own) for part, own in zip(chosen, seeds, strict=True)
+        )
         for part, (pixels, maps) in zip(chosen, decode(requests, self.workers), strict=True):
             targets = gather(self.labels, part, device) if maps is None else maps.to(device)
             into = mapped(pixels.shape) if device.type == "cpu" else None
@@ -114,13 +137,17 @@ class FileSplit(Split):
         return replace(self, inputs=_placeholder(len(self), side), fit=fit)
 
     def measured(self) -> tuple[Channels, Channels]:
-        """Return mean and standard deviation of every channel, on at most `MEASURED` random images."""
+        """Return mean and standard deviation of every channel, on at most `MEASURED` random
+        images.
+        """
         order = numpy_generator(0, "moments").permutation(len(self))[:MEASURED]
         parts = torch.from_numpy(np.sort(order)).split(16)
         requests = (self._request(part) for part in parts)
         return measure_bytes(images for images, _ in decode(requests, self.workers))
 
-    def _request(self, part: Tensor, edits: Edits | None = None, seeds: Tensor | Sequence[int] = ()) -> DecodeRequest:
+    def _request(
+        self, part: Tensor, edits: Edits | None = None, seeds: Tensor | Sequence[int] = ()
+    ) -> DecodeRequest:
         rows = self.rows[part.cpu()].numpy()
         maps = () if self.maps is None else self.maps(rows)
         return DecodeRequest(

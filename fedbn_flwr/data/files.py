@@ -35,8 +35,9 @@ TORCHVISION = {
 def from_torchvision(name: str, root: Path, elsewhere: bool = True) -> Data:
     """Read a data set in the folders and formats of torchvision.
 
-    MNIST and Fashion-MNIST are also read from a folder of their four files. With `elsewhere`, what is not in `root`
-    comes from a package of the system, or is downloaded; a data set that is nowhere is a FileNotFoundError.
+    MNIST and Fashion-MNIST are also read from a folder of their four files. With `elsewhere`, what
+    is not in `root` comes from a package of the system, or is downloaded; a data set that is
+    nowhere is a FileNotFoundError.
     """
     kind, num_classes = TORCHVISION[name]
     if name in mnist.FOLDERS:
@@ -46,16 +47,20 @@ def from_torchvision(name: str, root: Path, elsewhere: bool = True) -> Data:
             home = root / kind / "raw"
         train, test = (Split(*mnist.read_split(home, role)) for role in mnist.FILES)
     else:
-        train, test = (Split(*_read(name, root, role, elsewhere, [root])) for role in ("train", "test"))
+        train, test = (
+            Split(*_read(name, root, role, elsewhere, [root])) for role in ("train", "test")
+        )
     return Data(name, train, test, num_classes)
 
 
 def from_folder(path: Path, side: int | None, workers: int = 0) -> Data:
-    """Read RGB images in `train/CLASS/` and `test/CLASS/`, or, with domains, `DOMAIN/train/CLASS/` and so on.
+    """Read RGB images in `train/CLASS/` and `test/CLASS/`, or, with domains, `DOMAIN/train/CLASS/`
+    and so on.
 
-    Of images in `CLASS/`, or `DOMAIN/CLASS/`, a fifth of every class and domain is the test split, always the same.
-    Classes and domains are numbered in alphabetical order. Images of different sizes need a `side`. Images that take
-    more than `MOST_IN_MEMORY` bytes stay in their files, which `workers` processes decode.
+    Of images in `CLASS/`, or `DOMAIN/CLASS/`, a fifth of every class and domain is the test split,
+    always the same. Classes and domains are numbered in alphabetical order. Images of different
+    sizes need a `side`. Images that take more than `MOST_IN_MEMORY` bytes stay in their files,
+    which `workers` processes decode.
     """
     lists, classes, domains = list_folder(path)
     first = read_image(lists[0].path(0))
@@ -64,7 +69,9 @@ def from_folder(path: Path, side: int | None, workers: int = 0) -> Data:
     files = [listed.split(size, fit, workers=workers) for listed in lists]
     fits = 3 * size * size * sum(map(len, lists)) <= MOST_IN_MEMORY
     splits = [split.in_memory() for split in files] if fits else files
-    if splits[0].inputs.dtype != splits[1].inputs.dtype:  # of 8 and of 16 bits; mini-batches from files are floats
+    if (
+        splits[0].inputs.dtype != splits[1].inputs.dtype
+    ):  # of 8 and of 16 bits; mini-batches from files are floats
         splits = files
     train, test = splits
     return Data(path.name, train, test, len(classes), tuple(domains), tuple(classes))
@@ -73,20 +80,26 @@ def from_folder(path: Path, side: int | None, workers: int = 0) -> Data:
 def list_folder(path: Path) -> tuple[list[FileList], list[str], list[str]]:
     """List the files of both splits, the classes, and the domains if there are several."""
     names, roles = folders(require(path, "the folder that folder:PATH names")), ["train", "test"]
-    domains = [] if "train" in names else [name for name in names if (path / name / "train").is_dir()]
+    domains = (
+        [] if "train" in names else [name for name in names if (path / name / "train").is_dir()]
+    )
     if not domains and "train" not in names:
         domains, roles = [name for name in names if folders(path / name)], [""]
     homes = domains or ["."]
     classes = sorted({name for home in homes for name in folders(path / home / roles[0])})
     if not classes:
-        raise ValueError(f"folder:{path}: found neither train/CLASS/ nor DOMAIN/train/CLASS/ nor DOMAIN/CLASS/ in it")
+        raise ValueError(
+            f"folder:{path}: found neither train/CLASS/ nor DOMAIN/train/CLASS/ nor DOMAIN/CLASS/ "
+            "in it"
+        )
     lists = [_list(path, [os.path.join(home, role) for home in homes], classes) for role in roles]
     divided = lists if len(lists) > 1 else _divided(lists[0], 2 if domains else 1)
     return divided, classes, domains if len(domains) > 1 else []
 
 
 def _divided(listed: FileList, depth: int) -> list[FileList]:
-    """Divide files into training and test files by their names below the class, which is so many folders deep.
+    """Divide files into training and test files by their names below the class, which is so many
+    folders deep.
 
     So other classes and domains do not move them.
     """
@@ -104,11 +117,16 @@ def _divided(listed: FileList, depth: int) -> list[FileList]:
     return [train, test]
 
 
-def _read(name: str, root: Path, role: str, download: bool, places: list[Path]) -> tuple[Tensor, Tensor]:
+def _read(
+    name: str, root: Path, role: str, download: bool, places: list[Path]
+) -> tuple[Tensor, Tensor]:
     """Read a split, and download it if it may; an error says that it is in none of the places."""
     try:
         return _read_split(name, root, role)
-    except (RuntimeError, FileNotFoundError) as error:  # torchvision raises these where the data set is absent
+    except (
+        RuntimeError,
+        FileNotFoundError,
+    ) as error:  # torchvision raises these where the data set is absent
         reason = " ".join(str(error).split())
     absent = f"{name} is not in {' or '.join(map(str, places))}"
     if not download:
@@ -117,17 +135,24 @@ def _read(name: str, root: Path, role: str, download: bool, places: list[Path]) 
         return _read_split(name, root, role, download=True)
     except (RuntimeError, OSError, HTTPException, EOFError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise FileNotFoundError(f"{absent}, and cannot be downloaded: {reason}. docs/data.md says where") from error
+        raise FileNotFoundError(
+            f"{absent}, and cannot be downloaded: {reason}. docs/data.md says where"
+        ) from error
 
 
 def _read_split(name: str, root: Path, role: str, download: bool = False) -> tuple[Tensor, Tensor]:
-    """Return the images (N x C x H x W) and labels of a split; raises what torchvision's class raises."""
+    """Return the images (N x C x H x W) and labels of a split.
+
+    Raises what torchvision's class raises.
+    """
     kind, _ = TORCHVISION[name]
     chosen: dict[str, Any] = {"split": role} if kind == "SVHN" else {"train": role == "train"}
     with extra("data"):
         from torchvision import datasets  # imported here because it takes seconds
 
-        dataset = getattr(datasets, kind)(root, **chosen, download=download)  # imports scipy for SVHN
+        dataset = getattr(datasets, kind)(
+            root, **chosen, download=download
+        )  # imports scipy for SVHN
     inputs = torch.as_tensor(dataset.data)
     if inputs.dim() == 3:  # one channel
         inputs = inputs.unsqueeze(1)
@@ -141,7 +166,9 @@ def _list(path: Path, homes: list[str], classes: list[str]) -> FileList:
     listed = FileList(path)
     for home in homes:
         if unknown := sorted(set(folders(path / home)) - set(classes)):
-            raise ValueError(f"{path / home} has a class that no training folder has: {', '.join(unknown)}")
+            raise ValueError(
+                f"{path / home} has a class that no training folder has: {', '.join(unknown)}"
+            )
     for domain, home in enumerate(homes):
         files = _files(path / home, classes)
         if not files:
@@ -154,8 +181,8 @@ def _list(path: Path, homes: list[str], classes: list[str]) -> FileList:
 def _files(home: Path, classes: list[str]) -> list[tuple[Path, int]]:
     """Return the images in a folder of classes with their labels, by class and then by path.
 
-    They are those that torchvision's `make_dataset` finds. Its import would take 4.8 CPU seconds of each message to a
-    site.
+    They are those that torchvision's `make_dataset` finds. Its import would take 4.8 CPU seconds of
+    each message to a site.
     """
     return [
         (Path(parent, name), number)
@@ -167,8 +194,13 @@ def _files(home: Path, classes: list[str]) -> list[tuple[Path, int]]:
 
 
 def _walk(top: Path) -> Iterator[tuple[str, list[str]]]:
-    """Return every folder with the names of its files; a link to a folder that it lies in is not followed."""
+    """Return every folder with the names of its files.
+
+    A link to a folder that it lies in is not followed.
+    """
     for parent, inside, names in os.walk(top, followlinks=True):
         above = {os.path.realpath(folder) for folder in (Path(parent), *Path(parent).parents)}
-        inside[:] = [name for name in inside if os.path.realpath(os.path.join(parent, name)) not in above]
+        inside[:] = [
+            name for name in inside if os.path.realpath(os.path.join(parent, name)) not in above
+        ]
         yield parent, names

@@ -1,4 +1,7 @@
-"""Data sets by name: what a spec asks for, the functions that read one, and loading; a process keeps the last ones."""
+"""Data sets by name: what a spec asks for, the functions that read one, and loading.
+
+A process keeps the last ones.
+"""
 
 import importlib
 import os
@@ -18,7 +21,13 @@ from fedbn_flwr.data.domains import digits, digits_domains, image_domains
 from fedbn_flwr.data.file_split import WORKERS
 from fedbn_flwr.data.files import TORCHVISION, from_folder, from_torchvision
 from fedbn_flwr.data.sets.cityscapes import cityscapes
-from fedbn_flwr.data.sets.fedbn_archives import DIGITS_SAMPLES, DOMAINNET, OFFICE, digits_five, read_domains
+from fedbn_flwr.data.sets.fedbn_archives import (
+    DIGITS_SAMPLES,
+    DOMAINNET,
+    OFFICE,
+    digits_five,
+    read_domains,
+)
 from fedbn_flwr.data.sets.hugging_face import CHOICES, hugging_face
 from fedbn_flwr.data.sets.imagenet import imagenet, tiny_imagenet
 from fedbn_flwr.data.splits import Data, Split
@@ -27,7 +36,8 @@ from fedbn_flwr.plugins import Named, add, did_you_mean, warn_once
 from fedbn_flwr.plugins.options import Option, Range, option_key, read_options, read_pairs
 from fedbn_flwr.randomness import torch_generator
 
-#: standard deviations of the prototypes' pixels and of the noise upon them, in grey levels around 128
+#: standard deviations of the prototypes' pixels and of the noise upon them, in grey levels around
+#: 128
 SPREAD, NOISE = 32.0, 64.0
 #: number of samples drawn at a time, so that no float copy of the whole data set exists
 CHUNK = 4096
@@ -51,7 +61,9 @@ class DatasetRequest:
     image_workers: int = WORKERS
 
     def home(self, name: str) -> Path:
-        """Return the argument's path as a folder; without one, the folder of this name in `root`."""
+        """Return the argument's path as a folder; without one, the folder of this name in
+        `root`.
+        """
         return Path(self.path).expanduser() if self.path else self.root / name
 
     @property
@@ -60,7 +72,9 @@ class DatasetRequest:
         return self._parts[0]
 
     def options(self, **defaults: int | str) -> dict[str, Any]:
-        """Read the argument as `key=value:key=value...`: these keys, of the types of their defaults."""
+        """Read the argument as `key=value:key=value...`: these keys, of the types of their
+        defaults.
+        """
         return self._read(defaults, [*filter(None, [self.path]), *self._parts[1]])
 
     def options_after_path(self, **defaults: int | str) -> dict[str, Any]:
@@ -75,7 +89,9 @@ class DatasetRequest:
 
     def _read(self, defaults: Mapping[str, int | str], items: Sequence[str]) -> dict[str, Any]:
         known = {
-            option_key(name): Option(name, type(value), value, range=Range(0) if isinstance(value, int) else None)
+            option_key(name): Option(
+                name, type(value), value, range=Range(0) if isinstance(value, int) else None
+            )
             for name, value in defaults.items()
         }
         return {**defaults, **read_options(self.name, known, read_pairs(self.name, items))}
@@ -89,7 +105,9 @@ DATASETS: dict[str, Read] = {}
 
 
 def register_dataset(name: str) -> Callable[[R], R]:
-    """Register a function that reads a data set, under the name that `--dataset` takes; used as a decorator.
+    """Register a function that reads a data set, under the name that `--dataset` takes.
+
+    Used as a decorator.
 
         @register_dataset("my-images")
         def my_images(request: DatasetRequest) -> Data:
@@ -108,7 +126,8 @@ def register_dataset(name: str) -> Callable[[R], R]:
 def synthetic(n: int, test: int, classes: int, size: int, channels: int, seed: int) -> Data:
     """Make a Gaussian prototype a class, and samples with Gaussian noise around it, as bytes.
 
-    Classes are of equal size to within one sample. The data are easy to learn, and say nothing about images.
+    Classes are of equal size to within one sample. The data are easy to learn, and say nothing
+    about images.
     """
     if classes < 1 or size < 1 or channels < 1:
         raise ValueError("synthetic: classes, size and channels must be at least 1")
@@ -117,7 +136,12 @@ def synthetic(n: int, test: int, classes: int, size: int, channels: int, seed: i
     generator = torch_generator(seed, "synthetic", "prototypes")
     prototypes = 128 + SPREAD * torch.randn(classes, channels, size, size, generator=generator)
     train = _samples(prototypes, n, torch_generator(seed, "synthetic", "train"))
-    return Data("synthetic", train, _samples(prototypes, test, torch_generator(seed, "synthetic", "test")), classes)
+    return Data(
+        "synthetic",
+        train,
+        _samples(prototypes, test, torch_generator(seed, "synthetic", "test")),
+        classes,
+    )
 
 
 def _samples(prototypes: Tensor, count: int, generator: torch.Generator) -> Split:
@@ -146,13 +170,17 @@ def _digits_domains(request: DatasetRequest) -> Data:
 @register_dataset("synthetic")
 def _synthetic(request: DatasetRequest) -> Data:
     """Random images of given number, classes and size, for timing."""
-    return synthetic(**request.options(n=10_000, test=1_000, classes=10, size=8, channels=3, seed=0))
+    return synthetic(
+        **request.options(n=10_000, test=1_000, classes=10, size=8, channels=3, seed=0)
+    )
 
 
 @register_dataset("streets")
 def _streets(request: DatasetRequest) -> Data:
     """Drawn streets with label maps by city, for segmentation."""
-    return streets(request.image_size or SIDE, **request.options(cities=6, images=32, test=8, seed=0))
+    return streets(
+        request.image_size or SIDE, **request.options(cities=6, images=32, test=8, seed=0)
+    )
 
 
 def _torchvision(request: DatasetRequest) -> Data:
@@ -182,15 +210,24 @@ def _folder(request: DatasetRequest) -> Data:
     """Images in a folder with a folder for each class: `folder:PATH`."""
     if not request.argument:
         raise ValueError("folder: needs a path, as in folder:/data/images")
-    return from_folder(Path(request.argument).expanduser(), request.image_size, request.image_workers)
+    return from_folder(
+        Path(request.argument).expanduser(), request.image_size, request.image_workers
+    )
 
 
-def _register(name: str, folder: str, side: int, read: Callable[..., Data], about: str, **defaults: int) -> None:
-    """Register a data set of images in a folder of `data-root`, or elsewhere: `NAME[:PATH][:key=value]...`."""
+def _register(
+    name: str, folder: str, side: int, read: Callable[..., Data], about: str, **defaults: int
+) -> None:
+    """Register a data set of images in a folder of `data-root`, or elsewhere:
+
+    `NAME[:PATH][:key=value]...`.
+    """
 
     def read_folder(request: DatasetRequest) -> Data:
         options = request.options_after_path(**defaults)
-        return read(request.home(folder), request.image_size or side, request.image_workers, **options)
+        return read(
+            request.home(folder), request.image_size or side, request.image_workers, **options
+        )
 
     read_folder.__doc__ = about
     register_dataset(name)(read_folder)
@@ -203,9 +240,15 @@ for _lists in (OFFICE, DOMAINNET):
     _register(_lists.name, _lists.folder, 256, partial(read_domains, _lists), _about, samples=0)
 _register("imagenet", "imagenet", 224, imagenet, "ImageNet-1K, from `imagenet` in `data-root`.")
 _register(
-    "tiny-imagenet", "tiny-imagenet-200", 64, tiny_imagenet, "Tiny-ImageNet, from `tiny-imagenet-200` in `data-root`."
+    "tiny-imagenet",
+    "tiny-imagenet-200",
+    64,
+    tiny_imagenet,
+    "Tiny-ImageNet, from `tiny-imagenet-200` in `data-root`.",
 )
-_about = "Street scenes with label maps by city, from `cityscapes` in `data-root`, for segmentation."
+_about = (
+    "Street scenes with label maps by city, from `cityscapes` in `data-root`, for segmentation."
+)
 _register("cityscapes", "cityscapes", 768, cityscapes, _about)
 
 
@@ -226,12 +269,15 @@ def load(
     root: str | Path | None = None,
     image_workers: int = WORKERS,
 ) -> Data:
-    """Load the data set of a spec: `name`, `name:key=value...`, `name:PATH` or `package.module:function`.
+    """Load the data set of a spec:
 
-    The same arguments give the same object, shared by all clients of a process, while it is one of the last two.
-    `image_size` scales the images, and grey ones are repeated to `channels`. Unless the data bring a mean and deviation
-    of their own, those of the training split are used. Images that stay in files are decoded by `image_workers`
-    processes, ahead of training; with 0, by the process that trains.
+    `name`, `name:key=value...`, `name:PATH` or `package.module:function`.
+
+    The same arguments give the same object, shared by all clients of a process, while it is one of
+    the last two. `image_size` scales the images, and grey ones are repeated to `channels`. Unless
+    the data bring a mean and deviation of their own, those of the training split are used. Images
+    that stay in files are decoded by `image_workers` processes, ahead of training; with 0, by the
+    process that trains.
     """
     folder = Path(root or os.environ.get(ROOT_VARIABLE) or DEFAULT_ROOT).expanduser()
     if image_size is not None and image_size < 1:
@@ -254,15 +300,26 @@ def _load(request: DatasetRequest, read: Read, image_size: int | None, channels:
 def _prepare(data: Data, image_size: int | None, channels: int) -> Data:
     """Return the data with such images, normalized; a value that is not finite is a ValueError."""
     splits = ("training", data.train), ("test", data.test)
-    for role, values in ((role, values) for role, split in splits for values in (split.inputs, split.labels)):
+    for role, values in (
+        (role, values) for role, split in splits for values in (split.inputs, split.labels)
+    ):
         # the extremes take no copy of the data
-        if values.is_floating_point() and values.numel() and not all(map(isfinite, values.aminmax())):
+        if (
+            values.is_floating_point()
+            and values.numel()
+            and not all(map(isfinite, values.aminmax()))
+        ):
             sample = int((~values.isfinite()).reshape(len(values), -1).any(1).nonzero()[0])
-            raise ValueError(f"{data.name}: {role} sample {sample} has a value that is not a finite number")
+            raise ValueError(
+                f"{data.name}: {role} sample {sample} has a value that is not a finite number"
+            )
     if data.train.inputs.is_floating_point() and len(data.train) and len(data.test):
         train, test = (float(split.inputs.abs().max()) for _, split in splits)
         if max(train, test) > 50 * min(train, test):
-            warn_once(f"{data.name}: training inputs reach {train:g}, test inputs {test:g}: are they on one scale?")
+            warn_once(
+                f"{data.name}: training inputs reach {train:g}, test inputs {test:g}: are they on "
+                "one scale?"
+            )
     if image_size not in (None, data.image_size):
         data = data.resized(image_size)
     if channels not in (0, data.in_channels):
@@ -276,7 +333,9 @@ _prepared = lru_cache(maxsize=2)(_prepare)
 
 @lru_cache(maxsize=2)
 def _call(spec: str, function: Callable[[], Data], image_size: int | None, channels: int) -> Data:
-    """Return the data that a user's function returns: the same object as long as it is the same function."""
+    """Return the data that a user's function returns: the same object as long as it is the same
+    function.
+    """
     made = function()
     if not isinstance(made, Data):
         raise ValueError(f"{spec} must return fedbn_flwr.data.Data, not {type(made).__name__}")
@@ -286,7 +345,9 @@ def _call(spec: str, function: Callable[[], Data], image_size: int | None, chann
 def _function_of(spec: str) -> Callable[[], Data]:
     """Return the user's function of "package.module:function"."""
     module_name, _, name = spec.partition(":")
-    unknown = ValueError(f"unknown data set {spec!r}; {did_you_mean(spec, DATASETS, 'or package.module:function')}")
+    unknown = ValueError(
+        f"unknown data set {spec!r}; {did_you_mean(spec, DATASETS, 'or package.module:function')}"
+    )
     if not (name.isidentifier() and all(part.isidentifier() for part in module_name.split("."))):
         raise unknown
     try:

@@ -14,8 +14,8 @@ from fedbn_flwr.data.splits import Data, Split
 
 #: items of a `Dataset` that are read twice, to see whether they change
 READ_TWICE = 8
-#: `Data`, a function that returns them, or a pair of training and test data: each a `Split`, tensors or arrays
-#: (inputs, labels), or a torch `Dataset` of such pairs
+#: `Data`, a function that returns them, or a pair of training and test data: each a `Split`,
+#: tensors or arrays (inputs, labels), or a torch `Dataset` of such pairs
 OwnData = Data | Callable[[], Data] | tuple[Any, Any]
 
 
@@ -25,24 +25,40 @@ def own_data(given: Any) -> Data:
     if isinstance(made, Data):
         return made
     if not isinstance(made, tuple | list) or len(made) != 2:
-        able = "a name, fedbn_flwr.data.Data, a function that returns Data, or a pair (training data, test data)"
+        able = (
+            "a name, fedbn_flwr.data.Data, a function that returns Data, or a pair (training "
+            "data, test data)"
+        )
         raise ValueError(f"data must be {able}, got {type(made).__name__}")
-    train, test = (_split(part, name) for part, name in zip(made, ("training", "test"), strict=True))
+    train, test = (
+        _split(part, name) for part, name in zip(made, ("training", "test"), strict=True)
+    )
     if train.labels.is_floating_point():
         return Data("own data", train, test, train.labels.shape[1:].numel(), task="regression")
     labels = torch.cat([train.labels, test.labels])
     if len(labels) and (lowest := int(labels.min())) > 0:
         shown = f"labels are {lowest} to {int(labels.max())}, but classes are numbered from 0"
-        raise ValueError(f"{shown}: give labels - {lowest}, or fedbn_flwr.data.Data if class 0 has no samples")
+        raise ValueError(
+            f"{shown}: give labels - {lowest}, or fedbn_flwr.data.Data if class 0 has no samples"
+        )
     return Data("own data", train, test, int(labels.max()) + 1 if len(labels) else 0)
 
 
-def preprocess(inputs: Any, trained: Tensor, mean: Channels = (), std: Channels = (), image_size: int = 0) -> Tensor:
-    """Return raw inputs (tensors or arrays) as training has the `trained` ones: scaled, normalized; ids as they are."""
+def preprocess(
+    inputs: Any, trained: Tensor, mean: Channels = (), std: Channels = (), image_size: int = 0
+) -> Tensor:
+    """Return raw inputs (tensors or arrays) as training has the `trained` ones: scaled, normalized.
+
+    Ids as they are.
+    """
     raw = _inputs(_tensor(inputs))
     floats = raw if raw.is_floating_point() else trained
-    if raw.dtype != trained.dtype and ({raw.dtype, trained.dtype} != {torch.uint8, torch.float32} or floats.max() > 1):
-        raise ValueError(f"inputs are {raw.dtype}, and those of training {trained.dtype}: give them in that type")
+    if raw.dtype != trained.dtype and (
+        {raw.dtype, trained.dtype} != {torch.uint8, torch.float32} or floats.max() > 1
+    ):
+        raise ValueError(
+            f"inputs are {raw.dtype}, and those of training {trained.dtype}: give them in that type"
+        )
     if image_size not in (0, raw.shape[-1]):
         raw = resize(raw, image_size)
     if raw.shape[1] == 1:
@@ -55,24 +71,43 @@ def _split(part: Any, name: str) -> Split:
         return part
     try:
         if hasattr(part, "__array__"):
-            raise TypeError(f"a {type(part).__name__} has no labels: data is ((inputs, labels), (inputs, labels))")
+            raise TypeError(
+                f"a {type(part).__name__} has no labels: data is ((inputs, labels), (inputs, "
+                "labels))"
+            )
         inputs, labels = part if isinstance(part, tuple | list) else _read(part, name)
         return _checked(_inputs(_tensor(inputs)), _tensor(labels))
     except (TypeError, ValueError, LookupError, RuntimeError) as error:
-        able = "a fedbn_flwr.data.Split, a pair (inputs, labels) of tensors or arrays, or a torch Dataset of such pairs"
+        able = (
+            "a fedbn_flwr.data.Split, a pair (inputs, labels) of tensors or arrays, or a torch "
+            "Dataset of such pairs"
+        )
         raise ValueError(f"the {name} data must be {able}: {error}") from error
 
 
 def _read(dataset: Any, name: str) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Return the inputs and the labels of a torch `Dataset`; warn if its items change between two reads."""
+    """Return the inputs and the labels of a torch `Dataset`.
+
+    Warn if its items change between two reads.
+    """
     items = [dataset[place] for place in range(len(dataset))]
     first = [item[0] if isinstance(item, tuple | list) else item for item in items]
-    if others := [type(each).__name__ for each in first if isinstance(each, dict) or not hasattr(each, "__len__")]:
-        raise TypeError(f"its items must be (tensor, label), not {others[0]} (PILToTensor makes tensors of images)")
+    if others := [
+        type(each).__name__
+        for each in first
+        if isinstance(each, dict) or not hasattr(each, "__len__")
+    ]:
+        raise TypeError(
+            f"its items must be (tensor, label), not {others[0]} (PILToTensor makes tensors of "
+            "images)"
+        )
     inputs, labels = zip(*items, strict=True)
     again = [dataset[place][0] for place in range(min(len(items), READ_TWICE))]
     if not torch.equal(_tensor(again), _tensor(inputs[: len(again)])):
-        text = "the %s data change with each read, and are read once: leave random transforms to `augmentation`"
+        text = (
+            "the %s data change with each read, and are read once: leave random transforms to "
+            "`augmentation`"
+        )
         logging.getLogger(__name__).warning(text, name)
     return inputs, labels
 
@@ -83,11 +118,15 @@ def _tensor(values: Any) -> Tensor:
             raise ValueError(f"column {column!r} holds no numbers")
     if isinstance(values, tuple | list) and any(isinstance(value, Tensor) for value in values):
         return torch.stack([torch.as_tensor(value) for value in values])
-    return torch.as_tensor(np.array(values) if hasattr(values, "to_numpy") else values)  # data frames are read-only
+    return torch.as_tensor(
+        np.array(values) if hasattr(values, "to_numpy") else values
+    )  # data frames are read-only
 
 
 def _inputs(values: Tensor) -> Tensor:
-    """Return bytes as they are, 16 bits as floats from 0 to 1, other integers as ids, and real numbers as float32."""
+    """Return bytes as they are, 16 bits as floats from 0 to 1, other integers as ids, and real
+    numbers as float32.
+    """
     if values.dtype == torch.uint16:
         return values.to(torch.float32).div_(DEEPEST)
     if values.dtype == torch.uint8 or values.is_complex():  # which a Split refuses
@@ -103,6 +142,7 @@ def _checked(inputs: Tensor, labels: Tensor) -> Split:
         raise ValueError(f"inputs of the shape {shape} look like channels last: {remedy}")
     if labels.is_complex():
         raise ValueError(
-            f"labels must be integers, the numbers of classes from 0, or float targets, not {labels.dtype}"
+            "labels must be integers, the numbers of classes from 0, or float targets, not "
+            f"{labels.dtype}"
         )
     return Split(inputs, labels.to(torch.float32 if labels.is_floating_point() else torch.int64))

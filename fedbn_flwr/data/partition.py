@@ -40,9 +40,13 @@ class PartitionRequest:
 
     @property
     def labels(self) -> Rows:
-        """The class of every row; images with label maps have none of their own, and float targets are none."""
+        """The class of every row; images with label maps have none of their own, and float targets
+        are none.
+        """
         if targets := UNCLASSED.get(self.data.task):
-            raise ValueError(f"{self.data.name} has {targets} and no labels: take iid, city, domain or union")
+            raise ValueError(
+                f"{self.data.name} has {targets} and no labels: take iid, city, domain or union"
+            )
         return self.data.train.labels.numpy(force=True)[self.order]
 
     @property
@@ -95,8 +99,8 @@ def register_partition(form: str) -> Callable[[S], S]:
         def halves(request: PartitionRequest) -> list[NDArray[np.int64]]:
             return [rows for rows in np.split(np.arange(request.samples), [request.number(0)])]
 
-    The function returns each client's rows; row i is the sample `request.order[i]`, in an order shuffled by the seed. A
-    name that another partition has is a ValueError.
+    The function returns each client's rows; row i is the sample `request.order[i]`, in an order
+    shuffled by the seed. A name that another partition has is a ValueError.
     """
 
     def register(share: S) -> S:
@@ -122,8 +126,8 @@ def evenly(count: int, clients: int) -> list[Rows]:
 def _dirichlet(request: PartitionRequest) -> list[Rows]:
     """Each class is shared out by a Dirichlet draw over the clients; sizes differ.
 
-    This is the draw that `flwr-datasets` makes of the seed. Where a client gets too few rows, all classes are drawn
-    again.
+    This is the draw that `flwr-datasets` makes of the seed. Where a client gets too few rows, all
+    classes are drawn again.
     """
     alpha, clients = request.alpha(), request.clients
     fewest = request.number(1, DIRICHLET_MINIMUM)
@@ -139,14 +143,18 @@ def _dirichlet(request: PartitionRequest) -> list[Rows]:
         parts = [np.concatenate(held) for held in zip(*pieces, strict=True)]
         if min(map(len, parts)) >= fewest:
             return parts
-    raise ValueError(f"in {ATTEMPTS} draws, a client had fewer than {fewest} samples: take a larger ALPHA")
+    raise ValueError(
+        f"in {ATTEMPTS} draws, a client had fewer than {fewest} samples: take a larger ALPHA"
+    )
 
 
 @register_partition("label-mix:ALPHA")
 def _label_mixes(request: PartitionRequest) -> list[Rows]:
     """Each client draws a mix of labels, as Hsu et al.; sizes are equal."""
     generator = numpy_generator(request.seed, "partition", "label mixes")
-    return label_mixes(request.labels, request.clients, request.data.num_classes, request.alpha(), generator)
+    return label_mixes(
+        request.labels, request.clients, request.data.num_classes, request.alpha(), generator
+    )
 
 
 def label_mixes(
@@ -154,12 +162,13 @@ def label_mixes(
 ) -> list[Rows]:
     """Give each client as many rows, to within one, in its own label mix q ~ Dirichlet(alpha p).
 
-    Hsu, Qi, Brown, Measuring the Effects of Non-Identical Data Distribution for Federated Visual Classification, 2019.
-    p is the label mix of all rows, so with C classes of equal size every class has the concentration alpha / C; where a
-    paper writes Dirichlet(a) for a concentration a of every class, alpha is a C. A client takes size q rows of the
-    classes, rounded. A class that has no rows left is skipped, with q renormalized over the other classes, so that
-    every row has one client: the last clients take what is left. alpha -> infinity gives every client p, alpha -> 0
-    one class for as long as there are rows of it.
+    Hsu, Qi, Brown, Measuring the Effects of Non-Identical Data Distribution for Federated Visual
+    Classification, 2019. p is the label mix of all rows, so with C classes of equal size every
+    class has the concentration alpha / C; where a paper writes Dirichlet(a) for a concentration a
+    of every class, alpha is a C. A client takes size q rows of the classes, rounded. A class that
+    has no rows left is skipped, with q renormalized over the other classes, so that every row has
+    one client: the last clients take what is left. alpha -> infinity gives every client p, alpha ->
+    0 one class for as long as there are rows of it.
     """
     left = np.bincount(labels, minlength=num_classes)
     by_class = np.split(np.argsort(labels, kind="stable"), np.cumsum(left)[:-1])
@@ -175,15 +184,22 @@ def label_mixes(
 
 
 def _fill(
-    size: int, left: NDArray[np.int64], concentrations: NDArray[np.float64], generator: np.random.Generator
+    size: int,
+    left: NDArray[np.int64],
+    concentrations: NDArray[np.float64],
+    generator: np.random.Generator,
 ) -> NDArray[np.int64]:
-    """Draw a label mix and return how many rows of each class make up `size` rows of it, given what is left."""
+    """Draw a label mix and return how many rows of each class make up `size` rows of it, given what
+    is left.
+    """
     counts = np.zeros_like(left)
     mix = np.zeros(len(left))
     while (missing := size - counts.sum()) > 0:
         open_classes = left > counts
         mix[~open_classes] = 0
-        if mix.sum() == 0:  # at first, and where a small alpha gave the other classes nothing at all
+        if (
+            mix.sum() == 0
+        ):  # at first, and where a small alpha gave the other classes nothing at all
             mix[open_classes] = generator.dirichlet(concentrations[open_classes])
         wanted = np.diff(np.rint(missing * np.cumsum(mix) / mix.sum()), prepend=0).astype(np.int64)
         counts = np.minimum(counts + wanted, left)
@@ -192,7 +208,8 @@ def _fill(
 
 @register_partition("classes[:PER-CLIENT]")
 def _classes(request: PartitionRequest) -> list[Rows]:
-    """Each client has a given number of classes, in turn; by default as few as leave no class out, and at least two.
+    """Each client has a given number of classes, in turn; by default as few as leave no class out,
+    and at least two.
 
     A class is cut evenly into one piece for each of its holders.
     """
@@ -204,19 +221,22 @@ def _classes(request: PartitionRequest) -> list[Rows]:
     for label, holders in enumerate(_class_holders(request.clients, classes, per_client)):
         rows = np.flatnonzero(labels == label)
         if len(rows) < len(holders):
-            raise ValueError(f"the {len(rows)} samples of class {label} cannot serve {len(holders)} clients")
+            raise ValueError(
+                f"the {len(rows)} samples of class {label} cannot serve {len(holders)} clients"
+            )
         for holder, piece in zip(holders, np.array_split(rows, max(len(holders), 1)), strict=False):
             pieces[holder].append(piece)
     return [np.concatenate(held) for held in pieces]
 
 
 def _class_holders(clients: int, num_classes: int, classes_per_client: int) -> list[list[int]]:
-    """Return the clients that hold each class: consecutive classes a client, rotating through all classes.
+    """Return the clients that hold each class: consecutive classes a client, rotating through all
+    classes.
 
-    Y. Wang et al., Why Batch Normalization Damage Federated Learning on Non-IID Data?, appendix D (FedTAN),
-    which this gives exactly for 5 clients and 10 classes. With N clients and C classes, client k starts at
-    class floor(k C / N). The number of holders differs by at most one from class to class. Where N clients
-    are too few for all classes, the classes in the gaps are left out.
+    Y. Wang et al., Why Batch Normalization Damage Federated Learning on Non-IID Data?, appendix D
+    (FedTAN), which this gives exactly for 5 clients and 10 classes. With N clients and C classes,
+    client k starts at class floor(k C / N). The number of holders differs by at most one from class
+    to class. Where N clients are too few for all classes, the classes in the gaps are left out.
     """
     held_by: list[list[int]] = [[] for _ in range(num_classes)]
     for client in range(clients):
@@ -231,7 +251,9 @@ def _shards(request: PartitionRequest) -> list[Rows]:
     """Samples sorted by label, cut into shards, and dealt: as many to each client."""
     per_client = request.number(0)
     if per_client * request.clients > request.samples:
-        raise ValueError(f"{request.samples} samples cannot fill {per_client * request.clients} shards")
+        raise ValueError(
+            f"{request.samples} samples cannot fill {per_client * request.clients} shards"
+        )
     return _deal(request, np.full(request.clients, per_client))
 
 
@@ -246,8 +268,8 @@ def _shards_unbalanced(request: PartitionRequest) -> list[Rows]:
 def _deal(request: PartitionRequest, counts: NDArray[np.int64]) -> list[Rows]:
     """Cut rows, sorted by label, into shards, and deal client k `counts[k]` random ones.
 
-    M. J. Idrissi et al., FEDBS: Learning on Non-IID Data in Federated Learning using Batch Normalization,
-    section V. The sizes of shards differ by at most one row and no row is left over.
+    M. J. Idrissi et al., FEDBS: Learning on Non-IID Data in Federated Learning using Batch
+    Normalization, section V. The sizes of shards differ by at most one row and no row is left over.
     """
     by_label = np.argsort(request.labels, kind="stable")
     cut = np.array_split(by_label, counts.sum())
@@ -256,18 +278,25 @@ def _deal(request: PartitionRequest, counts: NDArray[np.int64]) -> list[Rows]:
     return [np.concatenate([cut[shard] for shard in hand]) for hand in hands]
 
 
-def unbalanced(clients: int, shards: int, most: int, generator: np.random.Generator) -> NDArray[np.int64]:
-    """Draw how many shards each client gets: 1 to `most`, `shards` in all, every such allocation equally likely.
+def unbalanced(
+    clients: int, shards: int, most: int, generator: np.random.Generator
+) -> NDArray[np.int64]:
+    """Draw how many shards each client gets: 1 to `most`, `shards` in all, every such allocation
+    equally likely.
 
-    Idrissi et al. (FedBS) deal 1,200 shards to 100 clients, "at least one shard and a maximum of 30". They leave the
-    distribution open. Numbers drawn uniformly from 1 to 30 do not add up to 1,200. Here they are drawn uniformly given
-    that they do: all of 1 to 30 occur, the smaller ones more often.
+    Idrissi et al. (FedBS) deal 1,200 shards to 100 clients, "at least one shard and a maximum of
+    30". They leave the distribution open. Numbers drawn uniformly from 1 to 30 do not add up to
+    1,200. Here they are drawn uniformly given that they do: all of 1 to 30 occur, the smaller ones
+    more often.
 
-    The allocation starts even. In every sweep random pairs of clients split their shards in a new way, all possible
-    ways being equally likely. After 8 sweeps the numbers of 100 clients have the frequencies of the exact distribution.
+    The allocation starts even. In every sweep random pairs of clients split their shards in a new
+    way, all possible ways being equally likely. After 8 sweeps the numbers of 100 clients have the
+    frequencies of the exact distribution.
     """
     if not clients <= shards <= clients * most:
-        raise ValueError(f"{shards} shards cannot be dealt to {clients} clients with 1 to {most} for each")
+        raise ValueError(
+            f"{shards} shards cannot be dealt to {clients} clients with 1 to {most} for each"
+        )
     counts = np.array([len(part) for part in evenly(shards, clients)])
     for _ in range(SWEEPS):
         one, other = generator.permutation(clients)[: clients // 2 * 2].reshape(2, -1)
@@ -281,19 +310,24 @@ def unbalanced(clients: int, shards: int, most: int, generator: np.random.Genera
 def _domain(request: PartitionRequest) -> list[Rows]:
     """Each client has samples of one domain only.
 
-    W. Zhuang and L. Lyu, Is Batch Normalization Necessary for Multi-domain Federated Learning?, Fig. 4 (FedWon), after
-    X. Li et al., FedBN, ICLR 2021: with 10 splits and 1 to 10 clients a domain, clients are added and none is changed.
-    Client k D + d holds part k of domain d, of D; parts that no client holds are left out.
+    W. Zhuang and L. Lyu, Is Batch Normalization Necessary for Multi-domain Federated Learning?,
+    Fig. 4 (FedWon), after X. Li et al., FedBN, ICLR 2021: with 10 splits and 1 to 10 clients a
+    domain, clients are added and none is changed. Client k D + d holds part k of domain d, of D;
+    parts that no client holds are left out.
     """
     if request.data.train.domains is None:
         raise ValueError(f"{request.data.name} has no domains")
     # domains without training samples are left out
-    present, column = np.unique(request.data.train.domains.numpy(force=True)[request.order], return_inverse=True)
+    present, column = np.unique(
+        request.data.train.domains.numpy(force=True)[request.order], return_inverse=True
+    )
     domains = len(present)
     per_domain = request.number(0, default=max(request.clients // domains, 1))
     splits = request.number(1, default=per_domain)
     if per_domain > splits:
-        raise ValueError(f"{per_domain} clients a domain need {per_domain} splits of it, not {splits}")
+        raise ValueError(
+            f"{per_domain} clients a domain need {per_domain} splits of it, not {splits}"
+        )
     if request.clients != domains * per_domain:
         needed = f"{domains} domains with {per_domain} each need {domains * per_domain} clients"
         raise ValueError(f"{needed}, not {request.clients}")
@@ -318,13 +352,16 @@ def _union(request: PartitionRequest) -> list[Rows]:
 def partition(spec: str, data: Data, clients: int, seed: int) -> list[Rows]:
     """Return sorted indices into the training split, one array a client.
 
-    No sample has two clients. Every sample has one, except where a spec leaves samples out: `classes` with too few
-    clients to hold every class, and `domain` with more splits than clients a domain. Without SPLITS a domain is cut
-    into as many parts as it has clients. A spec that is unknown or cannot be followed is a ValueError.
+    No sample has two clients. Every sample has one, except where a spec leaves samples out:
+    `classes` with too few clients to hold every class, and `domain` with more splits than clients a
+    domain. Without SPLITS a domain is cut into as many parts as it has clients. A spec that is
+    unknown or cannot be followed is a ValueError.
     """
     kind, arguments = _parse(spec)
     if not 1 <= clients <= len(data.train):
-        raise ValueError(f"partition {spec!r}: {clients} clients cannot share {len(data.train)} samples")
+        raise ValueError(
+            f"partition {spec!r}: {clients} clients cannot share {len(data.train)} samples"
+        )
     try:
         order = numpy_generator(seed, "partition", "order").permutation(len(data.train))
         request = PartitionRequest(arguments, data, clients, seed, order)
@@ -340,7 +377,9 @@ def partition(spec: str, data: Data, clients: int, seed: int) -> list[Rows]:
 def _check_share(spec: str, indices: list[Rows], clients: int) -> None:
     """Refuse what a partition of a user's own may return by mistake."""
     if len(indices) != clients:
-        raise ValueError(f"partition {spec!r} has samples for {len(indices)} clients, not for {clients}")
+        raise ValueError(
+            f"partition {spec!r} has samples for {len(indices)} clients, not for {clients}"
+        )
     samples = np.sort(np.concatenate(indices))
     if len(twice := samples[:-1][samples[1:] == samples[:-1]]):
         raise ValueError(f"partition {spec!r} gives sample {twice[0]} to two clients")
@@ -349,7 +388,10 @@ def _check_share(spec: str, indices: list[Rows], clients: int) -> None:
 def about_absent(classes: Sequence[str], partition: str, clients: int) -> str:
     """Return a sentence about classes that nobody has, though they are tested."""
     few = ", ".join(classes[:5]) + ", ..." * (len(classes) > 5)
-    return f"no client has samples of {len(classes)} classes ({few}): {partition} with {clients:.0f} clients"
+    return (
+        f"no client has samples of {len(classes)} classes ({few}): {partition} with "
+        f"{clients:.0f} clients"
+    )
 
 
 def _parse(spec: str) -> tuple[Kind, list[str]]:

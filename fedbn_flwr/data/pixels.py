@@ -16,7 +16,9 @@ Channels = tuple[float, ...]
 
 
 def gather(source: Tensor, indices: Tensor, device: torch.device) -> Tensor:
-    """Return a copy of the chosen rows on a device; to a GPU from pinned memory, if it can be, without blocking."""
+    """Return a copy of the chosen rows on a device; to a GPU from pinned memory, if it can be,
+    without blocking.
+    """
     if device.type in ("cpu", source.device.type) or not pins():
         # faster than indexing, which first works out the kind of the index
         return source.index_select(0, indices.to(source.device)).to(device)
@@ -25,11 +27,16 @@ def gather(source: Tensor, indices: Tensor, device: torch.device) -> Tensor:
     return pinned.to(device, non_blocking=True)
 
 
-def normalize(gathered: Tensor, mean: Channels, std: Channels, *, into: Tensor | None = None) -> Tensor:
-    """Return float32 inputs less the mean, divided by the standard deviation; a float32 argument is changed in place.
+def normalize(
+    gathered: Tensor, mean: Channels, std: Channels, *, into: Tensor | None = None
+) -> Tensor:
+    """Return float32 inputs less the mean, divided by the standard deviation.
 
-    Bytes are scaled to 0 to 1 first; ids (int64) stay as they are. An empty mean is 0, an empty standard deviation 1.
-    The result is written `into` a float32 tensor of the same shape, if one is given.
+    A float32 argument is changed in place.
+
+    Bytes are scaled to 0 to 1 first; ids (int64) stay as they are. An empty mean is 0, an empty
+    standard deviation 1. The result is written `into` a float32 tensor of the same shape, if one is
+    given.
     """
     if gathered.dtype == torch.int64:
         return gathered
@@ -40,12 +47,15 @@ def normalize(gathered: Tensor, mean: Channels, std: Channels, *, into: Tensor |
 
 
 def mapped(shape: Sequence[int]) -> Tensor:
-    """Return a float32 tensor of zeros in pages of its own, which the system has back as soon as it is not used.
+    """Return a float32 tensor of zeros in pages of its own, which the system has back as soon as it
+    is not used.
 
-    glibc puts large arrays into its heap once one of their size was freed, with small ones between them: 100 batches of
-    24 MB, two at a time, left it with 2 GB of holes.
+    glibc puts large arrays into its heap once one of their size was freed, with small ones between
+    them: 100 batches of 24 MB, two at a time, left it with 2 GB of holes.
     """
-    return torch.frombuffer(mmap(-1, 4 * max(math.prod(shape), 1)), dtype=torch.float32)[: math.prod(shape)].view(shape)
+    return torch.frombuffer(mmap(-1, 4 * max(math.prod(shape), 1)), dtype=torch.float32)[
+        : math.prod(shape)
+    ].view(shape)
 
 
 def resize(images: Tensor, side: int) -> Tensor:
@@ -54,7 +64,10 @@ def resize(images: Tensor, side: int) -> Tensor:
 
 
 def measure(images: Tensor) -> tuple[Channels, Channels]:
-    """Return mean and standard deviation of every channel, for pixels from 0 to 1; a deviation of 0 is made 1."""
+    """Return mean and standard deviation of every channel, for pixels from 0 to 1.
+
+    A deviation of 0 is made 1.
+    """
     if images.dtype == torch.uint8:
         return measure_bytes([images])
     variance, mean = torch.var_mean(images.double(), dim=[0, *range(2, images.dim())], correction=0)
@@ -62,7 +75,9 @@ def measure(images: Tensor) -> tuple[Channels, Channels]:
 
 
 def measure_bytes(parts: Iterable[Tensor]) -> tuple[Channels, Channels]:
-    """Return what `measure` does for images of 8 or 16 bits in parts: exact, from a histogram, without a float copy."""
+    """Return what `measure` does for images of 8 or 16 bits in parts: exact, from a histogram,
+    without a float copy.
+    """
     histograms = [_histograms(part) for part in parts]
     highest = max(part.shape[1] for part in histograms) - 1
     counts = histograms[0].new_zeros(len(histograms[0]), highest + 1)
@@ -77,7 +92,9 @@ def measure_bytes(parts: Iterable[Tensor]) -> tuple[Channels, Channels]:
 def _histograms(images: Tensor) -> Tensor:
     levels = 2**16 if images.is_floating_point() else 2**8
     values = images.mul(levels - 1).round().long() if images.is_floating_point() else images
-    return torch.stack([torch.bincount(channel.flatten(), minlength=levels) for channel in values.unbind(1)])
+    return torch.stack(
+        [torch.bincount(channel.flatten(), minlength=levels) for channel in values.unbind(1)]
+    )
 
 
 def _channels(mean: Tensor, variance: Tensor) -> tuple[Channels, Channels]:
@@ -88,7 +105,12 @@ def _channels(mean: Tensor, variance: Tensor) -> tuple[Channels, Channels]:
 def _constants(
     mean: Channels, std: Channels, unit: float, dimensions: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return both as tensors in the units of the stored numbers, on a device, for a batch; sent only once."""
+    """Return both as tensors in the units of the stored numbers, on a device, for a batch.
+
+    Sent only once.
+    """
     shape = -1, *(1,) * (dimensions - 2)
-    center, width = (torch.tensor(values).mul(unit).view(shape).to(device) for values in (mean, std))
+    center, width = (
+        torch.tensor(values).mul(unit).view(shape).to(device) for values in (mean, std)
+    )
     return center, width

@@ -30,8 +30,8 @@ _is_spared = False
 def decode(requests: Iterable[DecodeRequest], workers: int) -> Iterator[Decoded]:
     """Decode mini-batches in their order, with so many workers or (0) in this process.
 
-    All of a process's streams share its workers. A worker of an engine decodes its own, and so does a process that may
-    have no processes of its own.
+    All of a process's streams share its workers. A worker of an engine decodes its own, and so does
+    a process that may have no processes of its own.
     """
     if not workers or _is_spared or multiprocessing.current_process().daemon:
         yield from (request.decode() for request in requests)
@@ -67,8 +67,8 @@ def decoding_here() -> Iterator[None]:
 def _pool(process: int, workers: int) -> ProcessPoolExecutor:
     """Return workers that stay: to start them takes long, and a client's round has few batches."""
     pool = ProcessPoolExecutor(workers, initializer=_begin)
-    # a process of multiprocessing waits at its end for its children, before concurrent.futures would end them; queues
-    # close with priority 10, and the workers must hear of the end before
+    # a process of multiprocessing waits at its end for its children, before concurrent.futures
+    # would end them; queues close with priority 10, and the workers must hear of the end before
     Finalize(None, _shut_down, (ref(pool),), exitpriority=100)
     return pool
 
@@ -85,7 +85,9 @@ def _begin() -> None:
 
 
 def serve_parent() -> None:
-    """Leave interrupts to the parent of this process, and end when it ends: a killed parent closes no connection."""
+    """Leave interrupts to the parent of this process, and end when it ends: a killed parent closes
+    no connection.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     Thread(target=_end_with_parent, daemon=True).start()
 

@@ -21,7 +21,8 @@ from fedbn_flwr.randomness import numpy_generator
 
 #: largest number of values that are gathered together for several batches: 4 MB in float32
 MOST_TOGETHER = 2**20
-#: share of a GPU's memory up to which a split is sent there once, to stay: of 16 processes with two splits, half of it
+#: share of a GPU's memory up to which a split is sent there once, to stay: of 16 processes with two
+#: splits, half of it
 MOST_STAYING = 1 / 64
 
 #: most classes or domains that a line names
@@ -37,10 +38,11 @@ UNCLASSED = {"segmentation": "label maps", "regression": "float targets"}
 class Split:
     """Samples with labels and, where the data have domains, each sample's domain.
 
-    The inputs are N x C x H x W, or of another shape that starts with N x C; uint8 (0 to 255), float32, or int64 for
-    ids, in memory or memory-mapped (`torch.from_file`). Domains are int64, and so are
-    labels, or for regression float32 of N or N x K. Only images can be resized or augmented. `mean` and `std` hold one
-    number a channel, for inputs scaled to [0, 1]; where they are empty, batches are not normalized. Ids never are.
+    The inputs are N x C x H x W, or of another shape that starts with N x C; uint8 (0 to 255),
+    float32, or int64 for ids, in memory or memory-mapped (`torch.from_file`). Domains are int64,
+    and so are labels, or for regression float32 of N or N x K. Only images can be resized or
+    augmented. `mean` and `std` hold one number a channel, for inputs scaled to [0, 1]; where they
+    are empty, batches are not normalized. Ids never are.
     """
 
     inputs: Tensor
@@ -52,13 +54,18 @@ class Split:
     def __post_init__(self) -> None:
         shape, dtype = tuple(self.inputs.shape), self.inputs.dtype
         if len(shape) < 2 or dtype not in (torch.uint8, torch.float32, torch.int64):
-            raise ValueError(f"inputs must be N x C [x H x W], uint8, float32 or (for ids) int64, not {shape}, {dtype}")
+            raise ValueError(
+                f"inputs must be N x C [x H x W], uint8, float32 or (for ids) int64, not {shape}, "
+                f"{dtype}"
+            )
         is_float = self.labels.dtype == torch.float32 and self.labels.dim() <= 2
         classes = None if is_float and self.labels.shape[:1] == shape[:1] else self.labels
         for name, column in (("labels", classes), ("domains", self.domains)):
             if column is not None and (column.dtype != torch.int64 or column.shape != shape[:1]):
                 actual = f"{tuple(column.shape)}, {column.dtype}"
-                raise ValueError(f"{name} must be one int64 for each of {shape[0]} samples, not {actual}")
+                raise ValueError(
+                    f"{name} must be one int64 for each of {shape[0]} samples, not {actual}"
+                )
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -71,16 +78,20 @@ class Split:
     def batch(self, indices: Tensor, device: torch.device | str = "cpu") -> Batch:
         """Return the chosen samples on a device: normalized float32 inputs (or ids), and labels.
 
-        Bytes travel to a GPU as bytes, and become floats there: once with the whole split, if there is room for it, or
-        from pinned memory and without blocking.
+        Bytes travel to a GPU as bytes, and become floats there: once with the whole split, if there
+        is room for it, or from pinned memory and without blocking.
         """
         inputs, labels = self._near(device := torch.device(device))
-        return normalize(gather(inputs, indices, device), self.mean, self.std), gather(labels, indices, device)
+        return normalize(gather(inputs, indices, device), self.mean, self.std), gather(
+            labels, indices, device
+        )
 
     def _near(self, device: torch.device) -> Batch:
         """Return all inputs and labels: on a GPU that has room for them, else where they are."""
         here = self.inputs, self.labels
-        if device.type == "cpu" or sum(values.nbytes for values in here) > MOST_STAYING * total_memory(device):
+        if device.type == "cpu" or sum(
+            values.nbytes for values in here
+        ) > MOST_STAYING * total_memory(device):
             return here
         staying = _STAYING.setdefault(self, {})
         if device not in staying:
@@ -94,18 +105,25 @@ class Split:
         device: torch.device | str = "cpu",
         edits: Edits | None = None,
     ) -> Iterator[Batch]:
-        """Load batches of these sizes, as `batch` does; small ones are gathered together, as views of one tensor.
+        """Load batches of these sizes, as `batch` does.
 
-        With `edits`, one seed for each index, images are changed one by one before they are normalized.
+        Small ones are gathered together, as views of one tensor.
+
+        With `edits`, one seed for each index, images are changed one by one before they are
+        normalized.
         """
         start = 0
         # to be sent once; images are changed on the CPU
-        indices = indices.to(self._near(torch.device(device))[0].device) if edits is None else indices
+        indices = (
+            indices.to(self._near(torch.device(device))[0].device) if edits is None else indices
+        )
         for portion in _portions(sizes, MOST_TOGETHER // max(self.inputs[:1].numel(), 1)):
             end = start + sum(portion)
             chosen = indices[start:end]
             inputs, labels = (
-                self.batch(chosen, device) if edits is None else self._edited(chosen, device, edits[start:end])
+                self.batch(chosen, device)
+                if edits is None
+                else self._edited(chosen, device, edits[start:end])
             )
             yield from zip(inputs.split(portion), labels.split(portion), strict=True)
             start = end
@@ -113,23 +131,34 @@ class Split:
     def _edited(self, indices: Tensor, device: torch.device | str, edits: Edits) -> Batch:
         images = [(image,) for image in gather(self.inputs, indices, torch.device("cpu"))]
         size = self.inputs.shape[-2], self.inputs.shape[-1]
-        edited = torch.stack([image for (image,) in edits.augmentation.edit(images, edits.seeds.tolist(), size)])
-        return normalize(edited.to(device), self.mean, self.std), gather(self.labels, indices, torch.device(device))
+        edited = torch.stack(
+            [image for (image,) in edits.augmentation.edit(images, edits.seeds.tolist(), size)]
+        )
+        return normalize(edited.to(device), self.mean, self.std), gather(
+            self.labels, indices, torch.device(device)
+        )
 
     def select(self, indices: NDArray[np.int64]) -> Self:
         """Return a new split with copies of the chosen samples."""
         chosen = torch.from_numpy(indices)
         domains = None if self.domains is None else self.domains[chosen]
-        return replace(self, inputs=self.inputs[chosen], labels=self.labels[chosen], domains=domains)
+        return replace(
+            self, inputs=self.inputs[chosen], labels=self.labels[chosen], domains=domains
+        )
 
     def resized(self, side: int) -> "Split":
         """Return the split with images of another size."""
         if self.inputs.dim() != 4:
-            raise ValueError(f"image-size is for images, not for inputs of the shape {tuple(self.inputs.shape[1:])}")
+            raise ValueError(
+                "image-size is for images, not for inputs of the shape "
+                f"{tuple(self.inputs.shape[1:])}"
+            )
         return replace(self, inputs=resize(self.inputs, side))
 
     def measured(self) -> tuple[Channels, Channels]:
-        """Return mean and standard deviation of every channel, for pixels from 0 to 1; of ids there are none."""
+        """Return mean and standard deviation of every channel, for pixels from 0 to 1; of ids there
+        are none.
+        """
         return ((), ()) if self.has_ids else measure(self.inputs)
 
 
@@ -155,9 +184,10 @@ def _portions(sizes: Sequence[int], most: int) -> Iterator[list[int]]:
 class Data:
     """A training and a test split of one task.
 
-    A domain's number is its position in `domain_names`. `class_names` is empty, or a class's number is its position.
-    `task` is what the targets are for: `classification`, `segmentation`, `regression` or one that is registered. In
-    regression `num_classes` is the number of targets of a sample.
+    A domain's number is its position in `domain_names`. `class_names` is empty, or a class's number
+    is its position. `task` is what the targets are for: `classification`, `segmentation`,
+    `regression` or one that is registered. In regression `num_classes` is the number of targets of
+    a sample.
     """
 
     name: str
@@ -170,17 +200,26 @@ class Data:
 
     def __post_init__(self) -> None:
         if len(self.class_names) not in (0, self.num_classes):
-            raise ValueError(f"{self.name}: {len(self.class_names)} names for {self.num_classes} classes")
+            raise ValueError(
+                f"{self.name}: {len(self.class_names)} names for {self.num_classes} classes"
+            )
         if (train := self.train.inputs.dtype) != (test := self.test.inputs.dtype):
-            raise ValueError(f"{self.name}: training inputs are {train}, test inputs {test}: give both in one type")
+            raise ValueError(
+                f"{self.name}: training inputs are {train}, test inputs {test}: give both in one "
+                "type"
+            )
         for split in (self.train, self.test):
             is_float, width = split.labels.is_floating_point(), split.labels.shape[1:].numel()
             if is_float != (self.task == "regression") or (is_float and width != self.num_classes):
                 actual = f"{tuple(split.labels.shape)}, {split.labels.dtype}"
-                raise ValueError(f"{self.name}: labels of {self.num_classes} for {self.task} cannot be {actual}")
+                raise ValueError(
+                    f"{self.name}: labels of {self.num_classes} for {self.task} cannot be {actual}"
+                )
             _check_range(f"{self.name}: labels", split.labels, self.num_classes)
             if (split.domains is None) == bool(self.domain_names):
-                raise ValueError(f"{self.name}: domain names and the domains of both splits go together")
+                raise ValueError(
+                    f"{self.name}: domain names and the domains of both splits go together"
+                )
             if split.domains is not None:
                 _check_range(f"{self.name}: domains", split.domains, len(self.domain_names))
 
@@ -191,7 +230,9 @@ class Data:
         if self.train.domains is None:
             return f"{self.name}: {sizes}; {classes}"
         counts = torch.bincount(self.train.domains.cpu(), minlength=len(self.domain_names)).tolist()
-        shares = [f"{name} {count:,}" for name, count in zip(self.domain_names, counts, strict=True)]
+        shares = [
+            f"{name} {count:,}" for name, count in zip(self.domain_names, counts, strict=True)
+        ]
         return f"{self.name}: {sizes}; {classes}; {len(shares)} domains" + _listed(shares)
 
     @property
@@ -209,25 +250,42 @@ class Data:
         return replace(self, train=self.train.resized(side), test=self.test.resized(side))
 
     def repeated(self, channels: int) -> "Data":
-        """Return grey images with so many channels, all views of their one; a ValueError if they have several."""
+        """Return grey images with so many channels, all views of their one.
+
+        A ValueError if they have several.
+        """
         if self.in_channels != 1:
-            raise ValueError(f"{self.name}: channels={channels} repeats grey images, and these have {self.in_channels}")
+            raise ValueError(
+                f"{self.name}: channels={channels} repeats grey images, and these have "
+                f"{self.in_channels}"
+            )
         splits = self.train, self.test
         inputs = [split.inputs.expand(-1, channels, *split.inputs.shape[2:]) for split in splits]
-        train, test = (replace(split, inputs=values) for split, values in zip(splits, inputs, strict=True))
+        train, test = (
+            replace(split, inputs=values) for split, values in zip(splits, inputs, strict=True)
+        )
         return replace(self, train=train, test=test)
 
     def standardized(self) -> "Data":
-        """Return the data normalized by the training split's mean and standard deviation; tensors are shared."""
+        """Return the data normalized by the training split's mean and standard deviation.
+
+        Tensors are shared.
+        """
         return self if self.train.has_ids else normalized(self, *self.train.measured())
 
     def share(self) -> bool:
         """Move tensors into memory that worker processes can map; return whether they are there.
 
-        They are not where memory lacks room for them, and where tensors are on another device or images stay in files.
+        They are not where memory lacks room for them, and where tensors are on another device or
+        images stay in files.
         """
         splits = self.train, self.test
-        columns = [each for split in splits for each in (split.inputs, split.labels, split.domains) if each is not None]
+        columns = [
+            each
+            for split in splits
+            for each in (split.inputs, split.labels, split.domains)
+            if each is not None
+        ]
         if any(column.device.type != "cpu" for column in columns):
             return False
         try:
@@ -240,17 +298,23 @@ class Data:
         return True
 
     def validation_split(self, fraction: float, seed: int) -> "Data":
-        """Return the data with a share of every class (and domain) of the training split as test split.
+        """Return the data with a share of every class (and domain) of the training split as test
+        split.
 
         So options can be tuned without the test split. The same arguments give the same object.
         """
         return _validation_split(self, fraction, seed)
 
 
-def stratified(strata: NDArray[np.int64], count: int, generator: np.random.Generator) -> NDArray[np.int64]:
-    """Return the sorted positions of `count` samples, from every stratum its share to within one sample."""
+def stratified(
+    strata: NDArray[np.int64], count: int, generator: np.random.Generator
+) -> NDArray[np.int64]:
+    """Return the sorted positions of `count` samples, from every stratum its share to within one
+    sample.
+    """
     order = np.lexsort((generator.random(len(strata)), strata))
-    # evenly spaced ticks on the samples, which are sorted by stratum and in random order within a stratum
+    # evenly spaced ticks on the samples, which are sorted by stratum and in random order within a
+    # stratum
     ticks = np.arange(len(strata) + 1) * count // len(strata)
     return np.sort(order[np.diff(ticks) == 1])
 
@@ -260,8 +324,14 @@ def _validation_split(data: Data, fraction: float, seed: int) -> Data:
     split = data.train
     count = round(fraction * len(split))
     if not 0 < count < len(split):
-        raise ValueError(f"{data.name}: a share of {fraction} of {len(split)} samples leaves one side empty")
-    strata = np.zeros(len(split), np.int64) if data.task == "regression" else split.labels.numpy(force=True)
+        raise ValueError(
+            f"{data.name}: a share of {fraction} of {len(split)} samples leaves one side empty"
+        )
+    strata = (
+        np.zeros(len(split), np.int64)
+        if data.task == "regression"
+        else split.labels.numpy(force=True)
+    )
     if split.domains is not None:
         strata = strata * len(data.domain_names) + split.domains.numpy(force=True)
     held_out = stratified(strata, count, numpy_generator(seed, "validation"))
@@ -270,7 +340,9 @@ def _validation_split(data: Data, fraction: float, seed: int) -> Data:
 
 
 def _listed(names: Sequence[str]) -> str:
-    return f" ({', '.join(names[:MOST_NAMES])}{', ...' * (len(names) > MOST_NAMES)})" if names else ""
+    return (
+        f" ({', '.join(names[:MOST_NAMES])}{', ...' * (len(names) > MOST_NAMES)})" if names else ""
+    )
 
 
 def _check_range(what: str, values: Tensor, count: int) -> None:
@@ -282,42 +354,63 @@ def _check_range(what: str, values: Tensor, count: int) -> None:
 
 
 def renumbered(data: Data, class_names: Sequence[str]) -> Data:
-    """Return the data with each class's number its position in a list, which may name further classes.
+    """Return the data with each class's number its position in a list, which may name further
+    classes.
 
     A class that the list does not name is a ValueError, and so are classes without names.
     """
     if not data.class_names:
-        raise ValueError(f"{data.name}: its classes have no names, so they cannot be numbered by name")
+        raise ValueError(
+            f"{data.name}: its classes have no names, so they cannot be numbered by name"
+        )
     for name in data.class_names:
         if name not in class_names:
             raise ValueError(f"{data.name}: its class {name!r} is none of {', '.join(class_names)}")
     numbers = torch.tensor([list(class_names).index(name) for name in data.class_names])
-    train, test = (replace(split, labels=numbers[split.labels]) for split in (data.train, data.test))
-    return replace(data, train=train, test=test, num_classes=len(class_names), class_names=tuple(class_names))
+    train, test = (
+        replace(split, labels=numbers[split.labels]) for split in (data.train, data.test)
+    )
+    return replace(
+        data, train=train, test=test, num_classes=len(class_names), class_names=tuple(class_names)
+    )
 
 
 def normalized(data: Data, mean: Channels, std: Channels) -> Data:
-    """Return the data with this mean and standard deviation, one number a channel, in place of their own."""
+    """Return the data with this mean and standard deviation, one number a channel, in place of
+    their own.
+    """
     for name, numbers in (("mean", mean), ("std", std)):
         if len(numbers) != data.in_channels:
-            raise ValueError(f"{data.name}: {name} has {len(numbers)} numbers for {data.in_channels} channels")
+            raise ValueError(
+                f"{data.name}: {name} has {len(numbers)} numbers for {data.in_channels} channels"
+            )
     train, test = (replace(split, mean=mean, std=std) for split in (data.train, data.test))
     return replace(data, train=train, test=test)
 
 
 @lru_cache(maxsize=2)
 def leave_out(data: Data, domain: str) -> tuple[Data, Split]:
-    """Return the data without a domain's training samples, and these; the test samples are the domain's alone.
+    """Return the data without a domain's training samples, and these.
+
+    The test samples are the domain's alone.
 
     What was normalized by all training samples is normalized by those that are left.
     """
     if domain not in data.domain_names:
-        raise ValueError(f"{data.name} has no domain {domain!r}; it has {', '.join(data.domain_names) or 'none'}")
+        raise ValueError(
+            f"{data.name} has no domain {domain!r}; it has {', '.join(data.domain_names) or 'none'}"
+        )
     number, train = data.domain_names.index(domain), data.train
     assert train.domains is not None
     assert data.test.domains is not None
-    here, tested = (column.numpy(force=True) == number for column in (train.domains, data.test.domains))
-    left = replace(data, train=train.select(np.flatnonzero(~here)), test=data.test.select(np.flatnonzero(tested)))
+    here, tested = (
+        column.numpy(force=True) == number for column in (train.domains, data.test.domains)
+    )
+    left = replace(
+        data,
+        train=train.select(np.flatnonzero(~here)),
+        test=data.test.select(np.flatnonzero(tested)),
+    )
     is_own = np.allclose([*train.mean, *train.std], np.concatenate(train.measured()))
     return left.standardized() if is_own else left, train.select(np.flatnonzero(here))
 

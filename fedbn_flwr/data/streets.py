@@ -1,8 +1,10 @@
-"""Drawn streets with label maps, by city: small data for segmentation with a shift between clients, without a download.
+"""Drawn streets with label maps, by city: small data for segmentation with a shift between clients,
+without a download.
 
-No paper uses these data. They stand in for Cityscapes: cities differ in light, in colours and in what stands along the
-road, and the hood of the car that takes the picture has no class. Images go the way of files: they are encoded in
-memory, decoded batch by batch, and cut together with their label maps.
+No paper uses these data. They stand in for Cityscapes: cities differ in light, in colours and in
+what stands along the road, and the hood of the car that takes the picture has no class. Images go
+the way of files: they are encoded in memory, decoded batch by batch, and cut together with their
+label maps.
 """
 
 from collections.abc import Sequence
@@ -24,7 +26,9 @@ SIDE = 32
 CLASSES = ("road", "sidewalk", "building", "sky", "car")
 ROAD, SIDEWALK, BUILDING, SKY, CAR = range(len(CLASSES))
 #: colour of each class in plain light; the last is that of the hood
-COLOURS = np.array([[90, 80, 90], [170, 130, 160], [120, 100, 80], [110, 150, 190], [60, 40, 130], [40, 40, 40]])
+COLOURS = np.array(
+    [[90, 80, 90], [170, 130, 160], [120, 100, 80], [110, 150, 190], [60, 40, 130], [40, 40, 40]]
+)
 HOOD = len(CLASSES)
 #: the value of the hood in a label map
 UNLABELLED = 255
@@ -40,17 +44,22 @@ Drawing = NDArray[np.uint8]
 def streets(side: int, cities: int, images: int, test: int, seed: int) -> Data:
     """Draw `images` training and `test` test images of each city.
 
-    Training images are windows of `side` x `side` pixels, cut as those of Cityscapes; test images have twice the width.
+    Training images are windows of `side` x `side` pixels, cut as those of Cityscapes; test images
+    have twice the width.
     """
     if side < 16 or min(cities, images, test) < 1:
-        raise ValueError("streets: the image size must be at least 16; cities, images and test at least 1")
+        raise ValueError(
+            "streets: the image size must be at least 16; cities, images and test at least 1"
+        )
     train = _split(_draw(side, cities, images, seed, "train"), (side, side))
     tested = _split(_draw(side, cities, test, seed, "test"), (side, 2 * side))
     names = tuple(f"city-{number}" for number in range(cities))
     return Data("streets", train, tested, len(CLASSES), names, CLASSES, "segmentation")
 
 
-def _draw(side: int, cities: int, count: int, seed: int, role: str) -> list[list[tuple[bytes, bytes]]]:
+def _draw(
+    side: int, cities: int, count: int, seed: int, role: str
+) -> list[list[tuple[bytes, bytes]]]:
     drawn = []
     for city in range(cities):
         # all classes are under the light of the city, whose brightness goes from city to city
@@ -83,15 +92,21 @@ def _split(drawn: Sequence[Sequence[tuple[bytes, bytes]]], size: Size) -> FileSp
 
 
 def _drawing(side: int, density: float, generator: np.random.Generator) -> Drawing:
-    """Draw a street: sky above, houses, sidewalks, a road to the horizon, cars upon it, the hood below.
+    """Draw a street: sky above, houses, sidewalks, a road to the horizon, cars upon it, the hood
+    below.
 
     A city of higher density has more houses and more cars.
     """
     width, horizon = 2 * side, int(side * generator.uniform(0.3, 0.45))
     drawing = np.full((side, width), SKY, dtype=np.uint8)
     for _ in range(2 + int(6 * density)):
-        left, top = int(generator.uniform(-4, width - 4)), int(horizon * generator.uniform(0.1, 0.8))
-        drawing[top:horizon, max(left, 0) : left + int(width * generator.uniform(0.08, 0.25))] = BUILDING
+        left, top = (
+            int(generator.uniform(-4, width - 4)),
+            int(horizon * generator.uniform(0.1, 0.8)),
+        )
+        drawing[top:horizon, max(left, 0) : left + int(width * generator.uniform(0.08, 0.25))] = (
+            BUILDING
+        )
     drawing[horizon:] = SIDEWALK
     middle = width * generator.uniform(0.4, 0.6)
     for row in range(horizon, side):

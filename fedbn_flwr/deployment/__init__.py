@@ -1,4 +1,5 @@
-"""A federation of real machines: keys and configuration for its server and its sites, checks, status and results.
+"""A federation of real machines: keys and configuration for its server and its sites, checks,
+status and results.
 
 Nothing here imports PyTorch before a command needs it.
 """
@@ -7,7 +8,10 @@ from pathlib import Path
 
 
 class DeploymentError(ValueError):
-    """Bad input or a state that a command cannot work with; one line that names it and what is allowed."""
+    """Bad input or a state that a command cannot work with.
+
+    One line that names it and what is allowed.
+    """
 
 
 def read_text(path: Path, advice: str) -> str:

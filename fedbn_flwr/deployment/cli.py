@@ -1,4 +1,6 @@
-"""The console command `fedbn-flwr`: the deployment's commands here, all others in `fedbn_flwr.experiments`."""
+"""The console command `fedbn-flwr`: the deployment's commands here, all others in
+`fedbn_flwr.experiments`.
+"""
 
 import argparse
 import os
@@ -52,7 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # whoever read the output has seen enough: neither a traceback here, nor one when Python flushes at its end
+        # whoever read the output has seen enough: neither a traceback here, nor one when Python
+        # flushes at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
 
@@ -67,8 +70,15 @@ def parser() -> argparse.ArgumentParser:
     top = _Parser(prog="fedbn-flwr")
     commands = top.add_subparsers(required=True, parser_class=_Parser)
     make = _command(commands, "provision", COMMANDS["provision"], _provision)
-    make.add_argument("file", type=Path, metavar="FILE", help="description of the federation (federation.example.yaml)")
-    make.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to make, or to complete")
+    make.add_argument(
+        "file",
+        type=Path,
+        metavar="FILE",
+        help="description of the federation (federation.example.yaml)",
+    )
+    make.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="folder to make, or to complete"
+    )
     _add_site(commands.add_parser("site", help=COMMANDS["site"], description=COMMANDS["site"]))
     check = _command(commands, "preflight", COMMANDS["preflight"], _preflight)
     check.add_argument("kit", type=Path, metavar="KIT", help="the site's kit")
@@ -77,26 +87,41 @@ def parser() -> argparse.ArgumentParser:
     get = _command(commands, "fetch", COMMANDS["fetch"], _fetch)
     get.add_argument("run", metavar="RUN", help="number of the run")
     _add_operator(get)
-    get.add_argument("--out", type=Path, default=Path("results"), metavar="DIR", help="where to [results]")
+    get.add_argument(
+        "--out", type=Path, default=Path("results"), metavar="DIR", help="where to [results]"
+    )
     return top
 
 
 def _add_site(site: argparse.ArgumentParser) -> None:
     actions = site.add_subparsers(required=True, parser_class=_Parser)
-    make = _command(actions, "init", "make the site's key, of which only the public half leaves it", _site_init)
+    make = _command(
+        actions, "init", "make the site's key, of which only the public half leaves it", _site_init
+    )
     make.add_argument("kit", type=Path, metavar="KIT", help="the site's kit")
-    show = _command(actions, "log", "show for each round what has left the site, and which app has run", _site_log)
+    show = _command(
+        actions,
+        "log",
+        "show for each round what has left the site, and which app has run",
+        _site_log,
+    )
     show.add_argument("kit", type=Path, metavar="KIT", help="the site's kit")
     register = _command(actions, "register", "let the owner of a key take part", _site_register)
-    register.add_argument("keys", type=Path, nargs="+", metavar="SITE.pub", help="public halves, by the sites' names")
+    register.add_argument(
+        "keys", type=Path, nargs="+", metavar="SITE.pub", help="public halves, by the sites' names"
+    )
     _add_operator(register)
     revoke = _command(actions, "revoke", "shut a site out", _site_revoke)
     revoke.add_argument("name", metavar="SITE", help="name of the site")
     _add_operator(revoke)
 
 
-def _command(commands: Any, name: str, text: str, act: Callable[..., Iterable[object]]) -> argparse.ArgumentParser:
-    made: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+def _command(
+    commands: Any, name: str, text: str, act: Callable[..., Iterable[object]]
+) -> argparse.ArgumentParser:
+    made: argparse.ArgumentParser = commands.add_parser(
+        name, help=text, description=text, allow_abbrev=False
+    )
     made.set_defaults(act=act)
     return made
 
@@ -104,7 +129,11 @@ def _command(commands: Any, name: str, text: str, act: Callable[..., Iterable[ob
 def _add_operator(command: argparse.ArgumentParser) -> None:
     default = Path("federation/operator")
     command.add_argument(
-        "--operator", type=Path, default=default, metavar="DIR", help="the operator's folder [%(default)s]"
+        "--operator",
+        type=Path,
+        default=default,
+        metavar="DIR",
+        help="the operator's folder [%(default)s]",
     )
 
 
@@ -113,7 +142,10 @@ def _provision(file: Path, out: Path) -> Iterator[str]:
     from fedbn_flwr.deployment.provision import provision
 
     yield from provision(Federation.read(file), out)
-    yield f"{out / 'ca'} belongs on no machine that is online, {out / 'server'} on the server, each kit to its site"
+    yield (
+        f"{out / 'ca'} belongs on no machine that is online, {out / 'server'} on the server, "
+        "each kit to its site"
+    )
 
 
 def _site_init(kit: Path) -> Iterator[str]:
@@ -127,7 +159,9 @@ def _site_log(kit: Path) -> Sequence[str]:
 
     path = kit / "log" / "sent.jsonl"
     if not path.exists():
-        raise DeploymentError(f"there is no {path}: nothing has left {kit} yet, or its SuperNode logs elsewhere")
+        raise DeploymentError(
+            f"there is no {path}: nothing has left {kit} yet, or its SuperNode logs elsewhere"
+        )
     return rows_of(read_log(path))
 
 

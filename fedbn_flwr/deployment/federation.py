@@ -13,7 +13,9 @@ from fedbn_flwr.plugins.options import option_key
 from fedbn_flwr.plugins.yaml_text import load_yaml
 
 #: names of machines, and of sites: they become file names, host names and names of Compose projects
-_HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?)*")
+_HOST = re.compile(
+    r"[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?)*"
+)
 _SITE = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 
 
@@ -55,7 +57,11 @@ class Federation:
             raise DeploymentError(f"site {twice[0]!r} is listed twice")
         if not self.sites:
             raise DeploymentError("sites must list at least one site")
-        ports = {"port": self.port, "operator-port": self.operator_port, "exchange-port": self.exchange_port}
+        ports = {
+            "port": self.port,
+            "operator-port": self.operator_port,
+            "exchange-port": self.exchange_port,
+        }
         for key, number in ports.items():
             if not 1024 <= number <= 65535:
                 raise DeploymentError(f"{key} must be between 1024 and 65535, got {number}")
@@ -98,9 +104,16 @@ class Federation:
         known = {option_key(item.name): item for item in fields(cls)}
         if unknown := [key for key in content if key not in known]:
             raise DeploymentError(f"unknown key {unknown[0]!r}; known: {', '.join(known)}")
-        if missing := [key for key, item in known.items() if item.default is MISSING and key not in content]:
+        if missing := [
+            key for key, item in known.items() if item.default is MISSING and key not in content
+        ]:
             raise DeploymentError(f"key {missing[0]!r} is missing")
-        return cls(**{known[key].name: _typed(key, value, known[key].type) for key, value in content.items()})
+        return cls(
+            **{
+                known[key].name: _typed(key, value, known[key].type)
+                for key, value in content.items()
+            }
+        )
 
 
 def _typed(key: str, value: Any, kind: Any) -> Any:
@@ -108,7 +121,11 @@ def _typed(key: str, value: Any, kind: Any) -> Any:
         return value
     if kind is str and isinstance(value, str):
         return value
-    if kind == tuple[str, ...] and isinstance(value, list) and all(isinstance(item, str) for item in value):
+    if (
+        kind == tuple[str, ...]
+        and isinstance(value, list)
+        and all(isinstance(item, str) for item in value)
+    ):
         return tuple(value)
     wanted = {int: "a whole number", str: "text"}.get(kind, "a list of texts")
     raise DeploymentError(f"{key} must be {wanted}, got {value!r}")

@@ -1,4 +1,5 @@
-"""All that touches the insides of Flower, whose next version may have others: each function says what it replaces.
+"""All that touches the insides of Flower, whose next version may have others: each function says
+what it replaces.
 
 Tried with Flower 1.42, which `tests/deployment/test_flower_internals.py` names for each of them.
 """
@@ -18,7 +19,10 @@ from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 from flwr.app import ConfigRecord, Error, Message
 from flwr.common.constant import HEARTBEAT_DEFAULT_INTERVAL, HEARTBEAT_PATIENCE, ErrorCode
 from flwr.proto.fleet_pb2 import ActivateNodeRequest
-from flwr.supercore.inflatable.inflatable_object import get_object_type_from_object_content, iterate_object_tree
+from flwr.supercore.inflatable.inflatable_object import (
+    get_object_type_from_object_content,
+    iterate_object_tree,
+)
 from flwr.supercore.inflatable.inflatable_utils import ObjectPushError, inflate_object_from_contents
 
 from fedbn_flwr.deployment import DeploymentError
@@ -31,7 +35,8 @@ PATIENCE = 60_000
 PAUSE = 3.0
 #: seconds for which a node counts as connected after its last heartbeat
 CONNECTED = HEARTBEAT_DEFAULT_INTERVAL * HEARTBEAT_PATIENCE
-#: seconds for which a node is offline, so that a run finds it so: it looks for replies every three seconds
+#: seconds for which a node is offline, so that a run finds it so: it looks for replies every three
+#: seconds
 OFFLINE = 10.0
 #: seconds of attempts
 REFUSED = CONNECTED + 2 * OFFLINE
@@ -47,7 +52,9 @@ _ROUND = "server-round"
 
 
 def wait_longer() -> None:
-    """Let every connection to the SuperLink's database that is opened from now on wait for `PATIENCE`."""
+    """Let every connection to the SuperLink's database that is opened from now on wait for
+    `PATIENCE`.
+    """
     flower = importlib.import_module("flwr.supercore.sql_mixin")
     others = [pragma for pragma in flower.SQLITE_PRAGMAS if pragma[0] != "busy_timeout"]
     flower.SQLITE_PRAGMAS = (("busy_timeout", str(PATIENCE)), *others)  # type: ignore[attr-defined]
@@ -62,11 +69,12 @@ def start_processes(start: Callable[..., None]) -> None:
 def come_back_noticed(client: Any) -> None:
     """Wrap `ActivateNode` of `client`, Flower's class for the server's Fleet API.
 
-    The server tells a run that a node has lost its messages only if the node is offline at the moment when the run
-    looks for replies. One that was killed counts as connected for a minute. The one that is started in its place is
-    refused so long, and then accepted at once: the run may never find the node offline, and waits for the lost replies
-    until its `timeout`. So a SuperNode that was refused, although its key is registered, tries again only when the one
-    before it has been offline for some seconds.
+    The server tells a run that a node has lost its messages only if the node is offline at the
+    moment when the run looks for replies. One that was killed counts as connected for a minute. The
+    one that is started in its place is refused so long, and then accepted at once: the run may
+    never find the node offline, and waits for the lost replies until its `timeout`. So a SuperNode
+    that was refused, although its key is registered, tries again only when the one before it has
+    been offline for some seconds.
     """
     activate = client.ActivateNode
 
@@ -83,14 +91,20 @@ def come_back_noticed(client: Any) -> None:
                 if refused != _REFUSALS[known]:
                     refused = _REFUSALS[known]
                     again = f"trying again for {REFUSED:.0f} seconds"
-                    print(f"Failed to activate SuperNode: {refused}; {again}", file=sys.stderr, flush=True)
+                    print(
+                        f"Failed to activate SuperNode: {refused}; {again}",
+                        file=sys.stderr,
+                        flush=True,
+                    )
                 time.sleep(CONNECTED + OFFLINE if known else PAUSE)
                 continue
             note_accepted(True)
             return accepted
 
     def is_known(self: Any, request: Any) -> bool:
-        """Return whether the server knows the key: only then does it look at the interval, which must not be 0."""
+        """Return whether the server knows the key: only then does it look at the interval, which
+        must not be 0.
+        """
         try:
             activate(self, ActivateNodeRequest(public_key=request.public_key, heartbeat_interval=0))
         except Exception as error:
@@ -101,7 +115,9 @@ def come_back_noticed(client: Any) -> None:
 
 
 def is_registered(address: str, key: EllipticCurvePrivateKey, certificate: bytes) -> bool:
-    """Return whether the server knows a key: to a known one it refuses an interval of 0 between heartbeats."""
+    """Return whether the server knows a key: to a known one it refuses an interval of 0 between
+    heartbeats.
+    """
     import httpx
     from flwr.supercore.error import ApiErrorCode, FlowerError
     from flwr.supercore.interceptors.http.runtime_version import RuntimeVersionHttpInterceptor
@@ -114,15 +130,21 @@ def is_registered(address: str, key: EllipticCurvePrivateKey, certificate: bytes
         RuntimeVersionHttpInterceptor(component_name="SuperNode"),
         NodeAuthHttpInterceptor(key, public),
     ]
-    with FleetHttpClient.from_server_address(address, False, certificate, interceptors=signed) as client:
+    with FleetHttpClient.from_server_address(
+        address, False, certificate, interceptors=signed
+    ) as client:
         try:
-            client.ActivateNode(ActivateNodeRequest(public_key=public_key_to_bytes(public), heartbeat_interval=0))
+            client.ActivateNode(
+                ActivateNodeRequest(public_key=public_key_to_bytes(public), heartbeat_interval=0)
+            )
         except httpx.HTTPStatusError as error:
             answer = FlowerError.from_json(error.response.text)
             if answer and answer.code == ApiErrorCode.FLEET_INVALID_HEARTBEAT_INTERVAL:
                 return True
             if answer is None or answer.code != ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED:
-                raise DeploymentError(f"the server says {error.response.status_code} to this site's key") from error
+                raise DeploymentError(
+                    f"the server says {error.response.status_code} to this site's key"
+                ) from error
         except httpx.HTTPError as error:
             raise DeploymentError(str(error)) from error
     return False
@@ -137,11 +159,20 @@ class AppRefusedError(RuntimeError):
 
 
 def guard_internals(module: ModuleType, log: SentLog, allowed: Collection[str]) -> None:
-    """Wrap the functions of Flower's module `flwr.supernode.start_client_internal`; `allowed` empty is any app."""
+    """Wrap the functions of Flower's module `flwr.supernode.start_client_internal`.
+
+    `allowed` empty is any app.
+    """
     if lacking := [name for name in (_PULL, _PUSH, _INSERT) if not hasattr(module, name)]:
-        raise DeploymentError(f"this version of Flower's SuperNode has no {lacking[0]}: nothing could be recorded")
+        raise DeploymentError(
+            f"this version of Flower's SuperNode has no {lacking[0]}: nothing could be recorded"
+        )
     apps: dict[int, str] = {}
-    setattr(module, _PULL, _pulling(getattr(module, _PULL), getattr(module, _INSERT), log, allowed, apps))
+    setattr(
+        module,
+        _PULL,
+        _pulling(getattr(module, _PULL), getattr(module, _INSERT), log, allowed, apps),
+    )
     setattr(module, _PUSH, _pushing(getattr(module, _PUSH), log))
 
 
@@ -152,7 +183,8 @@ def _pulling(
     allowed: Collection[str],
     apps: dict[int, str],
 ) -> Callable[..., int | None]:
-    #: the rounds that configurations name, by their ids; one that is here already does not come again
+    #: the rounds that configurations name, by their ids; one that is here already does not come
+    #: again
     rounds: dict[str, int] = {}
 
     def guarded(**given: Any) -> int | None:
@@ -177,7 +209,9 @@ def _pulling(
             return fab
 
         try:
-            return pull(**{**given, "receive": receive, "get_fab": get_fab, "pull_object": pull_object})
+            return pull(
+                **{**given, "receive": receive, "get_fab": get_fab, "pull_object": pull_object}
+            )
         except AppRefusedError as error:
             message = received[0][0]
             reply = Message(Error(ErrorCode.INVALID_FAB, str(error)), reply_to=message)
@@ -186,8 +220,17 @@ def _pulling(
         finally:
             for message, tree in received:
                 metadata, run = message.metadata, str(message.metadata.run_id)
-                numbers = [rounds[part.object_id] for part in iterate_object_tree(tree) if part.object_id in rounds]
-                asked = Asked(metadata.message_type, max(numbers, default=0), apps.get(metadata.run_id, ""), run)
+                numbers = [
+                    rounds[part.object_id]
+                    for part in iterate_object_tree(tree)
+                    if part.object_id in rounds
+                ]
+                asked = Asked(
+                    metadata.message_type,
+                    max(numbers, default=0),
+                    apps.get(metadata.run_id, ""),
+                    run,
+                )
                 log.asked[metadata.message_id] = asked
 
     return guarded
@@ -203,7 +246,9 @@ def _pushing(push: Callable[..., None], log: SentLog) -> Callable[..., None]:
             size, sent = sum(map(len, contents.values())), message
             if not message.has_error():
                 # takes the objects out of `contents`
-                sent = cast(Message, inflate_object_from_contents(message.metadata.message_id, contents))
+                sent = cast(
+                    Message, inflate_object_from_contents(message.metadata.message_id, contents)
+                )
             log.record(message, sent, size)
             return upload.send(message, *others)
 
@@ -213,14 +258,19 @@ def _pushing(push: Callable[..., None], log: SentLog) -> Callable[..., None]:
 
 
 class _Upload:
-    """Sends a message and pushes its objects, and sends the message again if the server no longer expects an object.
+    """Sends a message and pushes its objects, and sends the message again if the server no longer
+    expects an object.
 
-    A SuperLink that is killed while an object arrives expects it no more when it is back: the object counts as pushed,
-    and is not there. Flower gives the message up then, and the site misses the round. When the message is sent again,
-    the server names the objects that it lacks.
+    A SuperLink that is killed while an object arrives expects it no more when it is back: the
+    object counts as pushed, and is not there. Flower gives the message up then, and the site misses
+    the round. When the message is sent again, the server names the objects that it lacks.
     """
 
-    def __init__(self, send: Callable[..., tuple[set[str], str]], push: Callable[[int, str, str, bytes], None]) -> None:
+    def __init__(
+        self,
+        send: Callable[..., tuple[set[str], str]],
+        push: Callable[[int, str, str, bytes], None],
+    ) -> None:
         self._send, self._push = send, push
         self._lock = Lock()
         self._sent: tuple[Any, ...] = ()
@@ -228,7 +278,9 @@ class _Upload:
         self._session = ""
 
     def send(self, *message: Any) -> tuple[set[str], str]:
-        """Send a message; returns the objects that the server lacks, and under which session it expects them."""
+        """Send a message; returns the objects that the server lacks, and under which session it
+        expects them.
+        """
         self._sent = message
         self._lacking, self._session = self._send(*message)
         return self._lacking, self._session
@@ -258,7 +310,10 @@ def wait_for_contents(store: Any, message: Message) -> dict[str, bytes]:
 
 
 def round_of(object_id: str, content: bytes) -> int:
-    """Return the round that an object of a received message names, if it is the configuration; else 0."""
+    """Return the round that an object of a received message names, if it is the configuration.
+
+    Else 0.
+    """
     if get_object_type_from_object_content(content) != ConfigRecord.__name__:
         return 0
     config = inflate_object_from_contents(object_id, {object_id: content})

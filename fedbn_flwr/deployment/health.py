@@ -1,8 +1,9 @@
 """The health check of a container: does its server answer, or is its client connected?
 
-Reads `FEDBN_HEALTH`: `answers URL CA_FILE`, or `connected PORT` for an established TCP connection to that remote port.
-A SuperNode that lives but cannot reach its server has none, a SuperExec without its SuperNode neither. `accepted PORT
-FILE` also wants the file that a SuperNode makes when its server has accepted it.
+Reads `FEDBN_HEALTH`: `answers URL CA_FILE`, or `connected PORT` for an established TCP connection
+to that remote port. A SuperNode that lives but cannot reach its server has none, a SuperExec
+without its SuperNode neither. `accepted PORT FILE` also wants the file that a SuperNode makes when
+its server has accepted it.
 """
 
 import os
@@ -37,7 +38,10 @@ def check(wanted: str) -> str:
             return f"{url} answers {_status(url, ca)}"
         case ["accepted", port, file]:
             if not Path(file).exists():
-                raise ValueError("the server has not accepted this node: its key is not registered, or not yet again")
+                raise ValueError(
+                    "the server has not accepted this node: its key is not registered, or not yet "
+                    "again"
+                )
             return check(f"connected {port}")
         case ["connected", port] if port.isdecimal():
             tables = [Path(f"/proc/net/{name}") for name in ("tcp", "tcp6")]
@@ -48,7 +52,8 @@ def check(wanted: str) -> str:
             return "nothing to check"
         case _:
             raise ValueError(
-                f"{_VARIABLE} must be `answers URL CA_FILE`, `connected PORT` or `accepted PORT FILE`, got {wanted!r}"
+                f"{_VARIABLE} must be `answers URL CA_FILE`, `connected PORT` or `accepted PORT "
+                f"FILE`, got {wanted!r}"
             )
 
 
@@ -63,7 +68,9 @@ def note_accepted(accepted: bool) -> None:
 
 def _status(url: str, ca: str) -> int:
     try:
-        with urlopen(url, timeout=PATIENCE, context=ssl.create_default_context(cafile=ca)) as answer:
+        with urlopen(
+            url, timeout=PATIENCE, context=ssl.create_default_context(cafile=ca)
+        ) as answer:
             return int(answer.status)
     except HTTPError as error:
         # a door that wants a key is there
@@ -73,9 +80,13 @@ def _status(url: str, ca: str) -> int:
 
 
 def connected(table: str, port: int) -> bool:
-    """Whether a table of the kernel's TCP sockets has an established connection to a remote port."""
+    """Whether a table of the kernel's TCP sockets has an established connection to a remote
+    port.
+    """
     rows = [line.split() for line in table.splitlines()[1:]]
-    return any(int(row[2].rpartition(":")[2], 16) == port and row[3] == _ESTABLISHED for row in rows)
+    return any(
+        int(row[2].rpartition(":")[2], 16) == port and row[3] == _ESTABLISHED for row in rows
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Keys and certificates: a CA for the server's certificate, a node key for each site, shared secrets."""
+"""Keys and certificates: a CA for the server's certificate, a node key for each site, shared
+secrets.
+"""
 
 import os
 from collections.abc import Sequence
@@ -38,13 +40,17 @@ def write_new(path: Path, content: bytes | str, mode: int) -> None:
 
 
 def user_of(folder: Path) -> str:
-    """Return USER:GROUP for containers that use a folder: its owner, or an unprivileged user if that is root."""
+    """Return USER:GROUP for containers that use a folder: its owner, or an unprivileged user if
+    that is root.
+    """
     status = folder.stat()
     return f"{status.st_uid or _UNPRIVILEGED}:{status.st_gid or _UNPRIVILEGED}"
 
 
 def hand_over(folder: Path, user: str = "") -> None:
-    """Give a file, or a folder with all in it, to the user USER:GROUP of the containers; only root can and needs to."""
+    """Give a file, or a folder with all in it, to the user USER:GROUP of the containers; only root
+    can and needs to.
+    """
     if os.geteuid() == 0:
         number, group = map(int, (user or f"{_UNPRIVILEGED}:{_UNPRIVILEGED}").split(":"))
         for path in (folder, *folder.rglob("*")):
@@ -62,22 +68,32 @@ def make_ca(name: str, certificate: Path, key: Path) -> None:
     write_new(certificate, builder.sign(private, hashes.SHA384()).public_bytes(_PEM), PUBLIC)
 
 
-def make_server_certificate(ca: Path, ca_key: Path, hosts: Sequence[str], days: int, folder: Path) -> None:
+def make_server_certificate(
+    ca: Path, ca_key: Path, hosts: Sequence[str], days: int, folder: Path
+) -> None:
     """Make `server.crt` and `server.key` for the given names and addresses."""
     issuer = x509.load_pem_x509_certificate(ca.read_bytes())
     signer = serialization.load_pem_private_key(ca_key.read_bytes(), password=None)
     assert isinstance(signer, ec.EllipticCurvePrivateKey)
     private = ec.generate_private_key(ec.SECP384R1())
-    builder = _builder(_subject(hosts[0]), issuer.subject, private.public_key(), timedelta(days=days))
+    builder = _builder(
+        _subject(hosts[0]), issuer.subject, private.public_key(), timedelta(days=days)
+    )
     names = x509.SubjectAlternativeName([_alternative(host) for host in dict.fromkeys(hosts)])
     builder = builder.add_extension(names, critical=False)
-    builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+    builder = builder.add_extension(
+        x509.BasicConstraints(ca=False, path_length=None), critical=True
+    )
     builder = builder.add_extension(_key_usage("digital_signature"), critical=True)
-    builder = builder.add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+    builder = builder.add_extension(
+        x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False
+    )
     authority = x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key())
     builder = builder.add_extension(authority, critical=False)
     write_new(folder / "server.key", _pem(private), PRIVATE)
-    write_new(folder / "server.crt", builder.sign(signer, hashes.SHA384()).public_bytes(_PEM), PUBLIC)
+    write_new(
+        folder / "server.crt", builder.sign(signer, hashes.SHA384()).public_bytes(_PEM), PUBLIC
+    )
 
 
 def certificate_hosts(path: Path) -> set[str]:
@@ -111,7 +127,9 @@ def check_public_key(path: Path) -> None:
     except OSError as error:
         raise DeploymentError(f"{path} cannot be read: {error.strerror}") from error
     if b"PRIVATE KEY" in content:
-        raise DeploymentError(f"{path} is a private key, which must not leave its site: give its public half (.pub)")
+        raise DeploymentError(
+            f"{path} is a private key, which must not leave its site: give its public half (.pub)"
+        )
     with suppress(ValueError, UnsupportedAlgorithm):
         if isinstance(serialization.load_ssh_public_key(content), ec.EllipticCurvePublicKey):
             return

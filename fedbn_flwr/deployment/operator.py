@@ -1,6 +1,7 @@
 """The operator's commands: register and revoke sites, look at a federation, fetch results.
 
-The folder `operator/` is the home of Flower's own command, too: `FLWR_HOME=federation/operator flwr run . --stream`.
+The folder `operator/` is the home of Flower's own command, too: `FLWR_HOME=federation/operator flwr
+run . --stream`.
 """
 
 import base64
@@ -37,7 +38,9 @@ class Operator:
         path = self.home / "config.toml"
         text = read_text(path, f": is {home} an operator's folder?")
         # Flower wants an absolute path, and the folder may have moved since
-        here = re.sub(r'(?m)^root-certificates = ".*"$', f'root-certificates = "{self.home / "ca.crt"}"', text)
+        here = re.sub(
+            r'(?m)^root-certificates = ".*"$', f'root-certificates = "{self.home / "ca.crt"}"', text
+        )
         if here != text:
             path.write_text(here)
         links = tomllib.loads(here)["superlink"]
@@ -56,8 +59,14 @@ class Operator:
         sites, name = self.sites(), key.stem
         check_name("site", name)
         if name in sites:
-            raise DeploymentError(f"site {name!r} is registered already: `fedbn-flwr site revoke` it first")
-        node = str(self.flower("supernode", "register", str(key.resolve()), self.name, "--name", name)["node-id"])
+            raise DeploymentError(
+                f"site {name!r} is registered already: `fedbn-flwr site revoke` it first"
+            )
+        node = str(
+            self.flower("supernode", "register", str(key.resolve()), self.name, "--name", name)[
+                "node-id"
+            ]
+        )
         self._note({**sites, name: node})
         return node
 
@@ -65,14 +74,19 @@ class Operator:
         """Shut a site out: its key is not accepted any more. Returns the node's number."""
         sites = self.sites()
         if name not in sites:
-            raise DeploymentError(f"no site {name!r} is registered; there are: {', '.join(sites) or 'none'}")
+            raise DeploymentError(
+                f"no site {name!r} is registered; there are: {', '.join(sites) or 'none'}"
+            )
         self.flower("supernode", "unregister", sites[name], self.name)
         node = sites.pop(name)
         self._note({**sites, f"{name} (revoked, {node[-4:]})": node})
         return node
 
     def sites(self) -> dict[str, str]:
-        """Return the sites' names with their nodes' numbers; revoked ones have names that no site can have."""
+        """Return the sites' names with their nodes' numbers.
+
+        Revoked ones have names that no site can have.
+        """
         path = self.home / "sites.json"
         return dict(json.loads(path.read_text())) if path.exists() else {}
 
@@ -85,31 +99,51 @@ class Operator:
         return list(self.flower("list", self.name)["runs"])
 
     def flower(self, *words: str) -> dict[str, Any]:
-        """Run Flower's command, whose script need not lie beside the interpreter, and return its JSON."""
-        environment = {**os.environ, **_NO_PROXY, "FLWR_HOME": str(self.home), "FLWR_TELEMETRY_ENABLED": "0"}
+        """Run Flower's command, whose script need not lie beside the interpreter, and return its
+        JSON.
+        """
+        environment = {
+            **os.environ,
+            **_NO_PROXY,
+            "FLWR_HOME": str(self.home),
+            "FLWR_TELEMETRY_ENABLED": "0",
+        }
         environment["FLWR_DISABLE_UPDATE_CHECK"] = "1"
         command = [sys.executable, "-P", "-m", "flwr.cli.app", *words, "--format", "json"]
         try:
             done = subprocess.run(
-                command, env=environment, capture_output=True, text=True, check=False, timeout=COMMAND_PATIENCE
+                command,
+                env=environment,
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=COMMAND_PATIENCE,
             )
             answer = json.loads(done.stdout)
         except (subprocess.TimeoutExpired, ValueError) as error:
-            raise DeploymentError(f"`flwr {words[0]}` at {self.address} gave no answer: {error}") from error
+            raise DeploymentError(
+                f"`flwr {words[0]}` at {self.address} gave no answer: {error}"
+            ) from error
         if not answer.get("success"):
             reason = " ".join(str(answer.get("error-message", done.stderr)).split())
             raise DeploymentError(f"`flwr {' '.join(words[:2])}` at {self.address}: {reason}")
         return dict(answer)
 
     def result(self, path: str) -> bytes | None:
-        """Return a file of the results, or None if it is not there; of a folder, its list as JSON."""
+        """Return a file of the results, or None if it is not there; of a folder, its list as
+        JSON.
+        """
         try:
-            with self._opener.open(f"https://{self.address}/results/{path}", timeout=PATIENCE) as answer:
+            with self._opener.open(
+                f"https://{self.address}/results/{path}", timeout=PATIENCE
+            ) as answer:
                 return bytes(answer.read())
         except HTTPError as error:
             if error.code == HTTPStatus.NOT_FOUND:
                 return None
-            raise DeploymentError(f"https://{self.address}/results/{path}: {error.reason}") from error
+            raise DeploymentError(
+                f"https://{self.address}/results/{path}: {error.reason}"
+            ) from error
         except OSError as error:
             raise DeploymentError(f"https://{self.address} cannot be reached: {error}") from error
 
@@ -117,25 +151,46 @@ class Operator:
         """Copy the results of a run into a folder of its name; returns the files."""
         listed = self.result(f"{run}/") if run.isdecimal() else None
         if listed is None:
-            raise DeploymentError(f"there are no results of run {run!r}; there are: {', '.join(self._results())}")
+            raise DeploymentError(
+                f"there are no results of run {run!r}; there are: {', '.join(self._results())}"
+            )
         files = [entry["name"] for entry in json.loads(listed) if entry["type"] == "file"]
         (out / run).mkdir(parents=True, exist_ok=True)
-        return [self._copy(run, Path(name).name, out / run) for name in files if not name.endswith(".partial")]
+        return [
+            self._copy(run, Path(name).name, out / run)
+            for name in files
+            if not name.endswith(".partial")
+        ]
 
     def progress(self, run: str) -> dict[str, Any]:
-        """Return a run's method, its rounds so far and in all, and its last row; nothing if it has no results."""
+        """Return a run's method, its rounds so far and in all, and its last row.
+
+        Nothing if it has no results.
+        """
         config, rounds = self.result(f"{run}/config.json"), self.result(f"{run}/rounds.jsonl")
         if config is None or rounds is None:
             return {}
         options: Mapping[str, Any] = json.loads(config)["options"]
         rows = [json.loads(line) for line in rounds.splitlines() if line.endswith(b"}")]
-        return {"method": options["method"], "rounds": options["rounds"], "done": len(rows), "last": (rows or [{}])[-1]}
+        return {
+            "method": options["method"],
+            "rounds": options["rounds"],
+            "done": len(rows),
+            "last": (rows or [{}])[-1],
+        }
 
     def _write_credentials(self) -> None:
-        """Let Flower's own command send the operator's key to the address that its configuration names."""
-        values = {"authn-type": "oidc", "oidc-access-token": self._key, "oidc-refresh-token": "none"}
+        """Let Flower's own command send the operator's key to the address that its configuration
+        names.
+        """
+        values = {
+            "authn-type": "oidc",
+            "oidc-access-token": self._key,
+            "oidc-refresh-token": "none",
+        }
         lines = [
-            f"flower.account-auth.{self.address}.{name}: {base64.b64encode(value.encode()).decode()}\n"
+            f"flower.account-auth.{self.address}.{name}: "
+            f"{base64.b64encode(value.encode()).decode()}\n"
             for name, value in values.items()
         ]
         path = self.home / "credentials.yaml"
@@ -145,7 +200,9 @@ class Operator:
 
     def _results(self) -> list[str]:
         listed = self.result("") or b"[]"
-        return sorted(entry["name"] for entry in json.loads(listed) if entry["type"] == "directory") or ["none"]
+        return sorted(
+            entry["name"] for entry in json.loads(listed) if entry["type"] == "directory"
+        ) or ["none"]
 
     def _copy(self, run: str, name: str, folder: Path) -> Path:
         content = self.result(f"{run}/{name}")
@@ -171,7 +228,9 @@ def describe(operator: Operator) -> Iterator[str]:
     yield f"{'run':<20} {'state':<24} {'method':<16} {'rounds':<9} last round"
     for run in operator.runs()[:RUNS]:
         yield _run(run, operator.progress(str(run["run-id"])))
-        why = str(run.get("status-details", "N/A")).removeprefix("ServerApp failed with exception: ")
+        why = str(run.get("status-details", "N/A")).removeprefix(
+            "ServerApp failed with exception: "
+        )
         times = f"from {run.get('pending-at', 'N/A')} to {run.get('finished-at', 'N/A')}"
         yield f"{'':<20} {times.removesuffix(' to N/A')}{f': {why}' * (why != 'N/A')}"
 
@@ -181,7 +240,9 @@ def _run(run: dict[str, Any], progress: dict[str, Any]) -> str:
     if not progress:
         return state.rstrip()
     last = progress["last"]
-    numbers = {key: last[key] for key in ("nodes", "train-loss", "accuracy") if last.get(key) is not None}
+    numbers = {
+        key: last[key] for key in ("nodes", "train-loss", "accuracy") if last.get(key) is not None
+    }
     shown = ", ".join(f"{key} {value:.4g}" for key, value in numbers.items())
     shown += f", without {', '.join(map(str, last['left-out']))}" if "left-out" in last else ""
     return f"{state} {progress['method']:<16} {progress['done']}/{progress['rounds']:<7} {shown}".rstrip()

@@ -1,6 +1,7 @@
 """Checks at a site, before its SuperNode is started for the first time.
 
-They try what the containers will do: as the service `preflight` of the kit's compose file, with their user and mounts.
+They try what the containers will do: as the service `preflight` of the kit's compose file, with
+their user and mounts.
 """
 
 import os
@@ -26,7 +27,8 @@ from fedbn_flwr.deployment.flower_internals import is_registered
 from fedbn_flwr.deployment.keys import load_node_key, public_text
 from fedbn_flwr.deployment.provision import WRITTEN, read_env
 
-#: seconds that Flower's node authentication lets a node's clock be ahead of the server's, and behind it
+#: seconds that Flower's node authentication lets a node's clock be ahead of the server's, and
+#: behind it
 AHEAD, BEHIND = 5, 305
 #: days that a certificate should last
 DAYS = 14
@@ -64,17 +66,28 @@ def _server(kit: Path, env: Mapping[str, str]) -> Iterator[Check]:
     assert isinstance(connection.sock, ssl.SSLSocket)
     certificate = connection.sock.getpeercert() or {}
     days = (ssl.cert_time_to_seconds(str(certificate["notAfter"])) - time.time()) / 86400
-    text = f"{env['FEDBN_SERVER']} by {connection.sock.version()}, certificate valid for {days:.0f} days"
+    text = (
+        f"{env['FEDBN_SERVER']} by {connection.sock.version()}, certificate valid for "
+        f"{days:.0f} days"
+    )
     yield Check("tls", "ok" if days > DAYS else "warning", text)
     connection.request("GET", "/health")
     answer = connection.getresponse()
     answer.read()
     good = answer.status == 200
-    yield Check("server", "ok" if good else "failed", "the SuperLink answers" if good else f"says {answer.status}")
+    yield Check(
+        "server",
+        "ok" if good else "failed",
+        "the SuperLink answers" if good else f"says {answer.status}",
+    )
     yield _clock(answer.headers["Date"])
     connection.request("POST", "/v1/control/list-runs", body=b"")
     closed = connection.getresponse().status == 403
-    text = "closed to this site (403)" if closed else "open to this site: whoever runs the server should close it"
+    text = (
+        "closed to this site (403)"
+        if closed
+        else "open to this site: whoever runs the server should close it"
+    )
     yield Check("control", "ok" if closed else "warning", text)
 
 
@@ -87,7 +100,10 @@ def _connect(kit: Path, address: str) -> HTTPSConnection:
     except ssl.SSLCertVerificationError as error:
         shown = ssl.get_server_certificate((connection.host, connection.port), timeout=PATIENCE)
         end = x509.load_pem_x509_certificate(shown.encode()).not_valid_after_utc
-        text = f"the server's certificate is refused: {error.verify_message} (valid until {end:%Y-%m-%d})"
+        text = (
+            f"the server's certificate is refused: {error.verify_message} (valid until "
+            f"{end:%Y-%m-%d})"
+        )
         raise DeploymentError(text) from error
     except (socket.gaierror, TimeoutError, ConnectionError) as error:
         raise DeploymentError(f"{address} cannot be reached: {error}") from error
@@ -97,7 +113,11 @@ def _connect(kit: Path, address: str) -> HTTPSConnection:
 def _exchange(kit: Path, env: Mapping[str, str]) -> Iterator[Check]:
     address = env.get("FEDBN_EXCHANGE", "")
     if not address:
-        yield Check("exchange", "warning", "FEDBN_EXCHANGE is empty in .env: FedTAN and its relatives go by messages")
+        yield Check(
+            "exchange",
+            "warning",
+            "FEDBN_EXCHANGE is empty in .env: FedTAN and its relatives go by messages",
+        )
         return
     connection = _connect(kit, address)
     connection.request("GET", "/")
@@ -107,7 +127,9 @@ def _exchange(kit: Path, env: Mapping[str, str]) -> Iterator[Check]:
 
 def _registered(kit: Path, env: Mapping[str, str]) -> Iterator[Check]:
     """Whether the server knows this site's key."""
-    if is_registered(env["FEDBN_SERVER"], load_node_key(kit / "node.key"), (kit / "ca.crt").read_bytes()):
+    if is_registered(
+        env["FEDBN_SERVER"], load_node_key(kit / "node.key"), (kit / "ca.crt").read_bytes()
+    ):
         yield Check("registered", "ok", "the server knows this site's key")
     else:
         text = f"not yet: give {env['FEDBN_SITE']}.pub to the operator, who registers it"
@@ -126,14 +148,18 @@ def _folders(kit: Path, env: Mapping[str, str]) -> Iterator[Check]:
             if error.errno in (ENOSPC, EDQUOT):
                 raise DeploymentError(f"the disk of {name} is full: make room") from error
             raise DeploymentError(
-                f"{name} cannot be written by user {_user()} ({error.strerror}): `docker compose run --rm init`, or as "
-                f"root `fedbn-flwr site init`, gives the kit to FEDBN_USER={env.get('FEDBN_USER', '10001:10001')}"
+                f"{name} cannot be written by user {_user()} ({error.strerror}): `docker compose "
+                "run --rm init`, or as "
+                "root `fedbn-flwr site init`, gives the kit to "
+                f"FEDBN_USER={env.get('FEDBN_USER', '10001:10001')}"
             ) from error
     yield Check("folders", "ok", f"{', '.join(WRITTEN)} can be written by user {_user()}")
 
 
 def _in_container() -> bool:
-    """Whether this is the service `preflight`, in which the site's folders are where its services have them."""
+    """Whether this is the service `preflight`, in which the site's folders are where its services
+    have them.
+    """
     return bool(os.environ.get("FEDBN_FLWR_DATA"))
 
 
@@ -146,7 +172,9 @@ def _clock(date: str) -> Check:
     good = -BEHIND < ahead < AHEAD
     text = f"{abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} the server's"
     return Check(
-        "clock", "ok" if good else "failed", text + ("" if good else f"; at most {AHEAD} ahead, {BEHIND} behind")
+        "clock",
+        "ok" if good else "failed",
+        text + ("" if good else f"; at most {AHEAD} ahead, {BEHIND} behind"),
     )
 
 
@@ -159,7 +187,11 @@ def _key(kit: Path, env: Mapping[str, str]) -> Iterator[Check]:
         raise DeploymentError(f"{path} can be read by others: chmod 600 {path}")
     if public_text(key).split()[1] not in public.read_text():
         raise DeploymentError(f"{public} is not the public half of {path}")
-    yield Check("key", "ok", f"{key.curve.name}, readable by its owner only; {public.name} is its public half")
+    yield Check(
+        "key",
+        "ok",
+        f"{key.curve.name}, readable by its owner only; {public.name} is its public half",
+    )
 
 
 def _versions(_: Path, env: Mapping[str, str]) -> Iterator[Check]:
@@ -168,7 +200,9 @@ def _versions(_: Path, env: Mapping[str, str]) -> Iterator[Check]:
     other = {name: text for name, text in wanted.items() if here.get(name) != text}
     text = ", ".join(f"{name} {number}" for name, number in here.items())
     if other:
-        text += "; the federation has " + ", ".join(f"{name} {number}" for name, number in other.items())
+        text += "; the federation has " + ", ".join(
+            f"{name} {number}" for name, number in other.items()
+        )
     yield Check("versions", "failed" if other else "ok", text)
 
 
@@ -196,7 +230,11 @@ def _gpu(_: Path, env: Mapping[str, str]) -> Iterator[Check]:
 def _data(_: Path, env: Mapping[str, str]) -> Iterator[Check]:
     named = env.get("FEDBN_DATA", "")
     if not named:
-        yield Check("data", "warning", "FEDBN_DATA is empty in .env: only runs with embedded data are possible")
+        yield Check(
+            "data",
+            "warning",
+            "FEDBN_DATA is empty in .env: only runs with embedded data are possible",
+        )
         return
     folder = Path(named)
     if not folder.is_absolute():
@@ -204,10 +242,17 @@ def _data(_: Path, env: Mapping[str, str]) -> Iterator[Check]:
     if _in_container():
         folder = Path(os.environ["FEDBN_FLWR_DATA"])
     _require_readable(folder)
-    homes = [folder] if (folder / "train").is_dir() else sorted(path.parent for path in folder.glob("*/train"))
+    homes = (
+        [folder]
+        if (folder / "train").is_dir()
+        else sorted(path.parent for path in folder.glob("*/train"))
+    )
     if not homes:
         names = sorted(path.name for path in folder.iterdir())
-        text = f"there is no {folder / 'train'} for train/CLASS/; there is: {', '.join(names[:10]) or 'nothing'}"
+        text = (
+            f"there is no {folder / 'train'} for train/CLASS/; there is: "
+            f"{', '.join(names[:10]) or 'nothing'}"
+        )
         yield Check("data", "warning" if env.get("FEDBN_READ") else "failed", text)
     for home in homes:
         for role in ("train", "test"):
@@ -227,13 +272,17 @@ def _require_readable(folder: Path) -> None:
             status = path.stat()
             owner = f"{status.st_uid}:{status.st_gid}"
             cure = (
-                f"FEDBN_USER={owner} in .env, then `docker compose run --rm init`, lets the containers run as its owner"
+                f"FEDBN_USER={owner} in .env, then `docker compose run --rm init`, lets the "
+                "containers run as its owner"
             )
             if status.st_uid == 0:  # no container runs as root
                 cure = (
-                    f"root can let this user read it, by `chown -R {_user()}`, or `setfacl -R -m u:{os.geteuid()}:rX`"
+                    f"root can let this user read it, by `chown -R {_user()}`, or `setfacl -R "
+                    f"-m u:{os.geteuid()}:rX`"
                 )
-            raise DeploymentError(f"{path} cannot be read by user {_user()}, it belongs to {owner}: {cure}") from error
+            raise DeploymentError(
+                f"{path} cannot be read by user {_user()}, it belongs to {owner}: {cure}"
+            ) from error
         raise DeploymentError(f"{folder} is not a folder that can be read") from error
 
     for place, _, files in os.walk(folder, onerror=refuse):

@@ -1,4 +1,5 @@
-"""Making a federation's folders: one for its server, one for its operator, its CA, and a kit for each site.
+"""Making a federation's folders: one for its server, one for its operator, its CA, and a kit for
+each site.
 
 A site itself completes its kit with its keys and secret.
 
@@ -12,7 +13,8 @@ sites/S/   .env docker-compose.yml ca.crt *.service state/ models/ log/ code/ we
 numbers.json                                     the sites' numbers, also of sites that were removed
 ```
 
-A folder that exists is completed: new sites get their kits, and no file is overwritten but `numbers.json`.
+A folder that exists is completed: new sites get their kits, and no file is overwritten but
+`numbers.json`.
 """
 
 import json
@@ -41,14 +43,18 @@ from fedbn_flwr.deployment.operator import Operator
 _TEMPLATES = Path(__file__).parent / "templates"
 #: the names of the server's services in docker-compose.yml, and the machine itself
 _INNER_HOSTS = ("superlink", "proxy", "localhost", "127.0.0.1")
-#: folders of a kit that the containers write to, and those that they read, which the server has, too
+#: folders of a kit that the containers write to, and those that they read, which the server has,
+#: too
 WRITTEN, READ = ("log", "state", "models"), ("code", "weights")
 #: lines of `.env` that are not the federation's
 _OWN = ("FEDBN_DATA", "FEDBN_USER", "COMPOSE_PROFILES")
 
 
 def provision(federation: Federation, out: Path) -> list[str]:
-    """Make what is missing of a federation's folders in `out`; return lines about new files and old kits."""
+    """Make what is missing of a federation's folders in `out`.
+
+    Return lines about new files and old kits.
+    """
     before = {path for path in out.rglob("*") if path.is_file()} if out.exists() else set()
     _make_folders(federation, out)
     certificate, in_use = out / "ca" / "ca.crt", out / "server" / "ca.crt"
@@ -60,12 +66,21 @@ def provision(federation: Federation, out: Path) -> list[str]:
     _provision_operator(federation, out)
     _provision_server(federation, out)
     numbers = _numbers(federation, out)
-    old = [line for site in federation.sites for line in _provision_site(federation, out, site, numbers)]
-    return [f"wrote {path}" for path in sorted(out.rglob("*")) if path.is_file() and path not in before] + old
+    old = [
+        line
+        for site in federation.sites
+        for line in _provision_site(federation, out, site, numbers)
+    ]
+    return [
+        f"wrote {path}" for path in sorted(out.rglob("*")) if path.is_file() and path not in before
+    ] + old
 
 
 def _numbers(federation: Federation, out: Path) -> dict[str, int]:
-    """Return the sites' numbers. A site keeps its number, which is nobody else's, even when the site is removed."""
+    """Return the sites' numbers.
+
+    A site keeps its number, which is nobody else's, even when the site is removed.
+    """
     path = out / "numbers.json"
     numbers: dict[str, int] = json.loads(path.read_text()) if path.exists() else {}
     for site in federation.sites:
@@ -77,7 +92,9 @@ def _numbers(federation: Federation, out: Path) -> dict[str, int]:
 def _other_lines(env: Path, text: str) -> list[str]:
     """Return the federation's lines of a text that `.env` does not have, if it is there."""
     have = env.read_text().splitlines() if env.exists() else text.splitlines()
-    return [line for line in text.splitlines() if line not in have and not line.startswith(("#", *_OWN))]
+    return [
+        line for line in text.splitlines() if line not in have and not line.startswith(("#", *_OWN))
+    ]
 
 
 def fill(template: str, values: Mapping[str, object]) -> str:
@@ -92,8 +109,19 @@ def _make_folders(federation: Federation, out: Path) -> None:
     inner = [f"sites/{site}/{part}" for site in federation.sites for part in ("", *READ, *WRITTEN)]
     inner += [f"server/{part}" for part in READ]
     try:
-        for name in ("", "ca", "operator", "server", "server/state", "server/results", "sites", *inner):
-            (out / name).mkdir(mode=0o755 if name in ("", "sites") else 0o700, parents=True, exist_ok=True)
+        for name in (
+            "",
+            "ca",
+            "operator",
+            "server",
+            "server/state",
+            "server/results",
+            "sites",
+            *inner,
+        ):
+            (out / name).mkdir(
+                mode=0o755 if name in ("", "sites") else 0o700, parents=True, exist_ok=True
+            )
     except OSError as error:
         raise DeploymentError(f"{error.filename} cannot be made: {error.strerror}") from error
 
@@ -105,7 +133,8 @@ def _provision_server(federation: Federation, out: Path) -> None:
         _make_certificate(federation, out)
     elif missing := set(_hosts(federation)) - certificate_hosts(server / "server.crt"):
         raise DeploymentError(
-            f"the server's certificate is not for {', '.join(sorted(missing))}: delete server.crt and server.key in "
+            f"the server's certificate is not for {', '.join(sorted(missing))}: delete server.crt "
+            "and server.key in "
             f"{server}, and run this again"
         )
     values = {
@@ -119,14 +148,24 @@ def _provision_server(federation: Federation, out: Path) -> None:
         "KEY": (out / "operator" / "operator.key").read_text().strip(),
     }
     if other := _other_lines(server / ".env", settings := fill("server.env", values)):
-        made = ("server/.env", "server/nginx.conf", "server/operator.conf", ".env", "operator/config.toml")
+        made = (
+            "server/.env",
+            "server/nginx.conf",
+            "server/operator.conf",
+            ".env",
+            "operator/config.toml",
+        )
         raise DeploymentError(
-            f"the server lacks {' '.join(other)}: delete {', '.join(made)} in {out}, and run this again"
+            f"the server lacks {' '.join(other)}: delete {', '.join(made)} in {out}, and run this "
+            "again"
         )
     _write_missing(out / ".env", fill("all.env", values))
     _write_missing(server / "superexec.secret", secrets.token_bytes(32), PRIVATE)
     _write_missing(server / "ca.crt", (out / "ca" / "ca.crt").read_text())
-    for name, part in (("nginx.conf", "nginx-sites.conf"), ("operator.conf", "nginx-operator.conf")):
+    for name, part in (
+        ("nginx.conf", "nginx-sites.conf"),
+        ("operator.conf", "nginx-operator.conf"),
+    ):
         door = {"SERVERS": fill(part, values), **values}
         # the operator's key stands in the second one
         _write_missing(server / name, fill("nginx.conf", door), PRIVATE)
@@ -139,13 +178,19 @@ def _provision_operator(federation: Federation, out: Path) -> None:
     operator = (out / "operator").resolve()
     _write_missing(operator / "ca.crt", (out / "ca" / "ca.crt").read_text())
     _write_missing(operator / "operator.key", secrets.token_hex(32) + "\n", PRIVATE)
-    values = {"FEDERATION": federation.name, "OPERATOR_PORT": federation.operator_port, "HOME": operator}
+    values = {
+        "FEDERATION": federation.name,
+        "OPERATOR_PORT": federation.operator_port,
+        "HOME": operator,
+    }
     _write_missing(operator / "config.toml", fill("config.toml", values))
     # for Flower's own command
     Operator(operator)
 
 
-def _provision_site(federation: Federation, out: Path, site: str, numbers: Mapping[str, int]) -> list[str]:
+def _provision_site(
+    federation: Federation, out: Path, site: str, numbers: Mapping[str, int]
+) -> list[str]:
     kit = out / "sites" / site
     values = {
         "FEDERATION": federation.name,
@@ -164,7 +209,9 @@ def _provision_site(federation: Federation, out: Path, site: str, numbers: Mappi
     for unit in ("fedbn-node.service", "fedbn-exec.service"):
         _write_missing(kit / unit, fill(unit, values))
     hand_over(kit)
-    return [f"the kit of {site} is out of date; its .env, here and at the site, needs {' '.join(other)}"] * bool(other)
+    return [
+        f"the kit of {site} is out of date; its .env, here and at the site, needs {' '.join(other)}"
+    ] * bool(other)
 
 
 def read_env(kit: Path) -> dict[str, str]:
@@ -175,7 +222,8 @@ def read_env(kit: Path) -> dict[str, str]:
 
 
 def init_site(kit: Path) -> Path:
-    """Make the site's private key and secret, which stay here, and give what they need to the user of the containers.
+    """Make the site's private key and secret, which stay here, and give what they need to the user
+    of the containers.
 
     A key that is there stays. Returns the public half, which the operator needs.
     """
@@ -183,11 +231,14 @@ def init_site(kit: Path) -> Path:
     if "FEDBN_SITE" not in env:
         raise DeploymentError(f"{kit / '.env'} has no line FEDBN_SITE=...")
     site = env["FEDBN_SITE"]
-    # Compose has read `.env` already when it runs this as the service `init`, and says which user it found
+    # Compose has read `.env` already when it runs this as the service `init`, and says which user
+    # it found
     user = os.environ.get("FEDBN_USER") or env.get("FEDBN_USER") or user_of(kit)
     if "FEDBN_USER" not in env:
         with (kit / ".env").open("a") as file:
-            file.write(f"\n# who the containers run as; must be able to read the data\nFEDBN_USER={user}\n")
+            file.write(
+                f"\n# who the containers run as; must be able to read the data\nFEDBN_USER={user}\n"
+            )
     public = kit / f"{site}.pub"
     if not (kit / "node.key").exists():
         public.unlink(missing_ok=True)  # the key that it belonged to is lost

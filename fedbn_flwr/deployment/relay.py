@@ -1,4 +1,6 @@
-"""A port that leads to the server's side channel, for apps of a site that reach nothing but their SuperNode."""
+"""A port that leads to the server's side channel, for apps of a site that reach nothing but their
+SuperNode.
+"""
 
 import asyncio
 import sys
@@ -14,12 +16,16 @@ Record = Callable[[str, int], None]
 _CONNECT_TIMEOUT = 10.0
 
 
-def start_relay(host: str, target: str, port: int = PORT, record: Record = lambda event, count: None) -> int:
-    """Pass every connection to a port of this machine on to the target, HOST:PORT; returns the port.
+def start_relay(
+    host: str, target: str, port: int = PORT, record: Record = lambda event, count: None
+) -> int:
+    """Pass every connection to a port of this machine on to the target, HOST:PORT.
 
-    What passes is encrypted between the app and the server: the relay reads none of it. `record` is told of every
-    connection when it is opened, and when it is closed with the bytes that it has taken to the server. OSError if the
-    port is taken.
+    Returns the port.
+
+    What passes is encrypted between the app and the server: the relay reads none of it. `record` is
+    told of every connection when it is opened, and when it is closed with the bytes that it has
+    taken to the server. OSError if the port is taken.
     """
 
     async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -38,11 +44,18 @@ async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, t
         connecting = asyncio.open_connection(host.strip("[]"), int(port))
         far_reader, far_writer = await asyncio.wait_for(connecting, _CONNECT_TIMEOUT)
     except OSError as error:
-        print(f"the server's side channel {target} cannot be reached: {error}", file=sys.stderr, flush=True)
+        print(
+            f"the server's side channel {target} cannot be reached: {error}",
+            file=sys.stderr,
+            flush=True,
+        )
         writer.close()
         return 0
     # the end of one connection is the end of the other: both ends learn of it at once
-    ways = [asyncio.create_task(_pump(reader, far_writer)), asyncio.create_task(_pump(far_reader, writer))]
+    ways = [
+        asyncio.create_task(_pump(reader, far_writer)),
+        asyncio.create_task(_pump(far_reader, writer)),
+    ]
     await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
     for end in (writer, far_writer):
         end.close()

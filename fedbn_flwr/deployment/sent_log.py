@@ -1,6 +1,7 @@
 """A site's record of what leaves it: a line of JSON for each message that its SuperNode sends.
 
-The SuperNode keeps it, so no app can change it or leave something out; a message that cannot be recorded is not sent.
+The SuperNode keeps it, so no app can change it or leave something out; a message that cannot be
+recorded is not sent.
 """
 
 import json
@@ -16,8 +17,15 @@ from typing import Any
 from flwr.app import Message, RecordDict
 
 #: stands for a line that cannot be read, such as one that a machine wrote when its power failed
-BROKEN: dict[str, Any] = {"run": "unknown", "round": 0, "message": "unreadable lines", "app": "", "bytes": 0}
-#: the record with the layouts of packed arrays (`fedbn_flwr.wire.packed`, which needs torch, and a SuperNode has none)
+BROKEN: dict[str, Any] = {
+    "run": "unknown",
+    "round": 0,
+    "message": "unreadable lines",
+    "app": "",
+    "bytes": 0,
+}
+#: the record with the layouts of packed arrays (`fedbn_flwr.wire.packed`, which needs torch, and a
+#: SuperNode has none)
 _PACKED = "packed"
 
 
@@ -38,18 +46,23 @@ class SentLog:
 
     def __init__(self, path: Path | None) -> None:
         self._path, self._lock = path, Lock()
-        #: what is not answered yet, by the message's id, and the latest step that takes the side channel
+        #: what is not answered yet, by the message's id, and the latest step that takes the side
+        #: channel
         self.asked: dict[str, Asked] = {}
         self._step = Asked("", 0, "")
 
     def record(self, message: Message, sent: Message, size: int) -> None:
-        """Write a line about a message that is about to be sent with the content of `sent`, in so many bytes."""
+        """Write a line about a message that is about to be sent with the content of `sent`, in so
+        many bytes.
+        """
         metadata = message.metadata
         unasked = Asked(metadata.message_type, 0, "", str(metadata.run_id))
         self._write(self.asked.pop(metadata.reply_to_message_id, unasked), size, **_described(sent))
 
     def record_stream(self, event: str, count: int) -> None:
-        """Write a line about a connection of the side channel: its bytes, and the step that the site was asked for."""
+        """Write a line about a connection of the side channel: its bytes, and the step that the
+        site was asked for.
+        """
         steps = [each for each in list(self.asked.values()) if "layerwise" in each.kind]
         self._step = [self._step, *steps][-1]
         self._write(replace(self._step, kind=f"side channel {event}"), count)
@@ -78,7 +91,9 @@ class SentLog:
 
 
 def read_log(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a log; the last one may be in the making, and for one that is cut off stands `BROKEN`."""
+    """Yield the lines of a log; the last one may be in the making, and for one that is cut off
+    stands `BROKEN`.
+    """
     with path.open(errors="replace") as file:
         for line in file:
             if line.endswith("\n"):
@@ -106,7 +121,9 @@ def _described(sent: Message) -> dict[str, Any]:
 
 
 def _packed_names(layout: object) -> list[str]:
-    """Return the names in a layout of packed arrays; none if it is something else, or has more in it."""
+    """Return the names in a layout of packed arrays; none if it is something else, or has more in
+    it.
+    """
     try:
         rows = json.loads(str(layout))
         names = [name for name, dtype, shape in rows if _is_entry(name, dtype, shape)]
@@ -117,11 +134,18 @@ def _packed_names(layout: object) -> list[str]:
 
 def _is_entry(name: object, dtype: object, shape: object) -> bool:
     lengths = shape if isinstance(shape, list) else [None]
-    return isinstance(name, str) and isinstance(dtype, str) and len(dtype) < 5 and all(type(n) is int for n in lengths)
+    return (
+        isinstance(name, str)
+        and isinstance(dtype, str)
+        and len(dtype) < 5
+        and all(type(n) is int for n in lengths)
+    )
 
 
 def rows_of(lines: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return a line about each kind of message in each round of each run, with its number, bytes, metrics and app."""
+    """Return a line about each kind of message in each round of each run, with its number, bytes,
+    metrics and app.
+    """
     rounds: dict[tuple[str, int, str, str], list[Mapping[str, Any]]] = {}
     for line in lines:
         kind = "side channel" if line["message"].startswith("side channel") else line["message"]

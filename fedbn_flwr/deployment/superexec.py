@@ -1,9 +1,11 @@
-"""Flower's SuperExec of a site, which forks each ClientApp from a process that has imported PyTorch already.
+"""Flower's SuperExec of a site, which forks each ClientApp from a process that has imported PyTorch
+already.
 
-Takes the arguments of `flower-superexec`. Flower starts a process for every message of a site, and each of them imports
-PyTorch for seconds before it trains. Here a second process, the warm one, imports once what all ClientApps import, and
-forks for every message. The forked process runs Flower's own command `flwr-clientapp` with its own token, which the
-warm process never sees, and with the app's own modules. `FEDBN_WARM=0` lets Flower start each ClientApp.
+Takes the arguments of `flower-superexec`. Flower starts a process for every message of a site, and
+each of them imports PyTorch for seconds before it trains. Here a second process, the warm one,
+imports once what all ClientApps import, and forks for every message. The forked process runs
+Flower's own command `flwr-clientapp` with its own token, which the warm process never sees, and
+with the app's own modules. `FEDBN_WARM=0` lets Flower start each ClientApp.
 """
 
 import importlib
@@ -22,7 +24,8 @@ VARIABLE = "FEDBN_WARM"
 _CLIENTAPP = "flwr-clientapp"
 #: what the warm process says when it has imported everything
 _READY = b"ready"
-#: what every ClientApp imports; none of it may start a thread. Not `fedbn_flwr`: an app brings its own
+#: what every ClientApp imports; none of it may start a thread. Not `fedbn_flwr`: an app brings its
+#: own
 _IMPORTED = ("flwr.supernode.cli.flwr_clientapp", "torch", "safetensors.torch")
 
 
@@ -46,7 +49,9 @@ def main() -> None:
 
 
 class _Start:
-    """Stands for `subprocess.Popen` where Flower starts processes, and lets the warm process fork ClientApps."""
+    """Stands for `subprocess.Popen` where Flower starts processes, and lets the warm process fork
+    ClientApps.
+    """
 
     def __init__(self, warm: socket.socket) -> None:
         self._warm: socket.socket | None = warm
@@ -57,7 +62,9 @@ class _Start:
             subprocess.Popen(words, **streams)
 
     def _fork(self, words: list[str]) -> bool:
-        """Return whether the warm process took the command line; it is in a pipe, which only the new process reads."""
+        """Return whether the warm process took the command line; it is in a pipe, which only the
+        new process reads.
+        """
         try:
             if self._warm is None or not self._is_ready(self._warm):
                 return False
@@ -69,7 +76,11 @@ class _Start:
         except BlockingIOError:
             return False
         except OSError as error:
-            print(f"the warm process is gone ({error}): Flower starts each ClientApp", file=sys.stderr, flush=True)
+            print(
+                f"the warm process is gone ({error}): Flower starts each ClientApp",
+                file=sys.stderr,
+                flush=True,
+            )
             self._warm = None
             return False
         return True
@@ -83,7 +94,10 @@ class _Start:
 
 
 def _fork_clientapps(requests: socket.socket) -> list[str]:
-    """Fork for every request, until the SuperExec is gone; returns the command line in each forked process."""
+    """Fork for every request, until the SuperExec is gone.
+
+    Returns the command line in each forked process.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # nobody waits for the forked processes
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)

@@ -1,8 +1,8 @@
 """Flower's SuperLink, in which a request waits a minute for the database in place of five seconds.
 
-Takes the arguments of `flower-superlink`. The database is an SQLite file, with one writer at a time. Where a server's
-cores are overloaded the writer can stand still for longer than Flower lets others wait; their requests then end with
-"database is locked", and what a site has sent is lost.
+Takes the arguments of `flower-superlink`. The database is an SQLite file, with one writer at a
+time. Where a server's cores are overloaded the writer can stand still for longer than Flower lets
+others wait; their requests then end with "database is locked", and what a site has sent is lost.
 """
 
 from importlib.metadata import entry_points

@@ -1,11 +1,13 @@
-"""Flower's SuperNode, which ends when it can no longer take part; a restart policy then brings it back.
+"""Flower's SuperNode, which ends when it can no longer take part.
 
-It records what it sends in the file `FEDBN_SITE_LOG`. Where `FEDBN_APPS` names hashes, no other apps run. Flower's own
-command lives on without its loop or its heartbeat after an unexpected error: the process is alive and the node offline
-for ever. Takes the arguments of `flower-supernode`.
+A restart policy then brings it back.
 
-Where `FEDBN_EXCHANGE` names the server's side channel, the apps of the site reach it through this process, the only one
-of a site that talks to the server.
+It records what it sends in the file `FEDBN_SITE_LOG`. Where `FEDBN_APPS` names hashes, no other
+apps run. Flower's own command lives on without its loop or its heartbeat after an unexpected error:
+the process is alive and the node offline for ever. Takes the arguments of `flower-supernode`.
+
+Where `FEDBN_EXCHANGE` names the server's side channel, the apps of the site reach it through this
+process, the only one of a site that talks to the server.
 """
 
 import importlib
@@ -42,12 +44,16 @@ def main() -> None:
         sys.exit(f"the SuperNode does not start: {error}")
     if target := os.environ.get(EXCHANGE_VARIABLE):
         # where the SuperNode listens for the apps of its site
-        hosts = ["127.0.0.1", *(word.partition("=")[2] for word in sys.argv if word.startswith("--host="))]
+        hosts = [
+            "127.0.0.1",
+            *(word.partition("=")[2] for word in sys.argv if word.startswith("--host=")),
+        ]
         start_relay(hosts[-1], target, record=log.record_stream)
     come_back_noticed(importlib.import_module("flwr.supernode.fleet_http_client").FleetHttpClient)
     (command,) = entry_points(group="console_scripts", name="flower-supernode")
     command.load()()
-    # only reached when the loop has ended by an error: whoever stops a SuperNode does so by a signal
+    # only reached when the loop has ended by an error: whoever stops a SuperNode does so by a
+    # signal
     print("the SuperNode has lost its loop: ending its process", file=sys.stderr, flush=True)
     os._exit(STOPPED)
 
@@ -56,7 +62,9 @@ def _guard(log: SentLog) -> None:
     """Let Flower's functions keep the log, and refuse apps as the environment says."""
     apps = os.environ.get(APPS_VARIABLE, "").replace(",", " ").split()
     if wrong := [app for app in apps if not _HASH.fullmatch(app)]:
-        raise DeploymentError(f"{APPS_VARIABLE} must be hashes of 64 hexadecimal digits, got {wrong[0]!r}")
+        raise DeploymentError(
+            f"{APPS_VARIABLE} must be hashes of 64 hexadecimal digits, got {wrong[0]!r}"
+        )
     if apps or os.environ.get(LOG_VARIABLE):
         guard_internals(importlib.import_module("flwr.supernode.start_client_internal"), log, apps)
 

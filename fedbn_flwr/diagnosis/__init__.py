@@ -1,7 +1,8 @@
 """Distance of BN on each client's mini-batch from BN on all clients' mini-batches together.
 
-Wang et al., "Why Batch Normalization Damage Federated Learning on Non-IID Data?": the two mismatches that bias the
-mean gradient (Property 3), the gradient deviation B_i (Assumption 1) and the heterogeneity V_i (Assumption 4).
+Wang et al., "Why Batch Normalization Damage Federated Learning on Non-IID Data?": the two
+mismatches that bias the mean gradient (Property 3), the gradient deviation B_i (Assumption 1) and
+the heterogeneity V_i (Assumption 4).
 """
 
 import copy
@@ -28,7 +29,8 @@ Batch = tuple[Tensor, Tensor]
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 _STATISTICS: tuple[Kind, ...] = ("mean", "variance", "statistics")
 _GRADIENTS: tuple[Kind, ...] = ("gradients",)
-#: the kinds of values that all clients share in a step; each client uses its own values of the other kinds
+#: the kinds of values that all clients share in a step; each client uses its own values of the
+#: other kinds
 SHARED: dict[str, tuple[Kind, ...]] = {
     "nothing": (),
     "gradients": _GRADIENTS,
@@ -41,10 +43,11 @@ SHARED: dict[str, tuple[Kind, ...]] = {
 class Layer:
     """Distances from the global values at one use of a BN layer: one number a client.
 
-    With means m, variances v, norms over the channels, and in a step in which all clients share everything:
-    `mean` = ||m_i - m|| / ||sqrt(v)||, whose weighted mean of squares is the share of the variance that lies between
-    clients; `variance` = ||v_i - v|| / ||v||; `gradients` the same of (sqrt(v) dF/dm, v dF/dv), which like the layer's
-    output do not depend on the scale of its inputs.
+    With means m, variances v, norms over the channels, and in a step in which all clients share
+    everything: `mean` = ||m_i - m|| / ||sqrt(v)||, whose weighted mean of squares is the share of
+    the variance that lies between clients; `variance` = ||v_i - v|| / ||v||; `gradients` the same
+    of (sqrt(v) dF/dm, v dF/dv), which like the layer's output do not depend on the scale of its
+    inputs.
     """
 
     name: str
@@ -56,11 +59,14 @@ class Layer:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Errors of the gradients under one partition; squares are averaged over the draws before the root.
+    """Errors of the gradients under one partition.
 
-    With G_i(s) the gradient of client i when s is shared, and G = sum_i p_i G_i(both), the gradient of the global
-    loss: `errors[s]` = ||sum_i p_i G_i(s) - G|| / ||G||, B_i = ||G_i(nothing) - G_i(both)|| in `deviation`,
-    V_i = ||G_i(both) - G|| in `heterogeneity`, ||G|| in `gradient_norm`.
+    Squares are averaged over the draws before the root.
+
+    With G_i(s) the gradient of client i when s is shared, and G = sum_i p_i G_i(both), the gradient
+    of the global loss: `errors[s]` = ||sum_i p_i G_i(s) - G|| / ||G||, B_i = ||G_i(nothing) -
+    G_i(both)|| in `deviation`, V_i = ||G_i(both) - G|| in `heterogeneity`, ||G|| in
+    `gradient_norm`.
     """
 
     layers: list[Layer]
@@ -74,7 +80,8 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Measurements of the clients' own mini-batches, and of the same samples dealt to the clients at random.
+    """Measurements of the clients' own mini-batches, and of the same samples dealt to the clients
+    at random.
 
     The second shows what chance alone does.
     """
@@ -92,21 +99,31 @@ def diagnose(
     loss_function: LossFunction = F.cross_entropy,
     seed: int = 0,
 ) -> Diagnosis:
-    """Measure a model, in its present mode and without changing it, on draws of one mini-batch of each client.
+    """Measure a model, in its present mode and without changing it, on draws of one mini-batch of
+    each client.
 
     Weights need not sum to 1. A model that `check` refuses is a ValueError.
     """
     check_model(model)
-    sizes = [sum(len(targets) for _, targets in client) / len(draws) for client in zip(*draws, strict=True)]
-    shuffled = [_shuffled(draw, torch_generator(seed, "deal", index)) for index, draw in enumerate(draws)]
+    sizes = [
+        sum(len(targets) for _, targets in client) / len(draws)
+        for client in zip(*draws, strict=True)
+    ]
+    shuffled = [
+        _shuffled(draw, torch_generator(seed, "deal", index)) for index, draw in enumerate(draws)
+    ]
     shares = normalized(weights)
     measure = partial(_measure, model, shares=shares, loss_function=loss_function, seed=seed)
-    with freeze(model, statistics=False):  # layers that keep their statistics in training do it here
+    with freeze(
+        model, statistics=False
+    ):  # layers that keep their statistics in training do it here
         return Diagnosis(shares, sizes, measure(draws), measure(shuffled))
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse, with a ValueError, a model without BN layers or with variants of BN such as batch renormalization."""
+    """Refuse, with a ValueError, a model without BN layers or with variants of BN such as batch
+    renormalization.
+    """
     if lacking := lacks(model, "bn"):
         raise ValueError(f"there is nothing to diagnose: {lacking}")
     check_layers(model)
@@ -121,11 +138,21 @@ def overall(weights: Sequence[float], values: Sequence[float]) -> float:
 
 
 def _measure(
-    model: nn.Module, draws: Sequence[Sequence[Batch]], shares: Sequence[float], loss_function: LossFunction, seed: int
+    model: nn.Module,
+    draws: Sequence[Sequence[Batch]],
+    shares: Sequence[float],
+    loss_function: LossFunction,
+    seed: int,
 ) -> Measurement:
-    squares, distances, by_draw = defaultdict[str, list[Tensor]](list), LayerDistances(shares), list[float]()
+    squares, distances, by_draw = (
+        defaultdict[str, list[Tensor]](list),
+        LayerDistances(shares),
+        list[float](),
+    )
     for index, draw in enumerate(draws):
-        step = partial(_gradients, model, draw, shares, loss_function, derive(seed, "diagnosis", index))
+        step = partial(
+            _gradients, model, draw, shares, loss_function, derive(seed, "diagnosis", index)
+        )
         exact = step(SHARED["both"], observe=distances)
         whole = combine("mean", exact, shares)
         squares["norm"].append(_squares(whole))
@@ -135,7 +162,9 @@ def _measure(
             squares[f"error {name}"].append(_squares(combine("mean", gradients, shares) - whole))
             if name == "nothing":
                 squares["deviation"].append(_squares(gradients - exact))
-                by_draw.append(float((combine("mean", gradients, shares) - whole).norm() / whole.norm()))
+                by_draw.append(
+                    float((combine("mean", gradients, shares) - whole).norm() / whole.norm())
+                )
     sums = {name: sum(values, torch.zeros(1)) for name, values in squares.items()}
     roots = {name: (values / len(draws)).sqrt().tolist() for name, values in sums.items()}
     return Measurement(
@@ -157,7 +186,9 @@ def _gradients(
     kinds: Collection[Kind],
     observe: Observer | None = None,
 ) -> Tensor:
-    """Return the clients' gradients by all parameters (clients x parameters), with some kinds of values shared."""
+    """Return the clients' gradients by all parameters (clients x parameters), with some kinds of
+    values shared.
+    """
 
     def step(batch: Batch, exchange: Exchange) -> Tensor:
         shared, other = partial(_shared_only, kinds, exchange), replica(model)
@@ -169,7 +200,9 @@ def _gradients(
         return torch.cat([gradient.flatten() for gradient in gradients])
 
     seeds = [derive(seed, "client", client) for client in range(len(draw))]
-    return where_exact(torch.stack(lockstep([partial(step, batch) for batch in draw], shares, seeds, observe)))
+    return where_exact(
+        torch.stack(lockstep([partial(step, batch) for batch in draw], shares, seeds, observe))
+    )
 
 
 def replica(model: nn.Module) -> nn.Module:
@@ -178,7 +211,11 @@ def replica(model: nn.Module) -> nn.Module:
 
 
 def _shared_only(kinds: Collection[Kind], exchange: Exchange, requests: Requests) -> Answer:
-    return exchange(requests) if requests.kind in kinds else Answer(requests.tensor, requests.counts[0])
+    return (
+        exchange(requests)
+        if requests.kind in kinds
+        else Answer(requests.tensor, requests.counts[0])
+    )
 
 
 def _shuffled(draw: Sequence[Batch], generator: torch.Generator) -> list[Batch]:
@@ -202,11 +239,14 @@ def _root_ratio(part: Tensor, unit: Tensor) -> list[float]:
 
 
 class LayerDistances:
-    """Observes the exchanges of steps in which all clients share everything, and adds up the distances of `Layer`."""
+    """Observes the exchanges of steps in which all clients share everything, and adds up the
+    distances of `Layer`.
+    """
 
     def __init__(self, shares: Sequence[float]) -> None:
         self._shares = shares
-        #: by layer and field of `Layer`, sums of squares of the differences and of what they are compared with
+        #: by layer and field of `Layer`, sums of squares of the differences and of what they are
+        #: compared with
         self._sums: dict[str, dict[str, tuple[Tensor, Tensor]]] = {}
         self._variances: dict[str, Tensor] = {}
 
@@ -221,7 +261,12 @@ class LayerDistances:
         else:
             variance = self._variances[layer]
             scale = torch.stack([variance.sqrt(), variance])
-            self._add(layer, "gradients", ((values - pooled) * scale).flatten(1), (pooled * scale).flatten())
+            self._add(
+                layer,
+                "gradients",
+                ((values - pooled) * scale).flatten(1),
+                (pooled * scale).flatten(),
+            )
 
     def _add(self, layer: str, what: str, differences: Tensor, unit: Tensor) -> None:
         sums, nothing = self._sums.setdefault(layer, {}), torch.zeros(1)
@@ -231,6 +276,9 @@ class LayerDistances:
     def layers(self) -> list[Layer]:
         """Return the distances of all layers, in the order of the forward pass."""
         ratios = {
-            layer: {what: _root_ratio(*of_both) for what, of_both in sums.items()} for layer, sums in self._sums.items()
+            layer: {what: _root_ratio(*of_both) for what, of_both in sums.items()}
+            for layer, sums in self._sums.items()
         }
-        return [Layer(layer, **{"gradients": [], **distances}) for layer, distances in ratios.items()]
+        return [
+            Layer(layer, **{"gradients": [], **distances}) for layer, distances in ratios.items()
+        ]

@@ -1,4 +1,7 @@
-"""Experiments: what puts strategies, models and data together. The public import path is `fedbn_flwr.experiments`."""
+"""Experiments: what puts strategies, models and data together.
+
+The public import path is `fedbn_flwr.experiments`.
+"""
 
 from fedbn_flwr.experiments.cli import main
 from fedbn_flwr.experiments.client_side import client_fn

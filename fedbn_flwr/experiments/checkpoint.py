@@ -1,4 +1,5 @@
-"""Checkpoints of a run: all that the rounds after one depend on, in a folder that appears and disappears as a whole.
+"""Checkpoints of a run: all that the rounds after one depend on, in a folder that appears and
+disappears as a whole.
 
 `Saver` writes them during a run, and takes one up.
 """
@@ -58,17 +59,20 @@ class Checkpoint:
     #: the strategy's state, and how far the run has come
     strategy: Mapping[str, Any]
     standing: Mapping[str, Any]
-    #: the numbers of the runs that went on with each other, where nodes keep their states themselves
+    #: the numbers of the runs that went on with each other, where nodes keep their states
+    #: themselves
     history: str = ""
     #: the sizes of the files with nodes' states, by name; known once they are written
     nodes: Mapping[str, int] = field(default_factory=dict)
 
 
-def write_checkpoint(run: Path, checkpoint: Checkpoint, save_states: Callable[[Path], None] | None) -> None:
+def write_checkpoint(
+    run: Path, checkpoint: Checkpoint, save_states: Callable[[Path], None] | None
+) -> None:
     """Write a checkpoint into a run's folder, then remove the one before.
 
-    The folder gets its name when everything is on the disk. So a whole checkpoint is there wherever the process ends.
-    `save_states` writes the nodes' states into a folder.
+    The folder gets its name when everything is on the disk. So a whole checkpoint is there wherever
+    the process ends. `save_states` writes the nodes' states into a folder.
     """
     partial, path = run / PARTIAL, run / f"{PREFIX}{checkpoint.server_round}"
     shutil.rmtree(partial, ignore_errors=True)
@@ -79,7 +83,13 @@ def write_checkpoint(run: Path, checkpoint: Checkpoint, save_states: Callable[[P
     packed = io.BytesIO()  # torch's own errors would not say that a disk is full
     torch.save(_converted(content, _as_plain), packed)
     (partial / SERVER).write_bytes(packed.getbuffer())
-    for part in (*(partial / NODES).iterdir(), partial / SERVER, partial / NODES, partial, run / "rounds.jsonl"):
+    for part in (
+        *(partial / NODES).iterdir(),
+        partial / SERVER,
+        partial / NODES,
+        partial,
+        run / "rounds.jsonl",
+    ):
         sync(part)
     partial.rename(path)
     sync(run)
@@ -97,9 +107,14 @@ def read_checkpoint(run: Path) -> Checkpoint:
         reason = str(error).partition(". ")[0] or type(error).__name__
         raise UsageError(f"the checkpoint {path / SERVER} cannot be read: {reason}") from error
     if (sizes := _sizes(path / NODES)) != checkpoint.nodes:
-        name = min(name for name in {*sizes, *checkpoint.nodes} if sizes.get(name) != checkpoint.nodes.get(name))
+        name = min(
+            name
+            for name in {*sizes, *checkpoint.nodes}
+            if sizes.get(name) != checkpoint.nodes.get(name)
+        )
         raise UsageError(
-            f"the checkpoint {path} is damaged: {NODES}/{name} should have {checkpoint.nodes.get(name, 0)} bytes, and "
+            f"the checkpoint {path} is damaged: {NODES}/{name} should have "
+            f"{checkpoint.nodes.get(name, 0)} bytes, and "
             f"has {sizes.get(name, 0)}"
         )
     return checkpoint
@@ -129,7 +144,8 @@ def refuse_other_model(run: Path, checkpoint: Checkpoint, model: Arrays) -> None
     for name in (*before, *now):
         if before.get(name) != now.get(name):
             raise UsageError(
-                f"{run} cannot be resumed: its model's entry {name!r} is {before.get(name)}, not {now.get(name)}"
+                f"{run} cannot be resumed: its model's entry {name!r} is {before.get(name)}, not "
+                f"{now.get(name)}"
             )
 
 
@@ -141,7 +157,11 @@ def checkpoint_round(run: Path) -> int:
 
 def _latest(run: Path) -> Path:
     if not (latest := checkpoint_round(run)):
-        reason = "the run is complete" if (run / "summary.json").exists() else "`checkpoint-every` makes some"
+        reason = (
+            "the run is complete"
+            if (run / "summary.json").exists()
+            else "`checkpoint-every` makes some"
+        )
         raise UsageError(f"{run} cannot be resumed: it has no checkpoint ({reason})")
     return run / f"{PREFIX}{latest}"
 
@@ -151,7 +171,9 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 
 def _as_plain(leaf: Any) -> Any:
-    """Return tensors in place of arrays, which `torch.load` reads without running code of the file."""
+    """Return tensors in place of arrays, which `torch.load` reads without running code of the
+    file.
+    """
     if isinstance(leaf, np.ndarray):
         return torch.from_numpy(np.array(leaf))
     if isinstance(leaf, np.generic):
@@ -170,12 +192,15 @@ def _converted(value: Any, convert: Callable[[Any], Any]) -> Any:
 
 
 class Saver:
-    """Gathers into a checkpoint what a run's strategy, record and nodes hold, and gives it back to them.
+    """Gathers into a checkpoint what a run's strategy, record and nodes hold, and gives it back to
+    them.
 
     Random streams are not among it: they are functions of seed, node and round.
     """
 
-    def __init__(self, folder: Path, config: Config, grid: Grid, strategy: BaseStrategy, standing: Standing) -> None:
+    def __init__(
+        self, folder: Path, config: Config, grid: Grid, strategy: BaseStrategy, standing: Standing
+    ) -> None:
         self._folder, self._config = folder, config
         self._grid, self._strategy, self._standing = grid, strategy, standing
         #: where nodes keep their states themselves, None
@@ -187,7 +212,9 @@ class Saver:
         self._configs: list[ConfigRecord] = []
 
     def tell(self, config: ConfigRecord) -> ConfigRecord:
-        """Add to the configuration of messages what nodes must know that keep their states themselves."""
+        """Add to the configuration of messages what nodes must know that keep their states
+        themselves.
+        """
         if (self._config.checkpoint_every or self._config.resume) and not self._local:
             config.update({STATE_HISTORY: self._history.to_text(), CHECKPOINT: self._last})
             self._configs.append(config)
@@ -224,7 +251,10 @@ class Saver:
         return arrays_to_record(saved.model)
 
     def save_personal(self, arrays: ArrayRecord) -> None:
-        """Write what nodes' own models have in place of the server's `arrays`; nodes elsewhere keep theirs."""
+        """Write what nodes' own models have in place of the server's `arrays`.
+
+        Nodes elsewhere keep theirs.
+        """
         strategy, grid, folder = self._strategy, self._local, self._folder / PERSONAL
         if not (strategy.personal and grid):
             return
@@ -232,9 +262,15 @@ class Saver:
         if strategy.stays == "none":
             strategy.round.grid = grid  # there was no round if the run died after its last one
             packages = strategy.package(list(grid.get_node_ids()), arrays)
-            own = {node: from_record(groups[strategy.arrayrecord_key]) for node, groups in packages.items()}
+            own = {
+                node: from_record(groups[strategy.arrayrecord_key])
+                for node, groups in packages.items()
+            }
         for context in grid.contexts():
-            own[context.node_id] = {**own.get(context.node_id, {}), **Memory(context.state).recall(wire.STAYS)}
+            own[context.node_id] = {
+                **own.get(context.node_id, {}),
+                **Memory(context.state).recall(wire.STAYS),
+            }
         folder.mkdir(exist_ok=True)
         for node, entries in filter(itemgetter(1), own.items()):
             write_bytes(folder / f"{node - FIRST_NODE_ID}.safetensors", save(dict(entries)))

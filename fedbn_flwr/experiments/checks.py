@@ -25,13 +25,17 @@ from fedbn_flwr.strategies import BaseStrategy, Layerwise
 
 
 def checked_material(experiment: Experiment, strategy: BaseStrategy) -> Material | None:
-    """Find what cannot work before anything is started: device, data, partition, model and strategy.
+    """Find what cannot work before anything is started: device, data, partition, model and
+    strategy.
 
     Return what the run works with; None if all of it is at sites.
     """
     config, drawn = experiment.config, experiment.config.clients_in_round()
     check_sinks(config.log_to)
-    if config.init_from not in ("", models.PRETRAINED) and not Path(config.init_from).expanduser().is_file():
+    if (
+        config.init_from not in ("", models.PRETRAINED)
+        and not Path(config.init_from).expanduser().is_file()
+    ):
         raise UsageError(f"no weights: there is no file {config.init_from} for init-from")
     material = None
     try:
@@ -41,21 +45,33 @@ def checked_material(experiment: Experiment, strategy: BaseStrategy) -> Material
             check_task(config, loaded)
             material = Material.of(config, loaded)
             check_model(material, strategy)
-    except (ValueError, OSError, RuntimeError) as error:  # a model's weights may be those of a server
+    except (
+        ValueError,
+        OSError,
+        RuntimeError,
+    ) as error:  # a model's weights may be those of a server
         about = str(error)
-        is_told = config.method in about or (config.norm == "bn" and ":" not in config.method)  # others may do
+        is_told = config.method in about or (
+            config.norm == "bn" and ":" not in config.method
+        )  # others may do
         raise UsageError(about if is_told else f"method {config.method!r}: {about}") from error
     if material is None and experiment.strategy_class.one_node:
         raise UsageError(
-            f"method {config.method!r} needs all data in one place, but the data set 'sites' stays at the sites"
+            f"method {config.method!r} needs all data in one place, but the data set 'sites' "
+            "stays at the sites"
         )
     if material is None and config.objective in OBJECTIVES:
-        raise UsageError(f"objective {config.objective!r} is for float targets, and the data of sites have classes")
+        raise UsageError(
+            f"objective {config.objective!r} is for float targets, and the data of sites have "
+            "classes"
+        )
     refuse_percent(config, material.task.metric if material else "accuracy")
     fewest = strategy.averager.fewest_nodes
     if config.clients and drawn < fewest:
         why = f"robust={strategy.averager} needs {fewest} nodes in a round"
-        raise UsageError(f"method {config.method!r}: {why}, and {drawn} take part: {fewest - drawn} missing")
+        raise UsageError(
+            f"method {config.method!r}: {why}, and {drawn} take part: {fewest - drawn} missing"
+        )
     return material
 
 
@@ -64,7 +80,10 @@ def check_task(config: Config, loaded: data.Data) -> None:
     task = task_of(loaded.task, config.objective)
     if not (task.has_classes or config.objective):
         able = f"{', '.join(OBJECTIVES)} or package.module:function"
-        raise UsageError(f"{loaded.name} has float targets, which need objective={able}; classes are integers from 0")
+        raise UsageError(
+            f"{loaded.name} has float targets, which need objective={able}; classes are integers "
+            "from 0"
+        )
     if task.has_classes and loaded.num_classes == 1:
         raise UsageError(f"{loaded.name} has one class only, {', '.join(loaded.class_names) or 0}")
     if config.class_metrics and (targets := UNCLASSED.get(loaded.task)):
@@ -72,9 +91,14 @@ def check_task(config: Config, loaded: data.Data) -> None:
     task.check_augmentation(config.augmentation)
     entry = models.MODELS.get(config.model)
     if entry is not None and task_of(entry.task).placed != task.placed:
-        able = ", ".join(name for name, other in models.MODELS.items() if task_of(other.task).placed == task.placed)
+        able = ", ".join(
+            name
+            for name, other in models.MODELS.items()
+            if task_of(other.task).placed == task.placed
+        )
         raise UsageError(
-            f"model {config.model!r} is for {entry.task}, {loaded.name} for {loaded.task}; there are: {able}"
+            f"model {config.model!r} is for {entry.task}, {loaded.name} for {loaded.task}; there "
+            f"are: {able}"
         )
 
 
@@ -82,7 +106,9 @@ def refuse_percent(config: Config, metric: str) -> None:
     """Refuse a `stop-at` in percent where the score is a share, which would never reach it."""
     if config.stop_at > 1 and metric not in LOWER_IS_BETTER:
         meant = f"{config.stop_at:g} % is stop-at={config.stop_at / 100:g}"
-        raise UsageError(f"stop-at must be at most 1, as {metric} is a share, got {config.stop_at:g}; {meant}")
+        raise UsageError(
+            f"stop-at must be at most 1, as {metric} is a share, got {config.stop_at:g}; {meant}"
+        )
 
 
 def check_model(material: Material, strategy: BaseStrategy) -> None:
@@ -90,7 +116,9 @@ def check_model(material: Material, strategy: BaseStrategy) -> None:
     config, model = material.config, material.model.train()
     functional = check_shapes(material)
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise UsageError(f"model {config.model!r} has no parameter that learns (with requires_grad=True)")
+        raise UsageError(
+            f"model {config.model!r} has no parameter that learns (with requires_grad=True)"
+        )
     lacking = norm.lacks(model, strategy.needs)
     if functional and (strategy.needs != "none" or config.norm != "bn"):
         lacking = "the model's forward calls F.batch_norm, which it finds in layers only"
@@ -113,7 +141,8 @@ def check_shapes(material: Material) -> bool:
     if not len(loaded.test):
         raise UsageError(f"{loaded.name} has no test samples")
     functional = [
-        _check_inputs(material, split, role) for role, split in {"": loaded.train, "test ": loaded.test}.items()
+        _check_inputs(material, split, role)
+        for role, split in {"": loaded.train, "test ": loaded.test}.items()
     ]
     return any(functional)
 
@@ -122,9 +151,16 @@ def _check_inputs(material: Material, split: data.Split, role: str) -> bool:
     config, loaded, model = material.config, material.data, material.model
     shape = tuple(split.inputs.shape[1:])
     if len(shape) != 3 and config.augmentation != "none":
-        raise UsageError(f"augmentation {config.augmentation!r} is for images, not for inputs of the shape {shape}")
+        raise UsageError(
+            f"augmentation {config.augmentation!r} is for images, not for inputs of the shape "
+            f"{shape}"
+        )
     device = next((parameter.device for parameter in model.parameters()), None)
-    kind, dtype = ("integers (ids: other numbers are float32)", torch.int64) if split.has_ids else ("inputs", None)
+    kind, dtype = (
+        ("integers (ids: other numbers are float32)", torch.int64)
+        if split.has_ids
+        else ("inputs", None)
+    )
     try:
         with torch.no_grad(), FunctionalBatchNorm(model) as functional:
             outputs = model.eval()(torch.zeros(1, *shape, device=device, dtype=dtype))
@@ -133,15 +169,21 @@ def _check_inputs(material: Material, split: data.Split, role: str) -> bool:
         raise UsageError(f"{about}: {described(error)}") from error
     logits = logits_of(outputs)
     if config.objective in OBJECTIVES and logits.numel() != loaded.num_classes:
-        raise UsageError(f"model {config.model!r} has {logits.numel()} outputs for {loaded.num_classes} targets")
+        raise UsageError(
+            f"model {config.model!r} has {logits.numel()} outputs for {loaded.num_classes} targets"
+        )
     if config.objective:
         targets = split.batch(torch.zeros(1, dtype=torch.int64), logits.device)[1]
         try:
             material.task.loss(outputs, targets)
         except Exception as error:  # of whatever kind a user's function raises
-            raise UsageError(f"objective {config.objective!r} fails for the outputs of the model: {error}") from error
+            raise UsageError(
+                f"objective {config.objective!r} fails for the outputs of the model: {error}"
+            ) from error
     if loaded.task != "regression" and logits.dim() > 1 and logits.shape[1] != loaded.num_classes:
-        about = f"model {config.model!r} has {logits.shape[1]} outputs for {loaded.num_classes} classes"
+        about = (
+            f"model {config.model!r} has {logits.shape[1]} outputs for {loaded.num_classes} classes"
+        )
         if logits.shape[1] < loaded.num_classes:
             raise UsageError(about)
         warn_once(f"{about}: a prediction of none of them counts as wrong")
@@ -149,16 +191,24 @@ def _check_inputs(material: Material, split: data.Split, role: str) -> bool:
 
 
 def check_simulation(experiment: Experiment) -> Material:
-    """Check a run that brings its own nodes, and so must know how many; return what it works with."""
+    """Check a run that brings its own nodes, and so must know how many.
+
+    Return what it works with.
+    """
     config = experiment.config
     refuse_sites(config)
     material = checked_material(experiment, experiment.make_strategy(config.clients))
     if material is None:
-        raise UsageError("the data set 'sites' is at the sites of a deployment: submit the run with `flwr run`")
+        raise UsageError(
+            "the data set 'sites' is at the sites of a deployment: submit the run with `flwr run`"
+        )
     names = material.data.class_names
     plain = ["".join(name.casefold().split()) for name in names]
     if alike := [name for name, short in zip(names, plain, strict=True) if plain.count(short) > 1]:
-        warn_once(f"classes differ only by upper case or spaces, and count as different ones: {', '.join(alike)}")
+        warn_once(
+            "classes differ only by upper case or spaces, and count as different ones: "
+            f"{', '.join(alike)}"
+        )
     if classes := absent_classes(material.data, material.partition):
         warn_once(about_absent(classes, config.partition, config.clients))
     return material
@@ -167,11 +217,21 @@ def check_simulation(experiment: Experiment) -> Material:
 def refuse_sites(config: Config) -> None:
     """Refuse to choose sites where there are none."""
     if config.sites:
-        raise UsageError(f"sites={','.join(config.sites)!r} chooses sites of a deployment, and a simulation has none")
+        raise UsageError(
+            f"sites={','.join(config.sites)!r} chooses sites of a deployment, and a simulation "
+            "has none"
+        )
 
 
 def refuse_own_nodes(config: Config) -> None:
-    """Refuse `state-dir` and `workers` where Flower runs the nodes, in processes and with memory of its own."""
+    """Refuse `state-dir` and `workers` where Flower runs the nodes, in processes and with memory of
+    its own.
+    """
     if config.state_dir or config.workers > 1:
-        given = f"state-dir {config.state_dir!r}" if config.state_dir else f"workers={config.workers}"
-        raise UsageError(f"{given} only works with the engines 'stacked' and 'inprocess': Flower has its own nodes")
+        given = (
+            f"state-dir {config.state_dir!r}" if config.state_dir else f"workers={config.workers}"
+        )
+        raise UsageError(
+            f"{given} only works with the engines 'stacked' and 'inprocess': Flower has its own "
+            "nodes"
+        )

@@ -1,4 +1,7 @@
-"""Values of options that are chosen for each method on held-out training data: `--grid lr=0.03,0.1`."""
+"""Values of options that are chosen for each method on held-out training data:
+
+`--grid lr=0.03,0.1`.
+"""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -29,13 +32,19 @@ class Choice:
     @property
     def text(self) -> str:
         """The grid, by which a folder's run is known again."""
-        values = "; ".join(f"{key}={','.join(map(str, values))}" for key, values in self.grid.items())
+        values = "; ".join(
+            f"{key}={','.join(map(str, values))}" for key, values in self.grid.items()
+        )
         return f"{values} by {self.seeds} seeds"
 
     def combinations(self) -> dict[str, dict[str, Any]]:
         """Return every combination of values by its text."""
-        chosen = [dict(zip(self.grid, values, strict=True)) for values in product(*self.grid.values())]
-        return {",".join(f"{key}={value}" for key, value in values.items()): values for values in chosen}
+        chosen = [
+            dict(zip(self.grid, values, strict=True)) for values in product(*self.grid.values())
+        ]
+        return {
+            ",".join(f"{key}={value}" for key, value in values.items()): values for values in chosen
+        }
 
     def summary(self) -> dict[str, Any]:
         """Return what the summary of a run says of it."""
@@ -59,6 +68,11 @@ def metric_of(summary: Mapping[str, Any]) -> str:
 
 
 def chosen_of(summary: Mapping[str, Any]) -> str:
-    """Return what was chosen for a run, with a mark at the edge of the grid; empty if nothing was."""
+    """Return what was chosen for a run, with a mark at the edge of the grid.
+
+    Empty if nothing was.
+    """
     edges = summary.get("chosen-at-edge", ())
-    return ", ".join(f"{key}={value}{EDGE * (key in edges)}" for key, value in summary.get("chosen", {}).items())
+    return ", ".join(
+        f"{key}={value}{EDGE * (key in edges)}" for key, value in summary.get("chosen", {}).items()
+    )

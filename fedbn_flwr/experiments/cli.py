@@ -15,8 +15,20 @@ from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.diagnose import run_diagnosis
 from fedbn_flwr.experiments.engines import ENGINES, engine_named
 from fedbn_flwr.experiments.laboratory import compare, comparison, run
-from fedbn_flwr.experiments.method import all_options, forms_of, import_plugins, owners, split_methods
-from fedbn_flwr.experiments.recipes.commands import CHANGES, list_names, list_recipes, reproduce, show_plan
+from fedbn_flwr.experiments.method import (
+    all_options,
+    forms_of,
+    import_plugins,
+    owners,
+    split_methods,
+)
+from fedbn_flwr.experiments.recipes.commands import (
+    CHANGES,
+    list_names,
+    list_recipes,
+    reproduce,
+    show_plan,
+)
 from fedbn_flwr.experiments.recipes.schema import SUFFIXES
 from fedbn_flwr.experiments.results.page import WRITERS, report
 from fedbn_flwr.experiments.results.plots import draw_or_warn
@@ -31,8 +43,14 @@ from fedbn_flwr.strategies import REGISTRY, CannotTrainError
 #: options that the help shows; `--help-all` shows all
 COMMON = ("method", "model", "dataset", "partition", "clients", "rounds", "lr", "results-dir")
 EXAMPLES = {
-    "run": ("--method fixbn:freeze-round=0.3 --partition classes:2", "--method fedavg+gn --model resnet20 --lr 0.05"),
-    "compare": ("--methods fedavg,fedavg+gn,fixbn --seeds 3", "--methods fedavg,fedprox:mu=0.01 --grid lr=0.1,0.03"),
+    "run": (
+        "--method fixbn:freeze-round=0.3 --partition classes:2",
+        "--method fedavg+gn --model resnet20 --lr 0.05",
+    ),
+    "compare": (
+        "--methods fedavg,fedavg+gn,fixbn --seeds 3",
+        "--methods fedavg,fedprox:mu=0.01 --grid lr=0.1,0.03",
+    ),
     "diagnose": ("--model resnet20 --partition classes:2",),
 }
 
@@ -48,7 +66,8 @@ def main(arguments: Sequence[str] | None = None, others: Mapping[str, str] | Non
                 stream.reconfigure(errors="replace")  # the encoding of a terminal may lack a "±"
         words = sys.argv[1:] if arguments is None else arguments
         plugins = _plugins(words)
-        # where `package.module:function` may be, which a console command does not look into by itself
+        # where `package.module:function` may be, which a console command does not look into by
+        # itself
         if plugins or not _reads_files(words):
             sys.path.append(os.getcwd())
         # before the parser is made: it has an option for each of theirs
@@ -59,7 +78,9 @@ def main(arguments: Sequence[str] | None = None, others: Mapping[str, str] | Non
             _COMMANDS[command](options)
         return 0
     except UsageError as error:
-        print("fedbn-flwr:", *str(error).split(), file=sys.stderr)  # in one line, whatever a library says
+        print(
+            "fedbn-flwr:", *str(error).split(), file=sys.stderr
+        )  # in one line, whatever a library says
         return 2
     except CannotTrainError as error:
         print(f"fedbn-flwr: {error}", file=sys.stderr)
@@ -80,17 +101,23 @@ class _Parser(argparse.ArgumentParser):
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             option = unknown[0].partition("=")[0]
-            meant = did_you_mean(option, self._option_string_actions, shown=f"all: `{self.prog} --help-all`")
+            meant = did_you_mean(
+                option, self._option_string_actions, shown=f"all: `{self.prog} --help-all`"
+            )
             raise UsageError(f"unknown option {option!r}; {meant}")
         return parsed, unknown
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
-            raise UsageError(f"unknown {action.dest} {value!r}; {did_you_mean(value, action.choices)}")
+            raise UsageError(
+                f"unknown {action.dest} {value!r}; {did_you_mean(value, action.choices)}"
+            )
 
 
 def _reads_files(words: Sequence[str]) -> bool:
-    """Return whether a command reads a recipe's file or a folder of results, which may be another's."""
+    """Return whether a command reads a recipe's file or a folder of results, which may be
+    another's.
+    """
     named = any(word.partition("=")[0] == "--resume" or word.endswith(SUFFIXES) for word in words)
     return named or words[:1] in (["results"], ["report"])
 
@@ -104,52 +131,96 @@ def _plugins(arguments: Sequence[str]) -> str:
 
 def _parser(others: Mapping[str, str], everything: bool = False) -> argparse.ArgumentParser:
     """Make the parser; its help has every option, or those of `COMMON`."""
-    parser = _Parser(prog="fedbn-flwr", description="Batch normalization in federated learning, side by side.")
+    parser = _Parser(
+        prog="fedbn-flwr", description="Batch normalization in federated learning, side by side."
+    )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
     run = _command(commands, "run", "train with one method")
     _add_engine(run, everything)
     _add_kept(run, everything)
     _add_shared(run, everything, skip=())
-    several = _command(commands, "compare", "train with several methods on the same data, model and seeds")
+    several = _command(
+        commands, "compare", "train with several methods on the same data, model and seeds"
+    )
     several.add_argument("--methods", required=True, metavar="A,B", help="comma-separated methods")
-    several.add_argument("--seeds", default="1", metavar="N", help="runs per method, with seeds from --seed on [1]")
+    several.add_argument(
+        "--seeds", default="1", metavar="N", help="runs per method, with seeds from --seed on [1]"
+    )
     text = "choose on held-out data, e.g. lr=0.03,0.1"
-    several.add_argument("--grid", action="append", metavar="KEY=A,B", help=text + "; may be repeated" * everything)
+    several.add_argument(
+        "--grid", action="append", metavar="KEY=A,B", help=text + "; may be repeated" * everything
+    )
     _add_runs(several, everything)
     _add_engine(several, everything)
     _add_shared(several, everything, skip=("method", "resume"))
     single = _command(
-        commands, "diagnose", "measure which mismatch of BN statistics the clients' data cause, without training"
+        commands,
+        "diagnose",
+        "measure which mismatch of BN statistics the clients' data cause, without training",
     )
-    single.add_argument("--batches", default="4", metavar="N", help="mini-batches per client to average over [4]")
+    single.add_argument(
+        "--batches", default="4", metavar="N", help="mini-batches per client to average over [4]"
+    )
     _add_shared(single, everything, skip=("resume", "checkpoint-every", "log-to"))
-    names = _command(commands, "list", "show every strategy, normalizer, model, data set, partition and augmentation")
-    names.add_argument("name", nargs="?", metavar="NAME", help="say all about this one, or about all of a kind")
-    names.add_argument("--plugins", metavar="MODULES", help="comma-separated modules to import first")
+    names = _command(
+        commands,
+        "list",
+        "show every strategy, normalizer, model, data set, partition and augmentation",
+    )
+    names.add_argument(
+        "name", nargs="?", metavar="NAME", help="say all about this one, or about all of a kind"
+    )
+    names.add_argument(
+        "--plugins", metavar="MODULES", help="comma-separated modules to import first"
+    )
     names.add_argument("--json", action="store_true", help="print JSON")
-    known = _command(commands, "recipes", "list the papers' tables and figures that can be reproduced")
+    known = _command(
+        commands, "recipes", "list the papers' tables and figures that can be reproduced"
+    )
     known.add_argument("--json", action="store_true", help="print it for programs")
     again = _command(commands, "reproduce", "run a recipe: a table, a figure, or your matrix")
-    again.add_argument("recipe", metavar="RECIPE", help="name, as in fixbn/table5, or a file that ends in .yaml")
-    again.add_argument("--smoke", action="store_true", help="run the same cells in small, on embedded data")
-    again.add_argument("--only", action="append", metavar="LABEL", help="only cells with this label; may be repeated")
+    again.add_argument(
+        "recipe", metavar="RECIPE", help="name, as in fixbn/table5, or a file that ends in .yaml"
+    )
+    again.add_argument(
+        "--smoke", action="store_true", help="run the same cells in small, on embedded data"
+    )
+    again.add_argument(
+        "--only",
+        action="append",
+        metavar="LABEL",
+        help="only cells with this label; may be repeated",
+    )
     _add_runs(again, everything=True)
     again.add_argument("--seeds", metavar="N", help="runs a method, instead of the recipe's number")
-    again.add_argument("--results-dir", dest="results-dir", metavar="DIR", help="where results go [results/NAME]")
+    again.add_argument(
+        "--results-dir", dest="results-dir", metavar="DIR", help="where results go [results/NAME]"
+    )
     _add_engine(again, everything=True)
     for key in CHANGES:
         again.add_argument(
-            f"--{key}", dest=key, metavar=key.upper().replace("-", "_"), help="as for `run`, for all runs"
+            f"--{key}",
+            dest=key,
+            metavar=key.upper().replace("-", "_"),
+            help="as for `run`, for all runs",
         )
     shown = _command(commands, "results", "print the table of results again")
     page = _command(commands, "report", "write a page with tables and pictures of results")
-    page.add_argument("--out", metavar="DIR", help="where the page goes [RUNS/report, or results/report for several]")
+    page.add_argument(
+        "--out",
+        metavar="DIR",
+        help="where the page goes [RUNS/report, or results/report for several]",
+    )
     text = f"comma-separated: {', '.join(WRITERS)} [html]"
     page.add_argument("--format", metavar="FORMATS", default="html", help=text)
     for each in (shown, page):
-        each.add_argument("runs", nargs="+", metavar="RUNS", help="folders of `run`, `compare` or `reproduce`")
-        each.add_argument("--plugins", metavar="MODULES", help="comma-separated modules to import first")
+        each.add_argument(
+            "runs", nargs="+", metavar="RUNS", help="folders of `run`, `compare` or `reproduce`"
+        )
+        each.add_argument(
+            "--plugins", metavar="MODULES", help="comma-separated modules to import first"
+        )
     for name, text in others.items():
         commands.add_parser(name, help=text)
     return parser
@@ -161,7 +232,9 @@ def _command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
         name,
         help=text,
         description=text,
-        epilog=f"examples:\n{lines}\nall options: --help-all; all names: fedbn-flwr list" if lines else None,
+        epilog=f"examples:\n{lines}\nall options: --help-all; all names: fedbn-flwr list"
+        if lines
+        else None,
         # keeps the lines of examples, and most options with their texts on one line
         formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=20),
         allow_abbrev=False,
@@ -188,7 +261,11 @@ def _add_runs(parser: argparse.ArgumentParser, everything: bool) -> None:
     parser.add_argument("--grid-seeds", dest="grid-seeds", metavar="N", help=text)
     text = "show what would run, and how many steps"
     parser.add_argument("--dry-run", dest="dry-run", action="store_true", default=False, help=text)
-    text = "methods that run at once in their settings, each in a process [1]" if everything else argparse.SUPPRESS
+    text = (
+        "methods that run at once in their settings, each in a process [1]"
+        if everything
+        else argparse.SUPPRESS
+    )
     parser.add_argument("--side-by-side", dest="side-by-side", metavar="N", help=text)
 
 
@@ -196,34 +273,55 @@ def _add_engine(parser: argparse.ArgumentParser, everything: bool) -> None:
     engine, verbose = f"{', '.join(ENGINES)} [stacked]", "show Flower's own log"
     parser.add_argument("--engine", help=engine if everything else argparse.SUPPRESS)
     parser.add_argument(
-        "--verbose", action="store_true", default=False, help=verbose if everything else argparse.SUPPRESS
+        "--verbose",
+        action="store_true",
+        default=False,
+        help=verbose if everything else argparse.SUPPRESS,
     )
 
 
 def _add_shared(parser: argparse.ArgumentParser, everything: bool, skip: Sequence[str]) -> None:
     # a list of all would fill a screen by itself
     parser.usage = "%(prog)s [--OPTION VALUE]..."
-    parser.add_argument("--help-all", action="help", help="show all options" if everything else argparse.SUPPRESS)
-    parser._option_string_actions["--help"].help = "show common options" if everything else argparse.SUPPRESS
+    parser.add_argument(
+        "--help-all", action="help", help="show all options" if everything else argparse.SUPPRESS
+    )
+    parser._option_string_actions["--help"].help = (
+        "show common options" if everything else argparse.SUPPRESS
+    )
     group: Any = parser.add_argument_group("shared options") if everything else parser
     for key, option in options_of(Config).items():
         if key not in skip:
-            _add_option(group, key, {option: ()}, shown=everything or key in COMMON, brief=not everything)
+            _add_option(
+                group, key, {option: ()}, shown=everything or key in COMMON, brief=not everything
+            )
     group = parser.add_argument_group("options of single strategies")
     for key in all_options():
         if f"--{key}" in {"--command", *parser._option_string_actions}:
-            raise UsageError(f"strategy {owners(key)[0]!r}: the option {key!r} of its constructor is the command's own")
+            raise UsageError(
+                f"strategy {owners(key)[0]!r}: the option {key!r} of its constructor is the "
+                "command's own"
+            )
         _add_option(group, key, forms_of(key), shown=everything)
 
 
-def _add_option(group: Any, key: str, forms: Mapping[Option, Sequence[str]], shown: bool, brief: bool = False) -> None:
+def _add_option(
+    group: Any, key: str, forms: Mapping[Option, Sequence[str]], shown: bool, brief: bool = False
+) -> None:
     texts = []
     for option, names in forms.items():
-        about, default = option.help.partition(";")[0] if brief else option.help, as_value(option.default)
+        about, default = (
+            option.help.partition(";")[0] if brief else option.help,
+            as_value(option.default),
+        )
         whose = "all strategies" if len(names) == len(REGISTRY) else ", ".join(names)
-        texts.append(about + f" [{default}]" * (default not in ("", None)) + f" ({whose})" * bool(names))
+        texts.append(
+            about + f" [{default}]" * (default not in ("", None)) + f" ({whose})" * bool(names)
+        )
     text = "; ".join(texts).replace("%", "%%") if shown else argparse.SUPPRESS
-    group.add_argument(f"--{key}", dest=key, metavar="X" if brief else key.replace("-", "_").upper(), help=text)
+    group.add_argument(
+        f"--{key}", dest=key, metavar="X" if brief else key.replace("-", "_").upper(), help=text
+    )
 
 
 def _run(options: dict[str, Any]) -> None:
@@ -234,7 +332,10 @@ def _run(options: dict[str, Any]) -> None:
 
 
 def _compare(options: dict[str, Any]) -> None:
-    methods, folder = split_methods(str(options.pop("methods"))), options.pop("results-dir", Config.results_dir)
+    methods, folder = (
+        split_methods(str(options.pop("methods"))),
+        options.pop("results-dir", Config.results_dir),
+    )
     asked: dict[str, Any] = {
         "seeds": whole_number("--seeds", options.pop("seeds")),
         "grid_seeds": whole_number("--grid-seeds", options.pop("grid-seeds", SEEDS)),
@@ -252,7 +353,9 @@ def _compare(options: dict[str, Any]) -> None:
         draw_or_warn(results.plot, results.folder / "curves.png")
     errors = {method for method, _ in results.failures}
     if failed := [method for method in methods if method in errors]:
-        raise CannotTrainError(f"{len(failed)} of {len(methods)} methods failed: {', '.join(failed)}")
+        raise CannotTrainError(
+            f"{len(failed)} of {len(methods)} methods failed: {', '.join(failed)}"
+        )
 
 
 def _read_grid(texts: Sequence[str]) -> dict[str, list[str]]:
@@ -262,7 +365,9 @@ def _read_grid(texts: Sequence[str]) -> dict[str, list[str]]:
         key, _, values = text.partition("=")
         grid[key] = [value.strip() for value in values.split(",") if value.strip()]
         if not grid[key]:
-            raise UsageError(f"--grid must be OPTION=VALUE,VALUE, such as lr=0.03,0.1, got {text!r}")
+            raise UsageError(
+                f"--grid must be OPTION=VALUE,VALUE, such as lr=0.03,0.1, got {text!r}"
+            )
     return grid
 
 

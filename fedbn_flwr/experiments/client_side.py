@@ -22,50 +22,64 @@ from fedbn_flwr.experiments.method import import_plugins, resolve
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.wire.site_data import DATA_MEAN, DATA_STD, SITE_DATA, SiteData, problem
 
-#: where a site names its data, in its SuperNode's node configuration: `folder:/PATH` or `package.module:function`
+#: where a site names its data, in its SuperNode's node configuration: `folder:/PATH` or
+#: `package.module:function`
 DATA_KEY = "data"
 #: the options that a message may bring
 _TOLD = {"mean": DATA_MEAN, "std": DATA_STD}
 
 
 def at_site(config: Config, own_data: str) -> Config:
-    """Return a run's options with a site's own data in place of the run's; without such data they stay as they are.
+    """Return a run's options with a site's own data in place of the run's; without such data they
+    stay as they are.
 
-    No option then names a file. A run on other data than the site's is a UsageError, and so is a site that has none for
-    a run on the sites' data.
+    No option then names a file. A run on other data than the site's is a UsageError, and so is a
+    site that has none for a run on the sites' data.
     """
     if own_data and config.dataset != SITES:
         raise UsageError(
-            f"this site trains on its own data only: the run must have dataset={SITES!r}, not {config.dataset!r}"
+            f"this site trains on its own data only: the run must have dataset={SITES!r}, not "
+            f"{config.dataset!r}"
         )
     if not own_data:
         if config.dataset == SITES:
-            raise UsageError('this site has no data: its SuperNode needs data="folder:/PATH" in --node-config')
+            raise UsageError(
+                'this site has no data: its SuperNode needs data="folder:/PATH" in --node-config'
+            )
         return config
     kind, _, path = own_data.partition(":")
     if kind == "folder" and not Path(path).is_absolute():
-        raise UsageError(f"the site's data must be an absolute path, as in folder:/data, not {own_data!r}")
+        raise UsageError(
+            f"the site's data must be an absolute path, as in folder:/data, not {own_data!r}"
+        )
     train = Path(path, "train")
     if kind == "folder" and not train.is_dir() and not any(Path(path).glob("*/train")):
-        raise UsageError(f"the site's data must be in train/CLASS/ and test/CLASS/, and there is no {train}")
+        raise UsageError(
+            f"the site's data must be in train/CLASS/ and test/CLASS/, and there is no {train}"
+        )
     # the server has read `init-from`, and sends what was in it
     alone: dict[str, Any] = {"partition": "union", "clients": 1, "min_nodes": 0, "sites": ()}
     return replace(config, dataset=own_data, data_root="", init_from="", **alone)
 
 
 def describe_data(context: Context) -> SiteData:
-    """Return what a site says of its data: names, counts, shapes, and moments of the training images' channels."""
+    """Return what a site says of its data: names, counts, shapes, and moments of the training
+    images' channels.
+    """
     config = resolve(_given(context), federation=True).config
     own = at_site(config, str(context.node_config.get(DATA_KEY, "")))
     # by their own names: which names the run knows is for the server to say
     data = load_data(replace(own, classes=(), mean=(), std=()))
     if not data.class_names:
-        raise UsageError(f"the site's data {own.dataset!r} have no class names: `Data` takes `class_names`")
+        raise UsageError(
+            f"the site's data {own.dataset!r} have no class names: `Data` takes `class_names`"
+        )
     mean, deviations = data.train.measured()
     # a deviation of 0 is measured as 1; that of pixels from 0 to 1 is at most 1/2
     variance = tuple(0.0 if deviation == 1 else deviation**2 for deviation in deviations)
     train, test = (
-        tuple(np.bincount(split.labels, minlength=data.num_classes).tolist()) for split in (data.train, data.test)
+        tuple(np.bincount(split.labels, minlength=data.num_classes).tolist())
+        for split in (data.train, data.test)
     )
     site, shape = int(context.node_config["partition-id"]), tuple(data.train.inputs.shape[1:])
     return SiteData(site, data.class_names, train, test, shape, mean, variance)
@@ -86,10 +100,14 @@ def add_site_data(app: ClientApp) -> ClientApp:
 
 
 def use_agreed(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-    """Hand the client the normalization of the message as if the run's options had it: a mod for the ClientApp."""
+    """Hand the client the normalization of the message as if the run's options had it: a mod for
+    the ClientApp.
+    """
     config = message.content.get(wire.record_names(message.content)[1])
     agreed = {
-        option: config[key] for option, key in _TOLD.items() if isinstance(config, ConfigRecord) and key in config
+        option: config[key]
+        for option, key in _TOLD.items()
+        if isinstance(config, ConfigRecord) and key in config
     }
     if not agreed:
         return call_next(message, context)
@@ -104,11 +122,16 @@ def use_agreed(message: Message, context: Context, call_next: ClientAppCallable)
 def client_fn(context: Context) -> BNClient:
     """Make the client of a node whose options are Flower's run configuration."""
     # 1, 1.0 and True are three values
-    return _client(_config_of(tuple((key, type(value), value) for key, value in _given(context).items())), context)
+    return _client(
+        _config_of(tuple((key, type(value), value) for key, value in _given(context).items())),
+        context,
+    )
 
 
 def _given(context: Context) -> dict[str, Any]:
-    """Return the run's options; a site with data of its own does not read the run's to see how they are split."""
+    """Return the run's options; a site with data of its own does not read the run's to see how they
+    are split.
+    """
     own = {"partition": "union"} if context.node_config.get(DATA_KEY) else {}
     return {**context.run_config, **own}
 
@@ -130,14 +153,19 @@ def _client(config: Config, context: Context) -> BNClient:
     material = _material(config, nodes, os.environ.get(ROOT_VARIABLE), own_data)
     if not own_data and partition_id >= len(material.partition):
         split = f"{config.dataset!r} is split for the numbers 0 to {len(material.partition) - 1}"
-        raise UsageError(f"this site has number {partition_id}, but {split}: give more clients, or a site its data")
+        raise UsageError(
+            f"this site has number {partition_id}, but {split}: give more clients, or a site its "
+            "data"
+        )
     row = 0 if own_data else partition_id
     return material.client(row, partition_id=partition_id, memory=context.state)
 
 
 @lru_cache(maxsize=2)
 def _material(config: Config, nodes: int, root: str | None, own_data: str) -> Material:
-    """Return what Flower's nodes of a process share: Flower hands them nothing but a Context, in message after message.
+    """Return what Flower's nodes of a process share:
+
+    Flower hands them nothing but a Context, in message after message.
 
     `root` is where data are looked for that name no place of their own.
     """
@@ -155,5 +183,6 @@ def place_of(context: Context) -> tuple[int, int]:
     except KeyError as missing:
         raise ValueError(
             f"the node has no {missing}: start its SuperNode with "
-            "--node-config 'partition-id=0 num-partitions=5' (its own number, and how many there are)"
+            "--node-config 'partition-id=0 num-partitions=5' (its own number, and how many there "
+            "are)"
         ) from None

@@ -1,4 +1,6 @@
-"""The options that all methods share, parsed once, with one clear line for a value that cannot be."""
+"""The options that all methods share, parsed once, with one clear line for a value that cannot
+be.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -9,7 +11,16 @@ from fedbn_flwr.client.training import OPTIMIZERS, PRECISIONS
 from fedbn_flwr.data import SITES, parse_augmentation
 from fedbn_flwr.data.pixels import Channels
 from fedbn_flwr.plugins import did_you_mean
-from fedbn_flwr.plugins.options import ALL_OPTIONS, Pairs, Range, UsageError, Value, as_value, option_key, options_of
+from fedbn_flwr.plugins.options import (
+    ALL_OPTIONS,
+    Pairs,
+    Range,
+    UsageError,
+    Value,
+    as_value,
+    option_key,
+    options_of,
+)
 from fedbn_flwr.wire import wire_key
 
 
@@ -17,51 +28,90 @@ from fedbn_flwr.wire import wire_key
 class Config:
     """The options that every method shares; a strategy's own ones are read from its constructor."""
 
-    plugins: Annotated[str, "comma-separated modules that register methods, normalizers and more; imported first"] = ""
-    method: Annotated[str, "STRATEGY[+NORM][:key=value]..., e.g. fixbn:freeze-round=0.3 or fedavg+gn"] = "fedavg"
-    norm: Annotated[str, "normalizer of the model, for methods that do not set one themselves"] = "bn"
+    plugins: Annotated[
+        str, "comma-separated modules that register methods, normalizers and more; imported first"
+    ] = ""
+    method: Annotated[
+        str, "STRATEGY[+NORM][:key=value]..., e.g. fixbn:freeze-round=0.3 or fedavg+gn"
+    ] = "fedavg"
+    norm: Annotated[str, "normalizer of the model, for methods that do not set one themselves"] = (
+        "bn"
+    )
     norm_options: Annotated[Pairs, "options of the normalizer, e.g. r_max=3,d_max=5 for brn"] = ()
     groups: Annotated[int, "number of groups of group normalization", Range(1)] = 2
-    normalize_features: Annotated[bool, "scale features to a mean square of 1 before the classifier (FN)"] = False
-    model: Annotated[str, "model: a name, or package.module:function; or timm:NAME, torchvision:NAME"] = "small-cnn"
-    dataset: Annotated[str, "data set: a name, synthetic:n=..., folder:PATH, package.module:function, or sites"] = (
-        "digits"
-    )
+    normalize_features: Annotated[
+        bool, "scale features to a mean square of 1 before the classifier (FN)"
+    ] = False
+    model: Annotated[
+        str, "model: a name, or package.module:function; or timm:NAME, torchvision:NAME"
+    ] = "small-cnn"
+    dataset: Annotated[
+        str, "data set: a name, synthetic:n=..., folder:PATH, package.module:function, or sites"
+    ] = "digits"
     classes: Annotated[
         tuple[str, ...], "comma-separated names of the classes, in the order of the model's outputs"
     ] = ()
     mean: Annotated[
-        Channels, "mean for normalization, a number from 0 to 1 per channel; empty: the library's, or of training data"
+        Channels,
+        "mean for normalization, a number from 0 to 1 per channel; empty: the library's, or of "
+        "training data",
     ] = ()
-    std: Annotated[Channels, "standard deviation for normalization, one number per channel; needs mean"] = ()
-    image_size: Annotated[int, "side to resize images to; 0: that of the model's library, or of the data", Range(0)] = 0
-    channels: Annotated[int, "channels that grey images are repeated to; 0: as for image-size", Range(0)] = 0
+    std: Annotated[
+        Channels, "standard deviation for normalization, one number per channel; needs mean"
+    ] = ()
+    image_size: Annotated[
+        int, "side to resize images to; 0: that of the model's library, or of the data", Range(0)
+    ] = 0
+    channels: Annotated[
+        int, "channels that grey images are repeated to; 0: as for image-size", Range(0)
+    ] = 0
     data_root: Annotated[str, "folder of data sets on disk"] = ""
     image_workers: Annotated[
-        int, "processes that decode image files ahead of training; 0: the training process decodes them", Range(0)
+        int,
+        "processes that decode image files ahead of training; 0: the training process decodes them",
+        Range(0),
     ] = 2
     partition: Annotated[
-        str, "how training data are split: iid, classes:2, ...; empty: domain, or classes for data without domains"
+        str,
+        "how training data are split: iid, classes:2, ...; empty: domain, or classes for data "
+        "without domains",
     ] = ""
-    unseen: Annotated[str, "domain to test on, which nobody trains with; in comparisons `each`: all in turn"] = ""
+    unseen: Annotated[
+        str, "domain to test on, which nobody trains with; in comparisons `each`: all in turn"
+    ] = ""
     clients: Annotated[
         int,
-        "number of clients, by default 5, or one per domain of data that are split so, or per node of a federation",
+        "number of clients, by default 5, or one per domain of data that are split so, or per "
+        "node of a federation",
         Range(0),
     ] = 0
     min_nodes: Annotated[
-        int, "start a round when this many nodes are connected; 0: all nodes that the run began with", Range(0)
+        int,
+        "start a round when this many nodes are connected; 0: all nodes that the run began with",
+        Range(0),
     ] = 0
     sites: Annotated[
-        tuple[str, ...], "comma-separated names of the sites of a deployment that take part; empty: all"
+        tuple[str, ...],
+        "comma-separated names of the sites of a deployment that take part; empty: all",
     ] = ()
-    fraction_train: Annotated[float, "share of the clients that take part in a round", Range(0, 1)] = 1.0
-    fraction_evaluate: Annotated[float, "share of the clients that evaluate the model themselves", Range(0, 1)] = 0.0
+    fraction_train: Annotated[
+        float, "share of the clients that take part in a round", Range(0, 1)
+    ] = 1.0
+    fraction_evaluate: Annotated[
+        float, "share of the clients that evaluate the model themselves", Range(0, 1)
+    ] = 0.0
     rounds: Annotated[int, "number of rounds", Range(1)] = 60
-    local_steps: Annotated[int, "mini-batch steps per client and round; 0: use local-epochs", Range(0)] = 5
-    local_epochs: Annotated[int, "epochs per client and round; above 0, replaces local-steps", Range(0)] = 0
+    local_steps: Annotated[
+        int, "mini-batch steps per client and round; 0: use local-epochs", Range(0)
+    ] = 5
+    local_epochs: Annotated[
+        int, "epochs per client and round; above 0, replaces local-steps", Range(0)
+    ] = 0
     budget_epochs: Annotated[
-        float, "choose rounds so that all clients together make this many passes over the data; 0: use rounds", Range(0)
+        float,
+        "choose rounds so that all clients together make this many passes over the data; 0: use "
+        "rounds",
+        Range(0),
     ] = 0.0
     batch_size: Annotated[int, "samples in a mini-batch", Range(1)] = 32
     replacement: Annotated[bool, "draw mini-batches with replacement"] = False
@@ -71,34 +121,52 @@ class Config:
         "resized-crop-flip[:scale=SHARE], flip-rotate[:degrees=DEGREES], random-crop",
     ] = "none"
     objective: Annotated[
-        str, "loss to train with: mse or mae (of float targets), or package.module:function; empty: the task's own"
+        str,
+        "loss to train with: mse or mae (of float targets), or package.module:function; empty: "
+        "the task's own",
     ] = ""
     optimizer: Annotated[str, "sgd, adam or adamw (whose weight-decay is decoupled)"] = "sgd"
     lr: Annotated[float, "local learning rate", Range(0)] = 0.1
     lr_schedule: Annotated[
-        str, "comma-separated FACTOR@WHEN, =VALUE@WHEN, warmup@WHEN, cosine@WHEN; WHEN: share of run, round, or freeze"
+        str,
+        "comma-separated FACTOR@WHEN, =VALUE@WHEN, warmup@WHEN, cosine@WHEN; WHEN: share of run, "
+        "round, or freeze",
     ] = "0.1@0.5,0.1@0.75"
     momentum: Annotated[float, "momentum of sgd", Range(0)] = 0.0
     weight_decay: Annotated[float, "weight decay", Range(0)] = 0.0
-    precision: Annotated[str, "float32, tf32 (TF32 products and convolutions on GPUs) or bf16 (autocast)"] = "float32"
-    deterministic: Annotated[bool, "repeat a run's bits on the same GPU; false: use its fastest algorithms"] = True
-    evaluate_every: Annotated[int, "evaluate on the test data every N rounds, and after the last", Range(1)] = 10
+    precision: Annotated[
+        str, "float32, tf32 (TF32 products and convolutions on GPUs) or bf16 (autocast)"
+    ] = "float32"
+    deterministic: Annotated[
+        bool, "repeat a run's bits on the same GPU; false: use its fastest algorithms"
+    ] = True
+    evaluate_every: Annotated[
+        int, "evaluate on the test data every N rounds, and after the last", Range(1)
+    ] = 10
     stop_at: Annotated[
-        float, "end the run when the score reaches this, or falls to it where less is better; 0: off", Range(0)
+        float,
+        "end the run when the score reaches this, or falls to it where less is better; 0: off",
+        Range(0),
     ] = 0.0
     stop_after: Annotated[
-        int, "end the run at an evaluation this many rounds or more after that of the best score; 0: off", Range(0)
+        int,
+        "end the run at an evaluation this many rounds or more after that of the best score; 0: "
+        "off",
+        Range(0),
     ] = 0
     train_loss_global: Annotated[
         bool, "also report the global model's loss on all training data, in evaluated rounds"
     ] = False
     record_dynamics: Annotated[
         int,
-        "write dynamics.jsonl: how each BN layer's statistics change, how far they are from the global "
+        "write dynamics.jsonl: how each BN layer's statistics change, how far they are from the "
+        "global "
         "ones, and their variance over this many rounds; 0: off",
         Range(0),
     ] = 0
-    log_to: Annotated[tuple[str, ...], "also log each round to tensorboard, wandb (Weights & Biases), or both"] = ()
+    log_to: Annotated[
+        tuple[str, ...], "also log each round to tensorboard, wandb (Weights & Biases), or both"
+    ] = ()
     class_metrics: Annotated[
         tuple[str, ...],
         "metrics per class on the test data, of sites on each site's: f1, auc, precision, recall",
@@ -106,56 +174,77 @@ class Config:
     seed: Annotated[int, "seed of everything: model, partition, batches, sampling"] = 0
     device: Annotated[str, "cpu, auto, or an accelerator such as cuda, cuda:1 or mps"] = "auto"
     init_from: Annotated[
-        str, "file with the initial model: safetensors or a torch state dict; or pretrained: the library's own weights"
+        str,
+        "file with the initial model: safetensors or a torch state dict; or pretrained: the "
+        "library's own weights",
     ] = ""
     trainable: Annotated[
         tuple[str, ...],
-        "patterns of the parameters that learn: classifier.*, or all but !classifier.*; head: last layer; "
+        "patterns of the parameters that learn: classifier.*, or all but !classifier.*; head: "
+        "last layer; "
         "head=10: at ten times the rate of the others, which learn too",
     ] = ()
     validation: Annotated[
-        float, "hold out this share of the training data and evaluate on it instead of the test data", Range(0, 1)
+        float,
+        "hold out this share of the training data and evaluate on it instead of the test data",
+        Range(0, 1),
     ] = 0.0
     threads: Annotated[
-        int, "torch threads per process; 1: same bits for any number of cores; 0: torch decides", Range(0)
+        int,
+        "torch threads per process; 1: same bits for any number of cores; 0: torch decides",
+        Range(0),
     ] = 1
     workers: Annotated[
-        int, "processes that share the clients; 0: one, or one per core in a long run of the engine stacked", Range(0)
+        int,
+        "processes that share the clients; 0: one, or one per core in a long run of the engine "
+        "stacked",
+        Range(0),
     ] = 0
     chunk: Annotated[
         int,
-        "most clients in a stack; 0: as many as speed up a step (20, 5 or 1 on a CPU) and fit into half of the memory, "
+        "most clients in a stack; 0: as many as speed up a step (20, 5 or 1 on a CPU) and fit "
+        "into half of the memory, "
         "or a quarter of a GPU's",
         Range(0),
     ] = 0
-    captured: Annotated[bool, "on a GPU, record a step once and replay it in equal steps: the same bits, sooner"] = True
+    captured: Annotated[
+        bool, "on a GPU, record a step once and replay it in equal steps: the same bits, sooner"
+    ] = True
     timeout: Annotated[float, "seconds that clients have to reply in a round", Range(0)] = 3600.0
     exchange_timeout: Annotated[
-        float, "seconds that clients have for one exchange of a layer-wise step; 0: timeout", Range(0)
+        float,
+        "seconds that clients have for one exchange of a layer-wise step; 0: timeout",
+        Range(0),
     ] = 0.0
     exchange_port: Annotated[
         int,
-        "port of the side channel for layer-wise exchanges on the ServerApp; 0: exchanges are messages; "
+        "port of the side channel for layer-wise exchanges on the ServerApp; 0: exchanges are "
+        "messages; "
         "-1: FEDBN_FLWR_EXCHANGE_PORT in the ServerApp's environment, or none",
         Range(-1),
     ] = -1
     exchange_address: Annotated[
         str, "HOST:PORT at which nodes reach exchange-port, if its environment does not say"
     ] = ""
-    connect_timeout: Annotated[float, "seconds that nodes have to connect to exchange-port in a round", Range(0)] = (
-        120.0
-    )
+    connect_timeout: Annotated[
+        float, "seconds that nodes have to connect to exchange-port in a round", Range(0)
+    ] = 120.0
     node_timeout: Annotated[
         float, "seconds to wait for nodes to connect, at the start and before each round", Range(0)
     ] = 300.0
     results_dir: Annotated[str, "folder for results"] = "results"
     checkpoint_every: Annotated[
-        int, "write a checkpoint every N rounds, for resume; 0: none; -1: as often as it costs little", Range(-1)
+        int,
+        "write a checkpoint every N rounds, for resume; 0: none; -1: as often as it costs little",
+        Range(-1),
     ] = 0
     resume: Annotated[
-        str, "continue the run in this results folder from its last checkpoint, with its saved options"
+        str,
+        "continue the run in this results folder from its last checkpoint, with its saved options",
     ] = ""
-    state_dir: Annotated[str, "folder for the clients' state; empty: in memory (not with the engine ray)"] = ""
+    state_dir: Annotated[
+        str, "folder for the clients' state; empty: in memory (not with the engine ray)"
+    ] = ""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be meant."""
@@ -163,32 +252,45 @@ class Config:
             option.check(getattr(self, option.name), option_key(option.name))
         for name, known in (("optimizer", OPTIMIZERS), ("precision", PRECISIONS)):
             if getattr(self, name) not in known:
-                raise UsageError(f"unknown {name} {getattr(self, name)!r}; {did_you_mean(getattr(self, name), known)}")
+                raise UsageError(
+                    f"unknown {name} {getattr(self, name)!r}; "
+                    f"{did_you_mean(getattr(self, name), known)}"
+                )
         if unknown := [name for name in self.class_metrics if name not in CLASS_METRICS]:
-            raise UsageError(f"unknown metric {unknown[0]!r} in class-metrics; known: {', '.join(CLASS_METRICS)}")
+            raise UsageError(
+                f"unknown metric {unknown[0]!r} in class-metrics; known: {', '.join(CLASS_METRICS)}"
+            )
         if doubled := [name for name in self.classes if self.classes.count(name) > 1]:
             raise UsageError(f"classes names {doubled[0]!r} twice")
         parse_augmentation(self.augmentation)
         if bool(self.mean) != bool(self.std) or any(number <= 0 for number in self.std):
             mean, std = as_value(self.mean), as_value(self.std)
             raise UsageError(
-                f"mean and std must be given together, and std must be above 0, got mean={mean!r} and std={std!r}"
+                f"mean and std must be given together, and std must be above 0, got mean={mean!r} "
+                f"and std={std!r}"
             )
         if 0 < self.clients < self.min_nodes:
-            raise UsageError(f"min-nodes must be at most clients, got {self.min_nodes} of {self.clients}")
+            raise UsageError(
+                f"min-nodes must be at most clients, got {self.min_nodes} of {self.clients}"
+            )
         if twice := [name for name in self.sites if self.sites.count(name) > 1]:
             raise UsageError(f"sites names {twice[0]!r} twice")
         if self.sites and self.clients not in (0, len(self.sites)):
             raise UsageError(f"sites names {len(self.sites)} sites, but clients is {self.clients}")
         if self.unseen and self.dataset == SITES:
-            raise UsageError("unseen leaves a domain of one data set out; to leave a site out, do not start its node")
+            raise UsageError(
+                "unseen leaves a domain of one data set out; to leave a site out, do not start "
+                "its node"
+            )
         if self.fraction_train == 0:
             raise UsageError("fraction-train must be above 0")
         if not (self.local_steps or self.local_epochs):
             raise UsageError("one of local-steps and local-epochs must be above 0")
 
     def clients_in_round(self, clients: int = 0) -> int:
-        """Return how many of so many clients train in a round; by default of the run's own number."""
+        """Return how many of so many clients train in a round; by default of the run's own
+        number.
+        """
         return max(int((clients or self.clients) * self.fraction_train), 1)
 
     @classmethod

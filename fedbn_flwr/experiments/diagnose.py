@@ -1,4 +1,6 @@
-"""The command `diagnose`: measures what the clients' data do to the batch normalization of a model."""
+"""The command `diagnose`: measures what the clients' data do to the batch normalization of a
+model.
+"""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -34,33 +36,49 @@ MISMATCHES = {
 }
 #: rows of the second table, from what a measurement has for each client
 SPREADS = {"gradient deviation B": "deviation", "heterogeneity V": "heterogeneity"}
-#: largest mini-batch that is too small for statistics of its own, whatever the clients' data are (FedWon's case)
+#: largest mini-batch that is too small for statistics of its own, whatever the clients' data are
+#: (FedWon's case)
 TINY_BATCH = 8
 #: local steps of which FedTAN, which corrects the first, is no better than others
 MANY_STEPS = 20
 #: `excess` up to which BN is fine; docs/diagnose.md shows where it comes from
 SMALL_EXCESS = 0.4
 #: what is suggested for a model that begins with weights, which other layers would throw away
-AS_TRAINED = "BN as it was trained (fedavg:freeze-bn=true) at a lower learning rate, or FedTAN (fedtan)"
+AS_TRAINED = (
+    "BN as it was trained (fedavg:freeze-bn=true) at a lower learning rate, or FedTAN (fedtan)"
+)
 
 
 def show_diagnosis(diagnosis: Diagnosis, title: str, advice: str, folder: Path) -> None:
     """Print distances by layer, errors by mismatch, and the suggestion."""
     actual, shuffled = diagnosis.actual, diagnosis.shuffled
-    table = new_table(f"{title}: clients' distance from the global values", "BN layer", numbers=[*DISTANCES.values()])
+    table = new_table(
+        f"{title}: clients' distance from the global values",
+        "BN layer",
+        numbers=[*DISTANCES.values()],
+    )
     table.columns[0].no_wrap = True  # a name in two could not be copied
     for layer, by_chance in zip(actual.layers, shuffled.layers, strict=True):
-        cells = (_both(_overall(diagnosis, layer, what), _overall(diagnosis, by_chance, what)) for what in DISTANCES)
+        cells = (
+            _both(_overall(diagnosis, layer, what), _overall(diagnosis, by_chance, what))
+            for what in DISTANCES
+        )
         table.add_row(layer.name, *cells)
     console.print(table)
-    table = new_table("the mean gradient, relative to its size", "what is each client's own", numbers=["error"])
+    table = new_table(
+        "the mean gradient, relative to its size", "what is each client's own", numbers=["error"]
+    )
     for shared, unshared in MISMATCHES.items():
         table.add_row(unshared, _both(actual.errors[shared], shuffled.errors[shared]))
     table.add_section()
     for label, what in SPREADS.items():
-        table.add_row(label, _both(_relative(diagnosis, actual, what), _relative(diagnosis, shuffled, what)))
+        table.add_row(
+            label, _both(_relative(diagnosis, actual, what), _relative(diagnosis, shuffled, what))
+        )
     console.print(table)
-    console.print("In brackets: with the same samples dealt out at random, which is what chance alone does.")
+    console.print(
+        "In brackets: with the same samples dealt out at random, which is what chance alone does."
+    )
     console.print(advice)
     console.print(f"Results: {folder.resolve()} (diagnosis.json)")
 
@@ -96,9 +114,18 @@ def run_diagnosis(options: dict[str, Any]) -> None:
         for client in clients
     ]
     diagnosis = diagnose(model, draws, weights, loss_function=material.task.loss, seed=config.seed)
-    advice = suggestion(diagnosis, count_domains(material, clients), config.local_steps, bool(config.init_from))
-    content = {"options": experiment.to_mapping(), "batches": count, "clients": clients, "suggestion": advice}
-    content |= asdict(diagnosis, dict_factory=lambda items: {wire_key(key): value for key, value in items})
+    advice = suggestion(
+        diagnosis, count_domains(material, clients), config.local_steps, bool(config.init_from)
+    )
+    content = {
+        "options": experiment.to_mapping(),
+        "batches": count,
+        "clients": clients,
+        "suggestion": advice,
+    }
+    content |= asdict(
+        diagnosis, dict_factory=lambda items: {wire_key(key): value for key, value in items}
+    )
     write_json(folder / "diagnosis.json", content)
     title = f"{config.dataset}, {config.model}, {config.partition}, {len(clients)} clients"
     show_diagnosis(diagnosis, title, advice, folder)
@@ -122,59 +149,88 @@ def mini_batches(material: Material, client: int, count: int) -> list[Batch]:
     """Return the first mini-batches that a client would train on."""
     config, split = material.config, material.data.train
     indices = torch.from_numpy(material.partition[client])
-    instruction = Instruction(local_steps=count, batch_size=config.batch_size, replacement=config.replacement)
+    instruction = Instruction(
+        local_steps=count, batch_size=config.batch_size, replacement=config.replacement
+    )
     generator = torch_generator(config.seed, "diagnosis", "batches", client)
     sizes = batch_sizes(len(indices), instruction, merge_single=True)
     drawn = draw(len(indices), sizes, instruction.replacement, generator)
-    loader = BatchLoader(split, material.device, config.augmentation, indices[drawn], sizes, generator)
+    loader = BatchLoader(
+        split, material.device, config.augmentation, indices[drawn], sizes, generator
+    )
     return [(channels_last(inputs, material.model), targets) for inputs, targets in loader]
 
 
 def count_domains(material: Material, clients: Sequence[int]) -> int:
     """Return how many domains the clients have if each client has exactly one; else 0."""
     domains, parts = material.data.train.domains, material.partition
-    own = [set() if domains is None else set(domains[torch.from_numpy(parts[client])].tolist()) for client in clients]
+    own = [
+        set() if domains is None else set(domains[torch.from_numpy(parts[client])].tolist())
+        for client in clients
+    ]
     return len(set.union(*own)) if all(len(each) == 1 for each in own) else 0
 
 
 def excess(diagnosis: Diagnosis) -> float:
-    """Return what the clients' differences add to the error of FedAvg with BN: squares of errors add up."""
+    """Return what the clients' differences add to the error of FedAvg with BN: squares of errors
+    add up.
+    """
     actual, chance = diagnosis.actual.errors["nothing"], diagnosis.shuffled.errors["nothing"]
     return sqrt(max(actual**2 - chance**2, 0.0))
 
 
 def is_certain(diagnosis: Diagnosis) -> bool:
-    """Return whether the threshold is more than 2 standard errors away, by how much the mini-batches differ."""
+    """Return whether the threshold is more than 2 standard errors away, by how much the
+    mini-batches differ.
+    """
     pairs = zip(diagnosis.actual.by_draw, diagnosis.shuffled.by_draw, strict=True)
     squares = [actual**2 - chance**2 for actual, chance in pairs]
     distance = abs(excess(diagnosis) ** 2 - SMALL_EXCESS**2)
     return len(squares) > 1 and distance > 2 * stdev(squares) / sqrt(len(squares))
 
 
-def suggestion(diagnosis: Diagnosis, domains: int = 0, local_steps: int = 5, is_trained: bool = False) -> str:
-    """Return one line of advice; a rule of thumb, not a promise. `domains` is as in `count_domains`."""
+def suggestion(
+    diagnosis: Diagnosis, domains: int = 0, local_steps: int = 5, is_trained: bool = False
+) -> str:
+    """Return one line of advice; a rule of thumb, not a promise.
+
+    `domains` is as in `count_domains`.
+    """
     size, error = median(diagnosis.batch_sizes), excess(diagnosis)
     if size <= TINY_BATCH:
         reason = f"Mini-batches of {size:g} samples are too small for statistics of their own."
-        new = "a model that needs none: FedWon (fedwon), or GN with standardized weights (fedavg+gn-ws)"
+        new = (
+            "a model that needs none: FedWon (fedwon), or GN with standardized weights "
+            "(fedavg+gn-ws)"
+        )
         return f"{reason} This suggests {AS_TRAINED if is_trained else new}."
-    reason = f"Clients' differences put the mean gradient off by {error:.0%} of its size, beyond chance."
+    reason = (
+        f"Clients' differences put the mean gradient off by {error:.0%} of its size, beyond chance."
+    )
     count = len(diagnosis.actual.by_draw)
     if not is_certain(diagnosis):
-        return f"{reason} To suggest a method, more mini-batches than {count} are needed (--batches)."
+        return (
+            f"{reason} To suggest a method, more mini-batches than {count} are needed (--batches)."
+        )
     if error < SMALL_EXCESS:
         return f"{reason} This suggests that BN is fine as it is (fedavg)."
     if is_trained:
         return f"{reason} This suggests {AS_TRAINED}."
     if domains > 1:
         return (
-            f"{reason} Each client has one of {domains} domains. This suggests a model for each client (fedbn, or "
-            "standalone if clients have many samples) or BN for each domain (fednorm); for one model FedWon (fedwon)."
+            f"{reason} Each client has one of {domains} domains. This suggests a model for each "
+            "client (fedbn, or "
+            "standalone if clients have many samples) or BN for each domain (fednorm); for one "
+            "model FedWon (fedwon)."
         )
     if local_steps >= MANY_STEPS:
-        best = "FedWon (fedwon) if the layers may change, else carried corrections (fedtan:carry=true) or FixBN (fixbn)"
+        best = (
+            "FedWon (fedwon) if the layers may change, else carried corrections "
+            "(fedtan:carry=true) or FixBN (fixbn)"
+        )
         return f"{reason} With {local_steps} local steps this suggests {best}."
     return (
-        f"{reason} This suggests FedTAN (fedtan), or at one exchange carried corrections (fedtan:carry=true); if "
+        f"{reason} This suggests FedTAN (fedtan), or at one exchange carried corrections "
+        "(fedtan:carry=true); if "
         "the layers may change, these with standardized weights (fedtan+bn-ws) or FedWon (fedwon)."
     )

@@ -1,4 +1,6 @@
-"""The engines: stacks or single clients in this process or in several of this machine, or Flower's Ray simulation."""
+"""The engines: stacks or single clients in this process or in several of this machine, or Flower's
+Ray simulation.
+"""
 
 import os
 import socket
@@ -46,11 +48,12 @@ from fedbn_flwr.state import to_record
 from fedbn_flwr.strategies import BaseStrategy, Layerwise
 from fedbn_flwr.transports import message_client
 
-#: multiplications in the forward passes of a run from which on it starts processes. At this size two took about as long
-#: to start as they saved (on two cores one is started): 40,000 steps of small-cnn, or 2,000 of resnet20, batches of 20
+#: multiplications in the forward passes of a run from which on it starts processes. At this size
+#: two took about as long to start as they saved (on two cores one is started): 40,000 steps of
+#: small-cnn, or 2,000 of resnet20, batches of 20
 WORTH_STARTING = 10**11
-#: clients per process in a round where models are stacked: five clients are faster in a stack than one after another
-#: (docs/benchmarks.md, "Choices in the code")
+#: clients per process in a round where models are stacked: five clients are faster in a stack than
+#: one after another (docs/benchmarks.md, "Choices in the code")
 CLIENTS_PER_WORKER = 5
 #: makes the grid of some partitions' nodes of what they work with
 MakeGrid = Callable[[Material, Sequence[int]], InProcessGrid]
@@ -61,11 +64,14 @@ NEEDED = (__name__, "torch._dynamo", "sklearn.datasets")
 
 
 def count_workers(material: Material, layerwise: bool = False) -> int:
-    """Return the number of processes of the stacked engine: `workers`, or in a long run as many as there are cores.
+    """Return the number of processes of the stacked engine:
 
-    The rule knows the model, the sizes of its activations, the number of clients and steps, the cores and the options,
-    and nothing that is measured. Several processes do not make a GPU faster: each of several GPUs has one. They make a
-    round of a single layer-wise step faster, although they wait for each other at every layer (docs/benchmarks.md).
+    `workers`, or in a long run as many as there are cores.
+
+    The rule knows the model, the sizes of its activations, the number of clients and steps, the
+    cores and the options, and nothing that is measured. Several processes do not make a GPU faster:
+    each of several GPUs has one. They make a round of a single layer-wise step faster, although
+    they wait for each other at every layer (docs/benchmarks.md).
     """
     config = material.config
     if config.workers:
@@ -90,7 +96,9 @@ def useful_workers(material: Material, layerwise: bool, cores: int) -> int:
 
 
 def visible_gpus(config: Config) -> list[str]:
-    """Return the names of the GPUs of a run, as `CUDA_VISIBLE_DEVICES` has them; none if it is not for all GPUs."""
+    """Return the names of the GPUs of a run, as `CUDA_VISIBLE_DEVICES` has them; none if it is not
+    for all GPUs.
+    """
     if config.device not in ("auto", "cuda") or not torch.cuda.is_available():
         return []
     named, count = os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.device_count()
@@ -101,11 +109,15 @@ def visible_gpus(config: Config) -> list[str]:
 def one_step(material: Material) -> StepMemory:
     """Return what a client's step on a mini-batch of the training data keeps in memory."""
     few = np.arange(min(len(material.data.train), material.config.batch_size))
-    return StepMemory.of(replace(material, partition=[few]).client(0), instruction_of(material.config))
+    return StepMemory.of(
+        replace(material, partition=[few]).client(0), instruction_of(material.config)
+    )
 
 
 def count_multiplications(material: Material) -> int:
-    """Return the multiplications of convolutions and linear layers in the forward pass of one sample."""
+    """Return the multiplications of convolutions and linear layers in the forward pass of one
+    sample.
+    """
     model, total = material.model, 0
 
     def count(layer: nn.Module, _: object, output: Tensor) -> None:
@@ -127,7 +139,10 @@ def count_multiplications(material: Material) -> int:
 
 
 def _weighting_if_averaged(config: Config, strategy: BaseStrategy) -> str:
-    """Return by what stacks can average their nodes' replies; nothing if the server needs them one by one."""
+    """Return by what stacks can average their nodes' replies.
+
+    Nothing if the server needs them one by one.
+    """
     single = config.record_dynamics or strategy.needs_single_replies
     # a user's own hooks may look at whatever they like
     return "" if single or is_foreign(type(strategy)) else strategy.weighting
@@ -136,13 +151,17 @@ def _weighting_if_averaged(config: Config, strategy: BaseStrategy) -> str:
 def open_grid(
     material: Material, strategy: BaseStrategy, folder: Path, engine: str, bound_here: bool = False
 ) -> AbstractContextManager[InProcessGrid | WorkersGrid]:
-    """Make the grid of all clients, in this process or shared out over several, which are ended afterwards.
+    """Make the grid of all clients, in this process or shared out over several, which are ended
+    afterwards.
 
-    The engine `stacked` has as many processes as `count_workers` says, and with `RAY_ADDRESS` in the environment its
-    workers are on the cluster that is there. What is `bound_here` cannot be sent to others.
+    The engine `stacked` has as many processes as `count_workers` says, and with `RAY_ADDRESS` in
+    the environment its workers are on the cluster that is there. What is `bound_here` cannot be
+    sent to others.
     """
     config, layerwise = material.config, isinstance(strategy, Layerwise)
-    make_grid = partial(node_grid, layerwise, folder.resolve(), engine, _weighting_if_averaged(config, strategy))
+    make_grid = partial(
+        node_grid, layerwise, folder.resolve(), engine, _weighting_if_averaged(config, strategy)
+    )
     workers = min(config.workers, config.clients)
     if engine == "stacked" and not bound_here:
         if _cluster() != LOCAL:
@@ -155,8 +174,12 @@ def open_grid(
 
 
 @contextmanager
-def open_on_cluster(make_grid: MakeGrid, material: Material, layerwise: bool) -> Iterator[WorkersGrid]:
-    """Share the nodes out over a Ray cluster: a worker a GPU, or without GPUs one for each useful processor."""
+def open_on_cluster(
+    make_grid: MakeGrid, material: Material, layerwise: bool
+) -> Iterator[WorkersGrid]:
+    """Share the nodes out over a Ray cluster: a worker a GPU, or without GPUs one for each useful
+    processor.
+    """
     config = material.config
     with extra("simulation"):
         from fedbn_flwr.simulation.processes import ray_worker
@@ -164,11 +187,17 @@ def open_on_cluster(make_grid: MakeGrid, material: Material, layerwise: bool) ->
         has = stack.enter_context(ray_worker.joined(_cluster()))
         gpus = 0 if config.device == "cpu" else int(has.get("GPU", 0))
         cores = int(has.get("CPU", 0)) // max(config.threads, 1)
-        workers = config.workers or min(gpus, config.clients_in_round()) or useful_workers(material, layerwise, cores)
+        workers = (
+            config.workers
+            or min(gpus, config.clients_in_round())
+            or useful_workers(material, layerwise, cores)
+        )
         cluster = ray_worker.Cluster(min(workers, config.clients), config.threads, gpu=gpus > 0)
         stack.callback(cluster.close)
         ready = partial(_elsewhere, make_grid, config)
-        grid = stack.enter_context(WorkersGrid(ready, config.clients, workers, threads=config.threads, start=cluster))
+        grid = stack.enter_context(
+            WorkersGrid(ready, config.clients, workers, threads=config.threads, start=cluster)
+        )
         for worker in cluster.workers:
             clients = len(range(worker.index, config.clients, len(cluster.workers)))
             print(f"worker {worker.index}: {worker.describe()}, {clients} clients", file=sys.stderr)
@@ -176,13 +205,19 @@ def open_on_cluster(make_grid: MakeGrid, material: Material, layerwise: bool) ->
 
 
 def node_grid(
-    layerwise: bool, folder: Path, engine: str, average_by: str, material: Material, partitions: Sequence[int]
+    layerwise: bool,
+    folder: Path,
+    engine: str,
+    average_by: str,
+    material: Material,
+    partitions: Sequence[int],
 ) -> InProcessGrid:
     """Make the grid that trains the clients of these partitions, in stacks or one after another."""
     config, max_steps = material.config, 0
     set_up_process(config)
     if layerwise and len(partitions) > message_client.MAX_STEPS:
-        # further clients replay the step; the other clients may be in other processes of this machine
+        # further clients replay the step; the other clients may be in other processes of this
+        # machine
         fitting = clients_that_fit(one_step(material), material.device)
         max_steps = min(len(partitions), fitting * len(partitions) // config.clients)
 
@@ -195,7 +230,12 @@ def node_grid(
         return OneByOneGrid(app, config.clients, partitions=partitions, state_dir=state_dir)
     keep_freed_memory()
     return StackedGrid(
-        app, config.clients, partitions=partitions, state_dir=state_dir, chunk=config.chunk, average_by=average_by
+        app,
+        config.clients,
+        partitions=partitions,
+        state_dir=state_dir,
+        chunk=config.chunk,
+        average_by=average_by,
     )
 
 
@@ -206,7 +246,9 @@ def _elsewhere(make_grid: MakeGrid, config: Config, partitions: Sequence[int]) -
 
 
 def state_folder(config: Config, run: Path) -> Path | None:
-    """Return the folder for the nodes' memory in one run, named by the path of its results; None keeps it in RAM."""
+    """Return the folder for the nodes' memory in one run, named by the path of its results; None
+    keeps it in RAM.
+    """
     if not config.state_dir:
         return None
     # runs of several comparisons at once have folders of the same name
@@ -219,24 +261,46 @@ def spread_over(workers: int, make_grid: GridFactory, config: Config) -> Workers
     gpus = visible_gpus(config)
 
     def start(index: int, threads: int) -> Worker:
-        return Worker(index, threads, {"CUDA_VISIBLE_DEVICES": gpus[index % len(gpus)]} if gpus else {})
+        return Worker(
+            index, threads, {"CUDA_VISIBLE_DEVICES": gpus[index % len(gpus)]} if gpus else {}
+        )
 
-    return WorkersGrid(make_grid, config.clients, workers, threads=config.threads, here=True, start=start)
+    return WorkersGrid(
+        make_grid, config.clients, workers, threads=config.threads, here=True, start=start
+    )
 
 
-def run_with_grid(engine: str, experiment: Experiment, folder: Path, progress: Progress | None = None) -> Summary:
-    """Run with one client after another (`inprocess`) or with stacks of clients (`stacked`): no network."""
-    material, strategy = check_simulation(experiment), experiment.make_strategy(experiment.config.clients)
+def run_with_grid(
+    engine: str, experiment: Experiment, folder: Path, progress: Progress | None = None
+) -> Summary:
+    """Run with one client after another (`inprocess`) or with stacks of clients (`stacked`): no
+    network.
+    """
+    material, strategy = (
+        check_simulation(experiment),
+        experiment.make_strategy(experiment.config.clients),
+    )
     saved = read_checkpoint(folder) if experiment.config.resume else None
     initial = to_record(material.model.state_dict())  # before a step is tried with it
     with open_grid(material, strategy, folder, engine, bool(experiment.bound_here)) as grid:
-        return play(set_up_here(grid, material, initial), experiment, strategy, folder, saved, progress, engine)
+        return play(
+            set_up_here(grid, material, initial),
+            experiment,
+            strategy,
+            folder,
+            saved,
+            progress,
+            engine,
+        )
 
 
 def run_on_ray(experiment: Experiment, folder: Path, progress: Progress | None = None) -> Summary:
-    """Flower's simulation engine; every client gets one processor, and all share the GPU where there is one.
+    """Flower's simulation engine.
 
-    Of its own on this machine, or with `RAY_ADDRESS` in the environment on the cluster that is there.
+    Every client gets one processor, and all share the GPU where there is one.
+
+    Of its own on this machine, or with `RAY_ADDRESS` in the environment on the cluster that is
+    there.
     """
     with extra("simulation"):
         import ray  # noqa: F401  # Flower's own error would name no package
@@ -248,7 +312,11 @@ def run_on_ray(experiment: Experiment, folder: Path, progress: Progress | None =
 
     config, server, summaries = experiment.config, ServerApp(), []
     # Flower keeps its nodes' states out of reach
-    mods = [keep_states_in(folder.resolve() / STATES)] if config.checkpoint_every or config.resume else None
+    mods = (
+        [keep_states_in(folder.resolve() / STATES)]
+        if config.checkpoint_every or config.resume
+        else None
+    )
 
     @server.main()
     def main(grid: Grid, context: Context) -> None:
@@ -269,8 +337,8 @@ def run_on_ray(experiment: Experiment, folder: Path, progress: Progress | None =
 def _cluster() -> str:
     """The address of the Ray cluster that the environment names; `local` is one for this run only.
 
-    Ray by itself would join whatever cluster was started last on this machine, and wait minutes for one that is not
-    there.
+    Ray by itself would join whatever cluster was started last on this machine, and wait minutes for
+    one that is not there.
     """
     address = os.environ.get("RAY_ADDRESS") or LOCAL
     host, colon, port = address.rpartition(":")
@@ -283,15 +351,21 @@ def _cluster() -> str:
 
 
 def prepare(engine: Engine, experiment: Experiment, elsewhere: bool = False) -> None:
-    """Refuse workers where there are none of ours; elsewhere let them import while their run is checked.
+    """Refuse workers where there are none of ours.
+
+    Elsewhere let them import while their run is checked.
 
     With `elsewhere` the run itself is in another process.
     """
     config = experiment.config
-    if (bound := experiment.bound_here) and (config.workers > 1 or elsewhere or engine is run_on_ray):
+    if (bound := experiment.bound_here) and (
+        config.workers > 1 or elsewhere or engine is run_on_ray
+    ):
         raise UsageError(
-            f"{bound} stays in this process, so workers and side-by-side must be 1, and the engine not ray; put it "
-            "into a module, and name it as package.module:function, or the module of a registered strategy in plugins"
+            f"{bound} stays in this process, so workers and side-by-side must be 1, and the "
+            "engine not ray; put it "
+            "into a module, and name it as package.module:function, or the module of a registered "
+            "strategy in plugins"
         )
     if engine is run_on_ray:
         refuse_own_nodes(config)
@@ -300,7 +374,10 @@ def prepare(engine: Engine, experiment: Experiment, elsewhere: bool = False) -> 
 
 
 def engine_named(name: str | None) -> str:
-    """Return the engine's name, or that of the default one; a UsageError if there is none of the name."""
+    """Return the engine's name, or that of the default one.
+
+    A UsageError if there is none of the name.
+    """
     name = name or "stacked"
     if name not in ENGINES:
         raise UsageError(f"unknown engine {name!r}; {did_you_mean(name, ENGINES)}")

@@ -1,4 +1,6 @@
-"""What `flwr run` starts: a run with the options of Flower's run configuration, on Flower's nodes or on our workers."""
+"""What `flwr run` starts: a run with the options of Flower's run configuration, on Flower's nodes
+or on our workers.
+"""
 
 import os
 from collections.abc import Mapping
@@ -30,28 +32,35 @@ from fedbn_flwr.transports.side_channel_grid import SideChannelGrid, SideChannel
 
 #: where a deployment's server keeps the results of its runs, each in a folder of the run's number
 RESULTS_VARIABLE = "FEDBN_FLWR_RESULTS"
-#: samples that stand behind the statistics of a layer-wise step, at least: remark 4 of FedTAN's paper
+#: samples that stand behind the statistics of a layer-wise step, at least: remark 4 of FedTAN's
+#: paper
 LEAST_BATCH = 32
-#: the engine by the method, the name of a deployment's nodes, which is no choice, and the engines with our workers
+#: the engine by the method, the name of a deployment's nodes, which is no choice, and the engines
+#: with our workers
 AUTO, DEPLOYED, OWN = "auto", "flower", ("stacked", "inprocess")
 
 
 def serve(grid: Grid, run_config: Mapping[str, Any], run_id: int = 0) -> Summary:
     """Run what a Flower run configuration says, and log where the results are.
 
-    The folder is kept: a finished run of these options is not repeated, an unfinished one goes on after its last
-    checkpoint, and a folder with another run is refused: give another results-dir. Results that were made with code of
-    a user's own are taken with `reuse`, and set aside with `anew`.
+    The folder is kept: a finished run of these options is not repeated, an unfinished one goes on
+    after its last checkpoint, and a folder with another run is refused: give another results-dir.
+    Results that were made with code of a user's own are taken with `reuse`, and set aside with
+    `anew`.
 
-    A relative `results-dir` is relative to where the SuperLink was started: Flower does not tell where `flwr run` was.
-    Where `FEDBN_FLWR_RESULTS` names a folder, results go to `run_id` in it, and `results-dir` counts for nothing;
-    `resume` is then the number of a run.
+    A relative `results-dir` is relative to where the SuperLink was started: Flower does not tell
+    where `flwr run` was. Where `FEDBN_FLWR_RESULTS` names a folder, results go to `run_id` in it,
+    and `results-dir` counts for nothing; `resume` is then the number of a run.
     """
     experiment = resolve(run_config, federation=True)
     config = experiment.config
     if issubclass(experiment.strategy_class, Layerwise) and config.batch_size < LEAST_BATCH:
-        # the statistics of few samples leave the sites, from which an attacker may reconstruct these samples
-        text = "%s sends BN statistics of mini-batches of %d samples; FedTAN's authors advise at least %d (remark 4)"
+        # the statistics of few samples leave the sites, from which an attacker may reconstruct
+        # these samples
+        text = (
+            "%s sends BN statistics of mini-batches of %d samples; FedTAN's authors advise at "
+            "least %d (remark 4)"
+        )
         log(WARNING, text, experiment.strategy, config.batch_size, LEAST_BATCH)
     folder = results_folder(config, run_id)
     engine = choose_engine(grid, str(run_config.get(ENGINE) or AUTO), experiment, folder)
@@ -65,7 +74,9 @@ def serve(grid: Grid, run_config: Mapping[str, Any], run_id: int = 0) -> Summary
     def train(experiment: Experiment, folder: Path, _: Progress | None) -> Summary:
         if engine in OWN:
             return run_with_grid(engine, experiment, folder)
-        return run(with_side_channel(PackingGrid(sites), experiment), experiment, folder, engine=engine)
+        return run(
+            with_side_channel(PackingGrid(sites), experiment), experiment, folder, engine=engine
+        )
 
     reuse = bool(config.resume) or convert(REUSE, run_config.get(REUSE) or False, bool)
     anew = convert(ANEW, run_config.get(ANEW) or False, bool)
@@ -80,13 +91,16 @@ def serve(grid: Grid, run_config: Mapping[str, Any], run_id: int = 0) -> Summary
 
 
 def choose_engine(grid: Grid, given: str, experiment: Experiment, folder: Path) -> str:
-    """Return the engine of a run, and log why: the given one, that of the run in the folder, or the method's."""
+    """Return the engine of a run, and log why: the given one, that of the run in the folder, or the
+    method's.
+    """
     if given not in (AUTO, *ENGINES):
         raise UsageError(f"unknown engine {given!r}; {did_you_mean(given, (AUTO, *ENGINES))}")
     if not is_simulated(grid):
         if given != AUTO:
             raise UsageError(
-                f"engine={given!r} is for simulations: the nodes of a deployment are reached by Flower's messages, or "
+                f"engine={given!r} is for simulations: the nodes of a deployment are reached by "
+                "Flower's messages, or "
                 "by the side channel; leave engine out"
             )
         refuse_own_nodes(experiment.config)
@@ -106,33 +120,50 @@ def choose_engine(grid: Grid, given: str, experiment: Experiment, folder: Path) 
         engine, why = "ray", "the default without exchanges at every BN layer"
     if engine == "stacked" and cluster:
         raise UsageError(
-            f"engine='stacked' with RAY_ADDRESS={cluster}: Flower's own Ray takes that cluster's processors; use "
+            f"engine='stacked' with RAY_ADDRESS={cluster}: Flower's own Ray takes that cluster's "
+            "processors; use "
             "`fedbn-flwr run`, or engine='ray'"
         )
     if engine in OWN:
-        trained = "worker processes of this package train the nodes, and client-resources do not apply"
+        trained = (
+            "worker processes of this package train the nodes, and client-resources do not apply"
+        )
         log(INFO, "Engine %s, %s: %s; engine='ray' is Flower's simulation", engine, why, trained)
     else:
         refuse_own_nodes(experiment.config)
-        log(INFO, "Engine %s, %s: Flower's simulation trains the nodes; engine='stacked' is faster", engine, why)
+        log(
+            INFO,
+            "Engine %s, %s: Flower's simulation trains the nodes; engine='stacked' is faster",
+            engine,
+            why,
+        )
     return engine
 
 
 def results_folder(config: Config, run_id: int) -> Path:
-    """Return where the results of a run go; the folder of a run that goes on with another one is that one's."""
+    """Return where the results of a run go.
+
+    The folder of a run that goes on with another one is that one's.
+    """
     kept = os.environ.get(RESULTS_VARIABLE)
     if not kept:
         return Path(config.resume or config.results_dir).expanduser().resolve()
     if config.resume and not (config.resume.isdecimal() and Path(kept, config.resume).is_dir()):
-        raise UsageError(f"resume must be the number of a run with results on the server, got {config.resume!r}")
+        raise UsageError(
+            f"resume must be the number of a run with results on the server, got {config.resume!r}"
+        )
     return Path(kept, config.resume or str(run_id))
 
 
 def with_side_channel(grid: Grid, experiment: Experiment) -> Grid:
-    """Return the grid with a side channel for the exchanges of layer-wise steps, if the run is to have one."""
+    """Return the grid with a side channel for the exchanges of layer-wise steps, if the run is to
+    have one.
+    """
     config = experiment.config
     if not issubclass(experiment.strategy_class, Layerwise):
         return grid
     with refusing():
-        options = SideChannelOptions.of(config.exchange_port, config.exchange_address, config.connect_timeout)
+        options = SideChannelOptions.of(
+            config.exchange_port, config.exchange_address, config.connect_timeout
+        )
     return grid if options is None else SideChannelGrid(grid, options)

@@ -1,4 +1,7 @@
-"""Experiments from Python: `compare` and `run` of `fedbn_flwr`. The commands of the same names call them."""
+"""Experiments from Python:
+
+`compare` and `run` of `fedbn_flwr`. The commands of the same names call them.
+"""
 
 import shutil
 import sys
@@ -18,11 +21,28 @@ from fedbn_flwr.experiments.choice import SEEDS, Grid
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.engines import ENGINES, engine_named, prepare
 from fedbn_flwr.experiments.material import load_data
-from fedbn_flwr.experiments.method import Method, data_here, import_plugins, method_of, owners, parse, resolve
+from fedbn_flwr.experiments.method import (
+    Method,
+    data_here,
+    import_plugins,
+    method_of,
+    owners,
+    parse,
+    resolve,
+)
 from fedbn_flwr.experiments.output.console import Bars
 from fedbn_flwr.experiments.results.results import Results
 from fedbn_flwr.experiments.runs import keeping, resume
-from fedbn_flwr.experiments.study import STUDY, Setting, Study, cells_of, checked, execute, quiet, write_study
+from fedbn_flwr.experiments.study import (
+    STUDY,
+    Setting,
+    Study,
+    cells_of,
+    checked,
+    execute,
+    quiet,
+    write_study,
+)
 from fedbn_flwr.plugins import Named
 from fedbn_flwr.plugins.options import UsageError, as_given, option_key, refusing, whole_number
 
@@ -54,25 +74,29 @@ def compare(
 ) -> Results:
     """Train with several methods on the same data, model and seeds.
 
-        compare(["fedavg", "fixbn", MyMethod(mu=0.1)], model=make_net, data=(train, test), rounds=100, seeds=3)
+        compare(["fedavg", "fixbn", MyMethod(mu=0.1)], model=make_net, data=(train, test),
+        rounds=100, seeds=3)
 
-    - `methods`: names with options (`fedprox:mu=0.1`), strategies, or their classes; a list, or one of them.
+    - `methods`: names with options (`fedprox:mu=0.1`), strategies, or their classes; a list, or one
+      of them.
     - `model`: a name, a function or class that makes a `torch.nn.Module`, or such a module.
-    - `data`: a name, `fedbn_flwr.data.Data`, a function that returns them, or a pair of training and test data: each
-      tensors (inputs, labels), or a torch `Dataset`.
-    - `grid`: values of options to choose from for each method, such as `{"lr": [0.03, 0.1]}`, by the mean score of
-      `grid_seeds` runs on held-out training data.
+    - `data`: a name, `fedbn_flwr.data.Data`, a function that returns them, or a pair of training
+      and test data: each tensors (inputs, labels), or a torch `Dataset`.
+    - `grid`: values of options to choose from for each method, such as `{"lr": [0.03, 0.1]}`, by
+      the mean score of `grid_seeds` runs on held-out training data.
     - `side_by_side`: how many methods run at once, each in a process.
     - `options`: those of the command, with underscores, such as `partition="classes:2"`.
-    - `folder`: where runs are kept. The same call goes on there, and runs with other options, methods and seeds lie
-      beside them. Without it, runs are gone with the results that are returned.
-    - `reuse`, `anew`: what becomes of runs in the folder that were made with code or data of your own, which nothing
-      can compare: taken as they are, or trained again (any run, and what it had lies in `before`). Without either, the
-      call stops before it trains.
-    - `progress`: a bar in a terminal or a notebook, and elsewhere a line in every tenth of the rounds.
+    - `folder`: where runs are kept. The same call goes on there, and runs with other options,
+      methods and seeds lie beside them. Without it, runs are gone with the results that are
+      returned.
+    - `reuse`, `anew`: what becomes of runs in the folder that were made with code or data of your
+      own, which nothing can compare: taken as they are, or trained again (any run, and what it had
+      lies in `before`). Without either, the call stops before it trains.
+    - `progress`: a bar in a terminal or a notebook, and elsewhere a line in every tenth of the
+      rounds.
 
-    A UsageError, which is a ValueError, says in one line what is wrong and what is allowed. A method that fails does
-    not stop the others: `Results.failures` says why it failed.
+    A UsageError, which is a ValueError, says in one line what is wrong and what is allowed. A
+    method that fails does not stop the others: `Results.failures` says why it failed.
     """
     with quiet(verbose):
         given = given_options(model, data, folder, options)
@@ -81,7 +105,9 @@ def compare(
         study = comparison(methods, given, seeds, grid, grid_seeds, engine, side_by_side)
         with _opened(given.get(RESULTS)) as (place, is_kept):
             runs = checked(study, place, side_by_side)
-            total = len(runs) + sum(len(each) for run, *_ in cells_of(runs) for each in run.tried.values())
+            total = len(runs) + sum(
+                len(each) for run, *_ in cells_of(runs) for each in run.tried.values()
+            )
             with (
                 keeping(place, runs, reuse, anew) if is_kept else nullcontext(),
                 Bars(total, load_data(runs[0].experiment.config), progress) as bars,
@@ -113,7 +139,9 @@ def run(
         label = str(given.get("method", Config.method))
         resumed = given.get("resume")
         if resumed and anew:
-            raise UsageError("resume goes on with a run, and anew begins it again: give one of them")
+            raise UsageError(
+                "resume goes on with a run, and anew begins it again: give one of them"
+            )
         if not resumed:
             _refuse_ignored([label], given)
         with _opened(resumed or given.get(RESULTS)) as (place, is_kept):
@@ -143,7 +171,10 @@ def run(
 def given_options(
     model: Model, data: str | OwnData, folder: str | Path | None, options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return options by the keys of the command; objects become names that hold them. Plug-ins are imported."""
+    """Return options by the keys of the command; objects become names that hold them.
+
+    Plug-ins are imported.
+    """
     given = {option_key(key): as_given(value) for key, value in options.items()}
     import_plugins(str(given.get("plugins", "")))
     if callable(objective := given.get("objective")):
@@ -157,7 +188,9 @@ def given_options(
 
 
 def model_of(given: Model) -> str:
-    """Return a model's name, which holds the function that makes it if it is none of the registered ones."""
+    """Return a model's name, which holds the function that makes it if it is none of the registered
+    ones.
+    """
     if isinstance(given, str):
         return given
     if isinstance(given, nn.Module):
@@ -165,7 +198,8 @@ def model_of(given: Model) -> str:
         return Named(type(held).__name__, lambda: deepcopy(held))
     if not callable(given):
         raise UsageError(
-            "model must be a name, a function or class that makes a torch.nn.Module, or a torch.nn.Module, got "
+            "model must be a name, a function or class that makes a torch.nn.Module, or a "
+            "torch.nn.Module, got "
             f"{type(given).__name__}"
         )
     return Named(getattr(getattr(given, "func", given), "__name__", "model"), given)
@@ -189,7 +223,10 @@ def comparison(
     engine: str,
     side_by_side: int = 1,
 ) -> Study:
-    """Return the study of these methods; a UsageError names methods, seeds or an engine that cannot be."""
+    """Return the study of these methods.
+
+    A UsageError names methods, seeds or an engine that cannot be.
+    """
     engine_named(engine)
     if isinstance(methods, str) or not isinstance(methods, Sequence) or not methods:
         raise UsageError(f"methods must be a list of at least one method, got {methods!r}")
@@ -202,7 +239,10 @@ def comparison(
         if not isinstance(values, tuple) or not values:
             raise UsageError(f"grid: {key} must have a list of at least one value, got {values!r}")
     for key in {"method", "resume"} & given.keys():
-        raise UsageError(f"compare has no option {key!r}; `methods` names methods, and the same call goes on by itself")
+        raise UsageError(
+            f"compare has no option {key!r}; `methods` names methods, and the same call goes on "
+            "by itself"
+        )
     texts = [method_of(method) for method in methods]
     if twice := [text for text in texts if texts.count(text) > 1]:
         raise UsageError(f"methods names {twice[0]!r} twice")
@@ -213,7 +253,9 @@ def comparison(
         # the runs refuse `each` as a domain that there is not, or say that the data are not here
         names = data.domain_names if data and data.domain_names else [EACH]
         texts = [f"{text}:unseen={name}" for name in names for text in texts]
-    return Study({text: text for text in texts}, [Setting({}, given)], seeds, grid, grid_seeds, engine)
+    return Study(
+        {text: text for text in texts}, [Setting({}, given)], seeds, grid, grid_seeds, engine
+    )
 
 
 def _refuse_ignored(methods: Sequence[str], given: Mapping[str, Any]) -> None:
@@ -224,12 +266,17 @@ def _refuse_ignored(methods: Sequence[str], given: Mapping[str, Any]) -> None:
     strategies = [parse(method).strategy for method in methods]
     for key in given:
         if (names := owners(key)) and not set(names) & set(strategies):
-            raise UsageError(f"{key} is an option of {', '.join(names)}; {', '.join(strategies)} would ignore it")
+            raise UsageError(
+                f"{key} is an option of {', '.join(names)}; {', '.join(strategies)} would ignore it"
+            )
 
 
 @contextmanager
 def _opened(folder: str | None) -> Iterator[tuple[Path, bool]]:
-    """Return a folder of results; a temporary one, which is removed if the work fails, if there is no name."""
+    """Return a folder of results.
+
+    A temporary one, which is removed if the work fails, if there is no name.
+    """
     if folder is not None:
         yield Path(folder).expanduser(), True
         return
@@ -239,5 +286,7 @@ def _opened(folder: str | None) -> Iterator[tuple[Path, bool]]:
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(error, KeyboardInterrupt):
-            print("fedbn-flwr: stopped; runs are kept where the call names a folder", file=sys.stderr)
+            print(
+                "fedbn-flwr: stopped; runs are kept where the call names a folder", file=sys.stderr
+            )
         raise

@@ -1,4 +1,6 @@
-"""What a run works with: data, their split over the clients, a model and a device, made once and handed on."""
+"""What a run works with: data, their split over the clients, a model and a device, made once and
+handed on.
+"""
 
 import pickle
 from collections.abc import Sequence
@@ -39,7 +41,9 @@ class Form(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Material:
-    """What the clients of a run share in a process; worker processes of this machine map the memory of the data.
+    """What the clients of a run share in a process.
+
+    Worker processes of this machine map the memory of the data.
 
     The model is one object: whoever uses it overwrites its whole state first.
     """
@@ -53,10 +57,19 @@ class Material:
 
     @classmethod
     def of(cls, config: Config, loaded: Data | None = None) -> Self:
-        """Load data that are not there yet, split them and make a model; a UsageError says why this cannot be."""
+        """Load data that are not there yet, split them and make a model.
+
+        A UsageError says why this cannot be.
+        """
         loaded = loaded or load_data(config)
         partition = make_partition(config, loaded, config.clients) if config.clients else []
-        return cls(config, loaded, partition, fresh_model(config, form_of(loaded)), pick_device(config.device))
+        return cls(
+            config,
+            loaded,
+            partition,
+            fresh_model(config, form_of(loaded)),
+            pick_device(config.device),
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         # at each sending, because a handle of the memory is good for one process
@@ -91,15 +104,20 @@ def _take(config: Config, shared: bytes | None) -> Material:
 
 
 def load_data(config: Config) -> Data:
-    """The data set, or with `validation` the training data with a part held out in place of the test data."""
+    """The data set, or with `validation` the training data with a part held out in place of the
+    test data.
+    """
     loaded = read_data(config)
     loaded = data.renumbered(loaded, config.classes) if config.classes else loaded
-    loaded = loaded.validation_split(config.validation, VALIDATION_SEED) if config.validation else loaded
+    loaded = (
+        loaded.validation_split(config.validation, VALIDATION_SEED) if config.validation else loaded
+    )
     return data.normalized(loaded, config.mean, config.std) if config.mean else loaded
 
 
 def unlabeled_inputs(material: Material) -> dict[str, list[Tensor]]:
-    """Return, by their number, batches of training inputs of the domain that nobody trains with, to adapt BN to.
+    """Return, by their number, batches of training inputs of the domain that nobody trains with, to
+    adapt BN to.
 
     There are none where other data are tested, or if the model has no BN statistics.
     """
@@ -107,18 +125,31 @@ def unlabeled_inputs(material: Material) -> dict[str, list[Tensor]]:
     if not config.unseen or config.validation or norm.lacks(material.model, "statistics"):
         return {}
     _, split = data.leave_out(read_data(replace(config, unseen="")), config.unseen)
-    split, counts = replace(split, mean=train.mean, std=train.std), {"20": 20, "100": 100, "all": len(split)}
+    split, counts = (
+        replace(split, mean=train.mean, std=train.std),
+        {"20": 20, "100": 100, "all": len(split)},
+    )
     rows = torch.randperm(len(split), generator=torch_generator(config.seed, "unlabeled"))
     return {
-        name: [inputs for inputs, _ in split.batches(rows[:count], batch_sizes(split, count, 500), material.device)]
+        name: [
+            inputs
+            for inputs, _ in split.batches(
+                rows[:count], batch_sizes(split, count, 500), material.device
+            )
+        ]
         for name, count in counts.items()
         if count <= len(split)
     }
 
 
 def normalization(used: Config | Split) -> dict[str, Channels]:
-    """Return mean and standard deviation that inputs are normalized with, in float32 as it is done."""
-    return {name: tuple(np.asarray(getattr(used, name), np.float32).tolist()) for name in ("mean", "std")}
+    """Return mean and standard deviation that inputs are normalized with, in float32 as it is
+    done.
+    """
+    return {
+        name: tuple(np.asarray(getattr(used, name), np.float32).tolist())
+        for name in ("mean", "std")
+    }
 
 
 def form_of(loaded: Data) -> Form:
@@ -136,9 +167,13 @@ def node_names(loaded: Data, partition: Sequence[NDArray[np.int64]]) -> list[int
     """Return the clients' domains if each has one that no other client has, else their numbers."""
     if (domains := loaded.train.domains) is None:
         return list(range(len(partition)))
-    held = [domain for part in partition for domain in domains[torch.from_numpy(part)].unique().tolist()]
+    held = [
+        domain for part in partition for domain in domains[torch.from_numpy(part)].unique().tolist()
+    ]
     is_own = len(set(held)) == len(held) == len(partition)
-    return [loaded.domain_names[domain] for domain in held] if is_own else list(range(len(partition)))
+    return (
+        [loaded.domain_names[domain] for domain in held] if is_own else list(range(len(partition)))
+    )
 
 
 def fresh_model(config: Config, form: Form) -> nn.Module:
@@ -156,7 +191,9 @@ def fresh_model(config: Config, form: Form) -> nn.Module:
 
 
 def rounds_within_budget(config: Config, clients: int, samples: int) -> Config:
-    """Return the number of rounds; with `budget-epochs`, enough of them to see all training samples so often."""
+    """Return the number of rounds; with `budget-epochs`, enough of them to see all training samples
+    so often.
+    """
     if not config.budget_epochs:
         return config
     taking_part = config.clients_in_round(clients)
@@ -172,7 +209,11 @@ def expected_steps(config: Config, samples: int) -> int:
     steps = config.local_steps
     if config.local_epochs:
         steps = config.local_epochs * (samples // (max(config.clients, 1) * config.batch_size) + 1)
-    return rounds_within_budget(config, config.clients, samples).rounds * config.clients_in_round() * steps
+    return (
+        rounds_within_budget(config, config.clients, samples).rounds
+        * config.clients_in_round()
+        * steps
+    )
 
 
 def absent_classes(loaded: Data, partition: Sequence[NDArray[np.int64]]) -> list[str]:

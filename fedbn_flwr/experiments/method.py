@@ -49,7 +49,8 @@ Method = str | BaseStrategy | type[BaseStrategy]
 BOUND_NORMS = {"hbn": "hbn", "static-bn": "heterofl"}
 #: constructor arguments of strategies that follow from the shared options
 SHARED = ("lr_schedule", "seed", "patience", "exchange_timeout", "evaluate_every")
-#: keys of a run configuration that are no options of a run's own: its engine, and what becomes of results
+#: keys of a run configuration that are no options of a run's own: its engine, and what becomes of
+#: results
 ENGINE, REUSE, ANEW = "engine", "reuse", "anew"
 #: a side of images that two cores can train networks of timm with
 SMALL_SIZE = 64
@@ -71,7 +72,9 @@ class Experiment:
 
     @property
     def files(self) -> dict[str, str]:
-        """The digests of files that options name: images of a folder by names and sizes, weights by their content."""
+        """The digests of files that options name: images of a folder by names and sizes, weights by
+        their content.
+        """
         initial = Path(self.config.init_from).expanduser()
         listed = _listing(self.config.dataset)
         digests = dict[str, str]()
@@ -83,7 +86,9 @@ class Experiment:
 
     @property
     def own(self) -> list[str]:
-        """A user's own code and data in the run, in words: nothing here can tell whether they have changed."""
+        """A user's own code and data in the run, in words: nothing here can tell whether they have
+        changed.
+        """
         config = self.config
         built_in: dict[str, Mapping[str, Any]] = {
             "model": {name: entry.make for name, entry in MODELS.items()},
@@ -92,7 +97,11 @@ class Experiment:
             "partition": {name: kind.share for name, kind in PARTITIONS.items()},
             "norm": NORMS,
         }
-        held = [f"{key} {getattr(config, key)}" for key in built_in if _is_own(getattr(config, key), built_in[key])]
+        held = [
+            f"{key} {getattr(config, key)}"
+            for key in built_in
+            if _is_own(getattr(config, key), built_in[key])
+        ]
         if is_foreign(self.strategy_class):
             held.insert(0, f"method {self.strategy}")
         if config.plugins:
@@ -101,11 +110,21 @@ class Experiment:
 
     @property
     def bound_here(self) -> str:
-        """What another process could not import, such as a notebook's function; empty if there is nothing."""
-        strategy, named = self.strategy_class, {key: getattr(self.config, key) for key in ("model", "objective")}
+        """What another process could not import, such as a notebook's function.
+
+        Empty if there is nothing.
+        """
+        strategy, named = (
+            self.strategy_class,
+            {key: getattr(self.config, key) for key in ("model", "objective")},
+        )
         if is_foreign(strategy) and (not self.config.plugins or not is_importable(strategy)):
             return f"the strategy {strategy.__name__}"
-        bound = (key for key, value in named.items() if isinstance(value, Named) and not is_importable(value.target))
+        bound = (
+            key
+            for key, value in named.items()
+            if isinstance(value, Named) and not is_importable(value.target)
+        )
         return next((f"the {key} {named[key]!r}" for key in bound), "")
 
     @property
@@ -118,7 +137,9 @@ class Experiment:
         config, personal = self.config, self.strategy_class.personal
         evaluating = 1.0 if personal or config.dataset == SITES else config.fraction_evaluate
         if config.fraction_evaluate not in (0.0, evaluating):
-            raise UsageError(f"method {config.method!r}: all nodes evaluate, whatever fraction-evaluate says")
+            raise UsageError(
+                f"method {config.method!r}: all nodes evaluate, whatever fraction-evaluate says"
+            )
         # every accuracy, also that of the mean of what nodes keep; sites are not asked to send it
         reported = personal and "mean-personal" in own_options(self.strategy_class)
         alone = config.dataset == SITES
@@ -139,7 +160,10 @@ class Experiment:
 
     def to_mapping(self) -> dict[str, Value]:
         """Return every option by its kebab-case key, as it is written in files."""
-        return {**self.config.to_mapping(), **{wire_key(name): value for name, value in self.options.items()}}
+        return {
+            **self.config.to_mapping(),
+            **{wire_key(name): value for name, value in self.options.items()},
+        }
 
 
 class Parsed(NamedTuple):
@@ -152,7 +176,9 @@ class Parsed(NamedTuple):
 
 
 def _is_own(value: str, built_in: Mapping[str, Any]) -> bool:
-    """Return whether the value of an option is a user's own code or data, by object, by name or as module:function."""
+    """Return whether the value of an option is a user's own code or data, by object, by name or as
+    module:function.
+    """
     name, colon, _ = value.partition(":")
     if isinstance(value, Named):
         return True
@@ -163,14 +189,20 @@ def _is_own(value: str, built_in: Mapping[str, Any]) -> bool:
 
 @cache
 def _listing(dataset: str) -> str:
-    """Return a fingerprint of the names and sizes of the files of `folder:PATH`, which a process reads once."""
+    """Return a fingerprint of the names and sizes of the files of `folder:PATH`, which a process
+    reads once.
+    """
     kind, _, path = str(dataset).partition(":")
     folder = Path(path).expanduser()
     if kind != "folder" or not folder.is_dir():
         return ""
     files = sorted(file for file in folder.rglob("*") if file.is_file())
     # by how a folder without a test split is divided
-    return fingerprint("\n".join(["names", *(f"{file.relative_to(folder)} {file.stat().st_size}" for file in files)]))
+    return fingerprint(
+        "\n".join(
+            ["names", *(f"{file.relative_to(folder)} {file.stat().st_size}" for file in files)]
+        )
+    )
 
 
 @cache
@@ -181,10 +213,11 @@ def _content(file: Path, _: int) -> str:
 
 
 def resolve(values: Mapping[str, Any], federation: bool = False, read_from: str = "") -> Experiment:
-    """Return the experiment of flat options: shared ones, strategies' own ones, and those in the method's text.
+    """Return the experiment of flat options: shared ones, strategies' own ones, and those in the
+    method's text.
 
-    With a `federation`, no number of clients means one per node. Of options that are `read_from` a file, nothing is
-    imported.
+    With a `federation`, no number of clients means one per node. Of options that are `read_from` a
+    file, nothing is imported.
     """
     plugins = str(values.get("plugins", ""))
     if read_from:
@@ -194,17 +227,30 @@ def resolve(values: Mapping[str, Any], federation: bool = False, read_from: str 
     method, owned = parse(text), all_options()
     own, shared = own_options(REGISTRY[method.strategy]), options_of(Config)
     # the others say what is run, and not how
-    inside = {**own, **{key: option for key, option in shared.items() if key not in ("method", "plugins", "resume")}}
+    inside = {
+        **own,
+        **{
+            key: option
+            for key, option in shared.items()
+            if key not in ("method", "plugins", "resume")
+        },
+    }
     overrides = read_options(f"method {text!r}", inside, method.options.items())
     # in a run configuration every key must exist, and an empty text stands for "not given"
-    options = {own[key].name: own[key].read(value) for key, value in values.items() if key in own and value != ""}
+    options = {
+        own[key].name: own[key].read(value)
+        for key, value in values.items()
+        if key in own and value != ""
+    }
     options |= {name: value for name, value in overrides.items() if wire_key(name) in own}
     common = {
         key: value
         for key, value in values.items()
         if key not in owned and not (federation and key in (ENGINE, REUSE, ANEW))
     }
-    common |= {wire_key(name): value for name, value in overrides.items() if wire_key(name) in shared}
+    common |= {
+        wire_key(name): value for name, value in overrides.items() if wire_key(name) in shared
+    }
     config = Config.from_mapping(common)
     if read_from:
         built_in: list[tuple[str, Iterable[str]]] = [
@@ -226,25 +272,37 @@ def read_data(config: Config) -> Data:
     """Return the data set as it is read: the same arguments give the same object."""
     size, root = config.image_size or None, config.data_root or None
     workers = config.image_workers
-    loaded = load(config.dataset, image_size=size, channels=config.channels, root=root, image_workers=workers)
+    loaded = load(
+        config.dataset, image_size=size, channels=config.channels, root=root, image_workers=workers
+    )
     return leave_out(loaded, config.unseen)[0] if config.unseen else loaded
 
 
 def _with_images(config: Config) -> Config:
-    """Return the options with the images that the library of the model trained it with, where they are not given."""
+    """Return the options with the images that the library of the model trained it with, where they
+    are not given.
+    """
     if (images := published(config.model)) is None:
         return config
     size = images.image_size
     if not config.image_size and size > SMALL_SIZE:
         less = f"image-size={SMALL_SIZE} takes {(size / SMALL_SIZE) ** 2:.0f} times less"
-        warn_once(f"{config.model}: images have {size}x{size} pixels, as it was trained with; {less}")
+        warn_once(
+            f"{config.model}: images have {size}x{size} pixels, as it was trained with; {less}"
+        )
     config = config if config.mean else replace(config, mean=images.mean, std=images.std)
-    return replace(config, image_size=config.image_size or size, channels=config.channels or images.channels)
+    return replace(
+        config, image_size=config.image_size or size, channels=config.channels or images.channels
+    )
 
 
 def _with_clients(config: Config, federation: bool) -> Config:
-    """Return the options with a partition, and with a number of clients unless a federation has its own."""
-    unknown = not config.partition or (config.partition in ("domain", "city") and not (config.clients or federation))
+    """Return the options with a partition, and with a number of clients unless a federation has its
+    own.
+    """
+    unknown = not config.partition or (
+        config.partition in ("domain", "city") and not (config.clients or federation)
+    )
     known = data_here(config) if unknown else None
     train = known.train if known else None
     domains = 0 if train is None or train.domains is None else len(train.domains.unique())
@@ -267,16 +325,23 @@ def data_here(config: Config) -> Data | None:
 def own_options(strategy: type[BaseStrategy]) -> Mapping[str, Option]:
     """Return the options that a strategy's constructors declare, by kebab-case key."""
     options = constructor_options(strategy)
-    return MappingProxyType({option_key(name): each for name, each in options.items() if name not in SHARED})
+    return MappingProxyType(
+        {option_key(name): each for name, each in options.items() if name not in SHARED}
+    )
 
 
 def all_options() -> dict[str, Option]:
-    """Return the options of all strategies; where several share one, as the first of them has it."""
+    """Return the options of all strategies; where several share one, as the first of them has
+    it.
+    """
     options: dict[str, Option] = {}
     for name, strategy in REGISTRY.items():
         for key, option in own_options(strategy).items():
             if key in options_of(Config):
-                raise UsageError(f"strategy {name!r}: the option {key!r} of its constructor is one of all commands")
+                raise UsageError(
+                    f"strategy {name!r}: the option {key!r} of its constructor is one of all "
+                    "commands"
+                )
             options.setdefault(key, option)
     return options
 
@@ -287,7 +352,9 @@ def owners(key: str) -> list[str]:
 
 
 def forms_of(key: str) -> dict[Option, list[str]]:
-    """Return an option as strategies have it, with their names: they may differ in its default and its help."""
+    """Return an option as strategies have it, with their names: they may differ in its default and
+    its help.
+    """
     forms = dict[Option, list[str]]()
     for name in owners(key):
         forms.setdefault(own_options(REGISTRY[name])[key], []).append(name)
@@ -301,10 +368,15 @@ def import_plugins(modules: str) -> None:
 
 
 def refuse_code(read_from: str, modules: Iterable[str]) -> None:
-    """Refuse modules that a file names, and the user has not named as plugins: what they hold would be called."""
+    """Refuse modules that a file names, and the user has not named as plugins: what they hold would
+    be called.
+    """
     new = [name for name in dict.fromkeys(map(str.strip, modules)) if name and name not in TRUSTED]
     if new:
-        raise UsageError(f"{read_from} names code of {', '.join(new)}; if you trust it, add --plugins {','.join(new)}")
+        raise UsageError(
+            f"{read_from} names code of {', '.join(new)}; if you trust it, add --plugins "
+            f"{','.join(new)}"
+        )
 
 
 def parse(text: str) -> Parsed:
@@ -320,23 +392,28 @@ def parse(text: str) -> Parsed:
 
 
 def method_of(given: Method) -> str:
-    """Return a method as text; the class of a strategy is registered under its name, unless it has one already.
+    """Return a method as text; the class of a strategy is registered under its name, unless it has
+    one already.
 
-    A strategy stands for its class and the arguments that it was made with: each run makes one of its own.
+    A strategy stands for its class and the arguments that it was made with: each run makes one of
+    its own.
     """
     if isinstance(given, str):
         return given
     strategy = given if isinstance(given, type) else type(given)
     if not issubclass(strategy, BaseStrategy):
         raise UsageError(
-            "a method must be a name, or a strategy of fedbn_flwr.strategies or a subclass of one, got "
+            "a method must be a name, or a strategy of fedbn_flwr.strategies or a subclass of "
+            "one, got "
             f"{strategy.__module__}.{strategy.__qualname__}"
         )
     name = _registered(strategy)
     pairs = {} if isinstance(given, type) else _arguments(given)
     text = ":".join([name, *(f"{key}={value}" for key, value in pairs.items())])
     if parse(text).options != pairs:
-        raise UsageError(f"{strategy.__name__}: an option's value cannot be written in a method, got {text!r}")
+        raise UsageError(
+            f"{strategy.__name__}: an option's value cannot be written in a method, got {text!r}"
+        )
     return text
 
 
@@ -352,7 +429,9 @@ def _registered(strategy: type[BaseStrategy]) -> str:
         all_options()
     except ValueError as error:
         REGISTRY.pop(name) if before is None else REGISTRY.update({name: before})
-        raise UsageError(f"{error}; @register_strategy gives the class {strategy.__name__} another name") from error
+        raise UsageError(
+            f"{error}; @register_strategy gives the class {strategy.__name__} another name"
+        ) from error
     return name
 
 
@@ -361,7 +440,11 @@ def _arguments(strategy: BaseStrategy) -> dict[str, str]:
     (positional, named), signature = strategy.made_with, inspect.signature(type(strategy))
     given = dict[str, Any]()
     for name, value in signature.bind(*positional, **named).arguments.items():
-        given |= value if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD else {name: value}
+        given |= (
+            value
+            if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
+            else {name: value}
+        )
     known, texts = own_options(type(strategy)), dict[str, str]()
     for name, value in given.items():
         key, value = option_key(name), as_given(value)
@@ -369,15 +452,19 @@ def _arguments(strategy: BaseStrategy) -> dict[str, str]:
             continue
         if not isinstance(value, bool | int | float | str):
             raise UsageError(
-                f"{type(strategy).__name__}: an experiment cannot write down {name}={value!r}; a subclass can set it "
+                f"{type(strategy).__name__}: an experiment cannot write down {name}={value!r}; a "
+                "subclass can set it "
                 "in its constructor"
             )
-        texts[key] = str(as_value(value)).lower() if isinstance(value, bool) else str(as_value(value))
+        texts[key] = (
+            str(as_value(value)).lower() if isinstance(value, bool) else str(as_value(value))
+        )
     return texts
 
 
 def split_methods(text: str) -> list[str]:
-    """Split a list of methods at its commas, but not at those inside a value (`lr-schedule=0.1@0.5,=0.001@freeze`).
+    """Split a list of methods at its commas, but not at those inside a value
+    (`lr-schedule=0.1@0.5,=0.001@freeze`).
 
     A strategy's name neither starts with a digit nor holds an equals sign or an `@`.
     """
@@ -391,7 +478,9 @@ def split_methods(text: str) -> list[str]:
 
 
 def _rejoined(items: list[str]) -> list[str]:
-    """Values may hold colons themselves (`partition=classes:2`): a piece without `=` belongs to the one before."""
+    """Values may hold colons themselves (`partition=classes:2`): a piece without `=` belongs to the
+    one before.
+    """
     joined: list[str] = []
     for item in items:
         if joined and "=" not in item:
@@ -401,16 +490,24 @@ def _rejoined(items: list[str]) -> list[str]:
     return joined
 
 
-def _with_norm(config: Config, strategy: type[BaseStrategy], options: Mapping[str, Any], norm: str | None) -> Config:
-    """Return the options with the normalizer, and with the normalizer's options of the types that it takes."""
+def _with_norm(
+    config: Config, strategy: type[BaseStrategy], options: Mapping[str, Any], norm: str | None
+) -> Config:
+    """Return the options with the normalizer, and with the normalizer's options of the types that
+    it takes.
+    """
     own = strategy.own_norm(options)
     chosen, brought = own or (norm or config.norm, {})
     if norm not in (None, chosen):
-        raise UsageError(f"method {config.method!r}: the strategy sets its own normalizer {chosen!r}")
+        raise UsageError(
+            f"method {config.method!r}: the strategy sets its own normalizer {chosen!r}"
+        )
     if chosen not in NORMS:
         raise UsageError(f"unknown normalizer {chosen!r}; {did_you_mean(chosen, NORMS)}")
     if own is None and chosen in BOUND_NORMS:
-        raise UsageError(f"normalizer {chosen!r} only works with the strategy {BOUND_NORMS[chosen]!r}")
+        raise UsageError(
+            f"normalizer {chosen!r} only works with the strategy {BOUND_NORMS[chosen]!r}"
+        )
     # what `build` takes itself, such as groups, has options of its own
     taken = inspect.signature(build).parameters
     known = {key: item for key, item in options_of(NORMS[chosen]).items() if item.name not in taken}
@@ -418,7 +515,8 @@ def _with_norm(config: Config, strategy: type[BaseStrategy], options: Mapping[st
     for name, value in brought.items():
         if given.setdefault(name, value) != value:
             raise UsageError(
-                f"norm-options: {name} is {given[name]!r}, but method {config.method!r} sets it to {value!r}"
+                f"norm-options: {name} is {given[name]!r}, but method {config.method!r} sets it "
+                f"to {value!r}"
             )
     return replace(config, norm=chosen, norm_options=tuple(given.items()))
 
@@ -427,8 +525,16 @@ def _pooled(experiment: Experiment, method: Parsed) -> Experiment:
     """Return options for one node with all data, on batches as large as all clients' together."""
     config = experiment.config
     if not config.clients:
-        raise UsageError(f"method {config.method!r} needs clients: the number of clients whose data it unites")
+        raise UsageError(
+            f"method {config.method!r} needs clients: the number of clients whose data it unites"
+        )
     # `batch-size` inside the method's own text is meant for the one node
     together = 1 if "batch-size" in method.options else config.clients_in_round()
-    pooled = replace(config, clients=1, partition="union", batch_size=together * config.batch_size, fraction_train=1.0)
+    pooled = replace(
+        config,
+        clients=1,
+        partition="union",
+        batch_size=together * config.batch_size,
+        fraction_train=1.0,
+    )
     return replace(experiment, config=pooled)

@@ -1,9 +1,12 @@
-"""One run: what was asked for, and its folder. A finished run is read, an unfinished one goes on, nothing is replaced.
+"""One run: what was asked for, and its folder.
 
-What makes a run are its options and engine, the files that options name, and the grid that its values are chosen from.
-The name of its folder ends with a digest of these, and `config.json` in it has them as `asked`. What a run becomes by
-its data, such as rounds for a budget or what sites agree on, does not count. Code and data of a user's own cannot be
-compared, so `settle` asks what becomes of results that they made.
+A finished run is read, an unfinished one goes on, nothing is replaced.
+
+What makes a run are its options and engine, the files that options name, and the grid that its
+values are chosen from. The name of its folder ends with a digest of these, and `config.json` in it
+has them as `asked`. What a run becomes by its data, such as rounds for a budget or what sites agree
+on, does not count. Code and data of a user's own cannot be compared, so `settle` asks what becomes
+of results that they made.
 """
 
 import json
@@ -22,7 +25,13 @@ from filelock import FileLock, Timeout
 from flwr.common import log
 
 from fedbn_flwr import __version__
-from fedbn_flwr.experiments.checkpoint import PREFIX, STOPPING, checkpoint_round, clear, read_checkpoint
+from fedbn_flwr.experiments.checkpoint import (
+    PREFIX,
+    STOPPING,
+    checkpoint_round,
+    clear,
+    read_checkpoint,
+)
 from fedbn_flwr.experiments.choice import Choice
 from fedbn_flwr.experiments.method import Experiment, resolve
 from fedbn_flwr.experiments.output.recorder import Progress, Summary, diverged
@@ -57,8 +66,25 @@ VERSIONS = {"fedbn-flwr": __version__, **installed_versions(["torch"])}
 LOST = f"{CONFIG} is missing, cannot be read, or is of another version"
 #: options that change neither a bit of the model nor what is measured
 FREE = {
-    *("captured", "checkpoint-every", "connect-timeout", "data-root", "exchange-address", "exchange-port", "log-to"),
-    *("exchange-timeout", "min-nodes", "node-timeout", "plugins", "results-dir", "resume", "state-dir", "timeout"),
+    *(
+        "captured",
+        "checkpoint-every",
+        "connect-timeout",
+        "data-root",
+        "exchange-address",
+        "exchange-port",
+        "log-to",
+    ),
+    *(
+        "exchange-timeout",
+        "min-nodes",
+        "node-timeout",
+        "plugins",
+        "results-dir",
+        "resume",
+        "state-dir",
+        "timeout",
+    ),
 }
 
 #: trains the nodes of an experiment, and writes its folder
@@ -70,7 +96,10 @@ class Terminated(KeyboardInterrupt):
 
 
 def asked_of(experiment: Experiment, engine: str) -> dict[str, Any]:
-    """Return what makes a run. Values that are chosen from a grid are not known when it is asked for."""
+    """Return what makes a run.
+
+    Values that are chosen from a grid are not known when it is asked for.
+    """
     if experiment.asked is not None:
         return dict(experiment.asked)
     choice = experiment.choice
@@ -90,24 +119,32 @@ def setting_name(labels: Mapping[str, str]) -> str:
 
 def folder_name(text: str) -> str:
     """Return a text as the name of a folder."""
-    return "".join(letter if letter.isalnum() or letter in "+-=." else "_" for letter in text)[:LONGEST]
+    return "".join(letter if letter.isalnum() or letter in "+-=." else "_" for letter in text)[
+        :LONGEST
+    ]
 
 
 def has_results(path: Path) -> bool:
-    """Return whether a run has written something that would be lost: a row, or the summary of its end."""
+    """Return whether a run has written something that would be lost: a row, or the summary of its
+    end.
+    """
     rounds = path / "rounds.jsonl"
     return finished_summary(path) is not None or (rounds.exists() and rounds.stat().st_size > 0)
 
 
 def finished_summary(path: Path) -> Summary | None:
-    """Return the summary of the run in a folder; None if the run has not come to its end, or failed."""
+    """Return the summary of the run in a folder; None if the run has not come to its end, or
+    failed.
+    """
     summary = read_json(path / SUMMARY)
     return summary if isinstance(summary, dict) and "failed" not in summary else None
 
 
 @dataclass(frozen=True)
 class Run:
-    """An experiment, the engine that runs it, the folder of its results, and where it stands in a study."""
+    """An experiment, the engine that runs it, the folder of its results, and where it stands in a
+    study.
+    """
 
     experiment: Experiment
     #: the engine's name
@@ -117,7 +154,8 @@ class Run:
     labels: Mapping[str, str] = field(default_factory=dict)
     #: the method's label
     label: str = ""
-    #: for each combination of values to choose from, the runs on held-out data whose mean score counts
+    #: for each combination of values to choose from, the runs on held-out data whose mean score
+    #: counts
     tried: Mapping[str, Sequence["Run"]] = field(default_factory=dict)
 
     @property
@@ -135,7 +173,10 @@ class Run:
     @property
     def name(self) -> str:
         """The method and the setting by their labels, and the seed."""
-        return f"{' | '.join(filter(None, (self.label, self.setting)))}, seed {self.experiment.config.seed}"
+        return (
+            f"{' | '.join(filter(None, (self.label, self.setting)))}, seed "
+            f"{self.experiment.config.seed}"
+        )
 
     def at(self, study: Path) -> "Run":
         """Return the run with its folder in that of a study."""
@@ -150,36 +191,50 @@ class Run:
         return finished_summary(self.folder)
 
     def refuse_other_run(self) -> None:
-        """Refuse a folder whose results are another run's, or that this version cannot go on with; a UsageError."""
+        """Refuse a folder whose results are another run's, or that this version cannot go on with.
+
+        A UsageError.
+        """
         refuse_links(self.folder)
         if not has_results(self.folder):
             return
         config = read_config(self.folder)
         before = config.get("asked", {})
         if not {"options", "engine"} <= before.keys():
-            raise UsageError(f"{self.folder} holds results of which nobody knows the options: its {LOST}")
+            raise UsageError(
+                f"{self.folder} holds results of which nobody knows the options: its {LOST}"
+            )
         goes_on = checkpoint_round(self.folder) and self.finished() is None
         then = _flat(before, config.get("versions", {}) if goes_on else {})
         now = _flat(asked_of(self.experiment, self.engine), VERSIONS if goes_on else {})
         # a method brings options of its own: it is what differs
-        keys = [key for key in ("method", *sorted({*then, *now} - {"method"})) if then.get(key) != now.get(key)]
+        keys = [
+            key
+            for key in ("method", *sorted({*then, *now} - {"method"}))
+            if then.get(key) != now.get(key)
+        ]
         differing = [f"its {key} is {then.get(key)!r}, not {now.get(key)!r}" for key in keys]
         if differing:
             more = f"; and {len(differing) - NAMED} more" if len(differing) > NAMED else ""
             reason = f"{'; '.join(differing[:NAMED])}{more}"
             if self.experiment.config.resume:
                 raise UsageError(f"{self.folder} cannot be resumed: {reason}")
-            raise UsageError(f"{self.folder} holds another run: {reason} (give another results-dir)")
+            raise UsageError(
+                f"{self.folder} holds another run: {reason} (give another results-dir)"
+            )
 
     def train(self, engine: Engine, progress: Progress | None = None) -> Summary:
-        """Return the summary: of the finished run in the folder, else after `engine` has made the missing rounds."""
+        """Return the summary: of the finished run in the folder, else after `engine` has made the
+        missing rounds.
+        """
         self.refuse_other_run()
         summary = self.finished() or engine(self._resumed(), self.folder, progress)
         clear(self.folder)
         return summary
 
     def train_or_fail(self, engine: Engine, progress: Progress | None = None) -> Summary:
-        """Return a run's summary; of a run that fails, one with the reason, so that the others go on.
+        """Return a run's summary; of a run that fails, one with the reason, so that the others go
+        on.
 
         A folder that is another run's stays as it is.
         """
@@ -192,13 +247,19 @@ class Run:
         except Exception as error:
             log(INFO, "%s failed", self.folder, exc_info=error)
             is_told = isinstance(error, CannotTrainError | UsageError | OSError | MissingExtraError)
-            reason = str(error) if is_told else described(error)  # of a user's own code: its kind and its line
+            reason = (
+                str(error) if is_told else described(error)
+            )  # of a user's own code: its kind and its line
             return self.failed(" ".join(reason.split()) or type(error).__name__, diverged(error))
 
     def failed(self, reason: str, more: Mapping[str, Any]) -> Summary:
         """Return the summary of a run that failed, and write it if the run has not."""
         config = self.experiment.config
-        summary = read_json(self.folder / SUMMARY) or {"method": config.method, "seed": config.seed, "lr": config.lr}
+        summary = read_json(self.folder / SUMMARY) or {
+            "method": config.method,
+            "seed": config.seed,
+            "lr": config.lr,
+        }
         summary |= {"failed": reason, **more}
         try:
             write_json(make_folder(self.folder) / SUMMARY, summary)
@@ -207,7 +268,9 @@ class Run:
         return dict(summary)
 
     def _resumed(self) -> Experiment:
-        """Return the experiment that goes on after the run's last checkpoint, or the same if there is none."""
+        """Return the experiment that goes on after the run's last checkpoint, or the same if there
+        is none.
+        """
         if self.experiment.config.resume or not checkpoint_round(self.folder):
             return self.experiment
         try:
@@ -215,17 +278,27 @@ class Run:
         except UsageError as error:
             log(WARNING, "%s: the run begins again", error)
             return self.experiment
-        return replace(self.experiment, config=replace(self.experiment.config, resume=str(self.folder)))
+        return replace(
+            self.experiment, config=replace(self.experiment.config, resume=str(self.folder))
+        )
 
 
 def _flat(asked: Mapping[str, Any], versions: Mapping[str, Any]) -> dict[str, Any]:
     files = {f"content of {key}": value for key, value in asked.get("files", {}).items()}
     known = {f"version of {name}": versions.get(name) for name in VERSIONS} if versions else {}
-    return {**asked["options"], "engine": asked["engine"], "grid": asked.get("grid"), **files, **known}
+    return {
+        **asked["options"],
+        "engine": asked["engine"],
+        "grid": asked.get("grid"),
+        **files,
+        **known,
+    }
 
 
 def resume(given: Mapping[str, Any], engine: str | None) -> Run:
-    """Return the run that `resume` names by its folder, or that of a study with one run, with the options given."""
+    """Return the run that `resume` names by its folder, or that of a study with one run, with the
+    options given.
+    """
     folder = Path(str(given["resume"])).expanduser()
     if len(runs := [path.parent for path in folder.glob(f"*/{CONFIG}")]) == 1:
         (folder,) = runs  # of a study with one run
@@ -234,11 +307,18 @@ def resume(given: Mapping[str, Any], engine: str | None) -> Run:
     if "options" not in config or not {"options", "engine"} <= config.get("asked", {}).keys():
         raise UsageError(f"{folder} cannot be resumed: its {LOST}")
     # what was chosen is among the options only
-    saved, asked = {**config["options"], **config["asked"]["options"], "results-dir": str(folder)}, config["asked"]
+    saved, asked = (
+        {**config["options"], **config["asked"]["options"], "results-dir": str(folder)},
+        config["asked"],
+    )
     engine = engine or str(asked["engine"])
     changed = {**saved, **given, "results-dir": str(folder)}
-    before, now = (resolve(options, federation=True, read_from=str(folder)) for options in (saved, changed))
-    if asked_of(now, engine) == asked_of(before, asked["engine"]):  # as it was asked, but with today's files
+    before, now = (
+        resolve(options, federation=True, read_from=str(folder)) for options in (saved, changed)
+    )
+    if asked_of(now, engine) == asked_of(
+        before, asked["engine"]
+    ):  # as it was asked, but with today's files
         try:
             choice = Choice(**asked["choice"]) if "choice" in asked else None
         except TypeError as error:
@@ -250,8 +330,8 @@ def resume(given: Mapping[str, Any], engine: str | None) -> Run:
 def settle(runs: Iterable[Run], reuse: bool = False, anew: bool = False) -> None:
     """Decide what becomes of the results that runs have, before the first of them trains.
 
-    With `anew` they are set aside. Without `reuse`, a UsageError names a folder whose results were made with code or
-    data of a user's own, which may have changed since.
+    With `anew` they are set aside. Without `reuse`, a UsageError names a folder whose results were
+    made with code or data of a user's own, which may have changed since.
     """
     if reuse and anew:
         raise UsageError("reuse takes what runs left, and anew trains them again: give one of them")
@@ -263,7 +343,8 @@ def settle(runs: Iterable[Run], reuse: bool = False, anew: bool = False) -> None
         own = "; ".join(run.experiment.own)
         if own and not reuse:
             raise UsageError(
-                f"{run.folder} has results that were made with code or data of your own ({own}), which may have "
+                f"{run.folder} has results that were made with code or data of your own ({own}), "
+                "which may have "
                 "changed: --reuse takes them, --anew trains again (in Python reuse=True, anew=True)"
             )
 
@@ -274,7 +355,9 @@ def set_aside(folder: Path) -> None:
     place.mkdir(parents=True)
     # without its summary and its checkpoint, a run begins anew, wherever this process ends
     ends = (SUMMARY, *sorted(path.name for path in folder.glob(f"{PREFIX}*")))
-    others = sorted(path.name for path in folder.iterdir() if path.name not in (*ends, BEFORE, LOCK))
+    others = sorted(
+        path.name for path in folder.iterdir() if path.name not in (*ends, BEFORE, LOCK)
+    )
     for name in (*ends, *others):
         if (folder / name).exists():
             (folder / name).rename(place / name)
@@ -287,14 +370,19 @@ def every(runs: Iterable[Run]) -> list[Run]:
 
 
 def progress_of(runs: Sequence[Run]) -> str:
-    """Return how many runs are finished, and how far the others have come; empty if none has results."""
+    """Return how many runs are finished, and how far the others have come.
+
+    Empty if none has results.
+    """
     finished = [run for run in runs if run.finished() is not None]
     parts = [f"{len(finished)} of {len(runs)} runs finished"] if finished else []
     for run in runs:
         if run not in finished and has_results(run.folder):
             done = checkpoint_round(run.folder)
             goes_on = f"goes on after round {done} of {run.experiment.config.rounds}"
-            parts.append(f"{run.folder.name} {goes_on if done else 'begins again, as it has no checkpoint'}")
+            parts.append(
+                f"{run.folder.name} {goes_on if done else 'begins again, as it has no checkpoint'}"
+            )
     return ", ".join(parts)
 
 
@@ -305,7 +393,9 @@ def alone_in(folder: Path) -> Iterator[None]:
     A new folder in which nothing was written is removed again if the work fails.
     """
     is_new = not folder.exists()
-    if not os.access(make_folder(folder), os.W_OK):  # what is finished can be read, and whatever writes says so
+    if not os.access(
+        make_folder(folder), os.W_OK
+    ):  # what is finished can be read, and whatever writes says so
         yield
         return
     try:
@@ -323,8 +413,12 @@ def alone_in(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def keeping(folder: Path, runs: Sequence[Run], reuse: bool = False, anew: bool = False) -> Iterator[None]:
-    """Hold the folder of these runs; say what it has, and what is kept where the work ends before its end.
+def keeping(
+    folder: Path, runs: Sequence[Run], reuse: bool = False, anew: bool = False
+) -> Iterator[None]:
+    """Hold the folder of these runs.
+
+    Say what it has, and what is kept where the work ends before its end.
 
     `reuse` and `anew` are as in `settle`.
     """
@@ -348,7 +442,9 @@ def _kept(folder: Path, runs: Sequence[Run]) -> str:
 
 @contextmanager
 def stoppable(at_once: bool = False) -> Iterator[None]:
-    """Let the first SIGTERM or Ctrl-C end the run after its present round, and a second one, or `at_once`, now."""
+    """Let the first SIGTERM or Ctrl-C end the run after its present round, and a second one, or
+    `at_once`, now.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -49,9 +49,15 @@ from fedbn_flwr.wire import Instruction
 
 
 def run(
-    grid: Grid, experiment: Experiment, folder: Path, progress: Progress | None = None, engine: str = "flower"
+    grid: Grid,
+    experiment: Experiment,
+    folder: Path,
+    progress: Progress | None = None,
+    engine: str = "flower",
 ) -> Summary:
-    """Run one experiment on the nodes of Flower, as soon as they are there, and write its results into a folder."""
+    """Run one experiment on the nodes of Flower, as soon as they are there, and write its results
+    into a folder.
+    """
     config = experiment.config
     strategy = experiment.make_strategy(config.clients)
     material = checked_material(experiment, strategy)
@@ -59,7 +65,9 @@ def run(
     nodes = count_nodes(grid, config)
     strategy.min_available_nodes = config.min_nodes or nodes
     if material is None:
-        setup = set_up_at_sites(grid, config, nodes, read_config(folder)["options"] if saved else {})
+        setup = set_up_at_sites(
+            grid, config, nodes, read_config(folder)["options"] if saved else {}
+        )
     else:
         if len(material.partition) != nodes:
             material = replace(material, partition=make_partition(config, material.data, nodes))
@@ -80,7 +88,8 @@ def play(
 
     What was `saved` in the folder is a checkpoint of this experiment, after which it goes on. Other
     grids may stand in front of the grid of nodes. From the strategy to the nodes: CountingGrid
-    (always), SitesGrid, and in a deployment SideChannelGrid, PackingGrid and SitesByName (both always, by `serve`).
+    (always), SitesGrid, and in a deployment SideChannelGrid, PackingGrid and SitesByName (both
+    always, by `serve`).
     """
     asked = asked_of(experiment, engine)
     config = setup.config
@@ -119,7 +128,12 @@ def play(
         except Exception as error:
             summary = journal.summary_of_failure(experiment, setup.about, error)
             files.finish(summary, after_round.arrays if standing.round else None)
-            log(ERROR, "The run ended after round %d, what it leaves is in %s", standing.round, folder)
+            log(
+                ERROR,
+                "The run ended after round %d, what it leaves is in %s",
+                standing.round,
+                folder,
+            )
             raise
         if standing.stopped_by:
             log(INFO, "The run ends early: %s", standing.stopped_by)
@@ -134,7 +148,9 @@ def play(
 
 @dataclass
 class AfterRound:
-    """What follows a round: its score, its row, the progress shown, a checkpoint if it is time, and perhaps the end."""
+    """What follows a round: its score, its row, the progress shown, a checkpoint if it is time, and
+    perhaps the end.
+    """
 
     setup: "Setup"
     strategy: BaseStrategy
@@ -150,7 +166,11 @@ class AfterRound:
         config, scorer = self.setup.config, self.setup.scorer
         self.arrays, self.standing.round = now.after, now.number
         with products(instruction_of(config)):
-            score = scorer.score(self.strategy, now.after) if self.strategy.evaluates(now.number) else {}
+            score = (
+                scorer.score(self.strategy, now.after)
+                if self.strategy.evaluates(now.number)
+                else {}
+            )
         self.journal.record(now, score)
         self.standing.take(now.number, score, scorer.metric, config)
         if self.progress:
@@ -163,7 +183,9 @@ class AfterRound:
 
 @dataclass(frozen=True)
 class Setup:
-    """A run's options with what its data decide, the nodes that have data for it, and who scores its models."""
+    """A run's options with what its data decide, the nodes that have data for it, and who scores
+    its models.
+    """
 
     config: Config
     grid: Grid
@@ -185,7 +207,13 @@ def set_up_here(grid: Grid, material: Material, initial: ArrayRecord) -> Setup:
     about = {"clients": len(parts), **normalization(loaded.train), "image-size": loaded.image_size}
     about["metric"] = scorer.metric
     named = {"class-names": loaded.class_names, "absent-classes": absent_classes(loaded, parts)}
-    return Setup(config, grid, initial, scorer, {**about, **{key: names for key, names in named.items() if names}})
+    return Setup(
+        config,
+        grid,
+        initial,
+        scorer,
+        {**about, **{key: names for key, names in named.items() if names}},
+    )
 
 
 def set_up_at_sites(grid: Grid, config: Config, nodes: int, before: Mapping[str, Any]) -> Setup:
@@ -195,13 +223,18 @@ def set_up_at_sites(grid: Grid, config: Config, nodes: int, before: Mapping[str,
     """
     if before and not config.mean:
         # what the sites agreed on then: today another one may be absent
-        config = Config.from_mapping({**config.to_mapping(), "mean": before["mean"], "std": before["std"]})
+        config = Config.from_mapping(
+            {**config.to_mapping(), "mean": before["mean"], "std": before["std"]}
+        )
     answers = ask_sites(grid, sorted(grid.get_node_ids()), config.node_timeout)
     agreement = agree(replace(config, partition=SITES), answers)
     config = rounds_within_budget(agreement.config, nodes, agreement.samples)
     initial = state.to_record(fresh_model(config, agreement.form).state_dict())
     sites_grid = SitesGrid(grid, agreement)
-    scorer, table = SiteScorer(config.classes, config.class_metrics, sites_grid), agreement.table(sites_grid.names)
+    scorer, table = (
+        SiteScorer(config.classes, config.class_metrics, sites_grid),
+        agreement.table(sites_grid.names),
+    )
     about = {"clients": nodes, **normalization(config), "image-size": agreement.form.image_size}
     about |= {"class-names": config.classes, "metric": scorer.metric}
     return Setup(config, sites_grid, initial, scorer, about, agreement.to_config(), table)
@@ -232,9 +265,13 @@ def evaluation_of(experiment: Experiment) -> Instruction:
 def count_nodes(grid: Grid, config: Config) -> int:
     """Wait for the federation's nodes, and return how many clients the experiment has.
 
-    With `min_nodes` the run starts without the clients that are still absent after `node_timeout` seconds.
+    With `min_nodes` the run starts without the clients that are still absent after `node_timeout`
+    seconds.
     """
-    wanted, fewest = max(config.clients, config.min_nodes, 1), config.min_nodes or max(config.clients, 1)
+    wanted, fewest = (
+        max(config.clients, config.min_nodes, 1),
+        config.min_nodes or max(config.clients, 1),
+    )
     try:
         nodes = len(wait_for_nodes(grid, wanted, config.node_timeout, fewest))
     except CannotTrainError as error:
@@ -244,10 +281,16 @@ def count_nodes(grid: Grid, config: Config) -> int:
         raise CannotTrainError(f"{error}{f'; not connected: {others}' * bool(others)}") from None
     if nodes > config.clients > 0:
         raise UsageError(
-            f"the federation has {nodes} nodes, the experiment {config.clients} clients: they must be equal "
+            f"the federation has {nodes} nodes, the experiment {config.clients} clients: they "
+            "must be equal "
             "(clients=0: one per node; sites=NAME,NAME chooses)"
         )
     if nodes < config.clients:
         absent = config.clients - nodes
-        log(WARNING, "%d of %d clients are not connected, the run starts without them", absent, config.clients)
+        log(
+            WARNING,
+            "%d of %d clients are not connected, the run starts without them",
+            absent,
+            config.clients,
+        )
     return config.clients or nodes

@@ -1,7 +1,7 @@
 """A study: methods in settings, with seeds, as a list of runs; and the loop that makes their rows.
 
-`fedbn-flwr run`, `compare` and `reproduce`, and Python, make one. Its folder has `study.json`, which is what was asked
-for last, and a folder for every run.
+`fedbn-flwr run`, `compare` and `reproduce`, and Python, make one. Its folder has `study.json`,
+which is what was asked for last, and a folder for every run.
 """
 
 import logging
@@ -25,7 +25,14 @@ from fedbn_flwr.experiments.checkpoint import AUTOMATIC, STOPPING
 from fedbn_flwr.experiments.checks import check_simulation
 from fedbn_flwr.experiments.choice import SEEDS, Choice, Grid, metric_of
 from fedbn_flwr.experiments.engines import ENGINES, NEEDED, prepare
-from fedbn_flwr.experiments.method import Experiment, all_options, import_plugins, own_options, parse, resolve
+from fedbn_flwr.experiments.method import (
+    Experiment,
+    all_options,
+    import_plugins,
+    own_options,
+    parse,
+    resolve,
+)
 from fedbn_flwr.experiments.output.recorder import Progress, Summary
 from fedbn_flwr.experiments.output.run_folder import command_line, make_folder, write_json
 from fedbn_flwr.experiments.output.scoring import merit
@@ -41,8 +48,8 @@ COMMON = ("seed", "validation", "results-dir")
 STUDY, TRIED = "study.json", "grid"
 #: seconds between two looks whether runs in other processes are to stop
 LOOK = 0.5
-#: evaluation is the server's; `run_simulation` is the only way to start a simulation from Python; and the command
-#: measures models that stay on nodes by itself
+#: evaluation is the server's; `run_simulation` is the only way to start a simulation from Python;
+#: and the command measures models that stay on nodes by itself
 _NORMAL = (
     "Federated evaluation will be skipped",
     "`run_simulation` function is deprecated",
@@ -54,7 +61,9 @@ Announce = Callable[[str], Progress | None]
 
 @dataclass(frozen=True)
 class Setting:
-    """What all methods are compared in: options, and on every axis of a matrix the label that stands for them."""
+    """What all methods are compared in: options, and on every axis of a matrix the label that
+    stands for them.
+    """
 
     #: axis -> label
     labels: Mapping[str, str]
@@ -68,7 +77,9 @@ class Setting:
 
 @dataclass(frozen=True)
 class Study:
-    """Methods in settings, with so many seeds, values to choose from for each, and the engine's name."""
+    """Methods in settings, with so many seeds, values to choose from for each, and the engine's
+    name.
+    """
 
     #: label -> `STRATEGY[+NORM][:key=value]...`
     methods: Mapping[str, str]
@@ -85,15 +96,22 @@ class Study:
     def methods_of(self, setting: Setting) -> list[str]:
         """Return the labels of the methods that run in a setting."""
         own = {*setting.labels.values()}
-        absent = {method for methods, labels in self.left_out if {*labels} <= own for method in methods}
+        absent = {
+            method for methods, labels in self.left_out if {*labels} <= own for method in methods
+        }
         return [method for method in self.methods if method not in absent]
 
     def cells(self) -> list[tuple[Setting, str]]:
         """Return every setting with every method that runs in it, by label."""
-        return [(setting, method) for setting in self.settings for method in self.methods_of(setting)]
+        return [
+            (setting, method) for setting in self.settings for method in self.methods_of(setting)
+        ]
 
     def runs(self, folder: Path) -> list[Run]:
-        """Return all runs with their folders in that of the study; a UsageError says what cannot be."""
+        """Return all runs with their folders in that of the study.
+
+        A UsageError says what cannot be.
+        """
         for key in self.grid:
             if key in (*COMMON, "method", "plugins", "resume"):
                 raise UsageError(f"grid: {key} is the same for all runs, and not to be chosen")
@@ -106,23 +124,40 @@ class Study:
     def _runs_of(self, setting: Setting, label: str, folder: Path) -> list[Run]:
         method = self.methods[label]
         if common := [key for key in parse(method).options if key in COMMON]:
-            raise UsageError(f"method {method!r}: {common[0]} is the same for all methods of a comparison")
+            raise UsageError(
+                f"method {method!r}: {common[0]} is the same for all methods of a comparison"
+            )
         choice, tried = self.choice(method), dict[str, list[Run]]()
         for text, values in choice.combinations().items() if choice else ():
             changes, named = {**values, "validation": VALIDATION_SHARE}, f"{label}, {text}"
-            experiments = [self.experiment(setting, label, seed, changes) for seed in range(self.grid_seeds)]
-            tried[text] = [
-                Run(each, self.engine, folder, setting.labels, named).at(folder / TRIED) for each in experiments
+            experiments = [
+                self.experiment(setting, label, seed, changes) for seed in range(self.grid_seeds)
             ]
-        experiments = [replace(self.experiment(setting, label, seed), choice=choice) for seed in range(self.seeds)]
-        return [Run(each, self.engine, folder, setting.labels, label, tried).at(folder) for each in experiments]
+            tried[text] = [
+                Run(each, self.engine, folder, setting.labels, named).at(folder / TRIED)
+                for each in experiments
+            ]
+        experiments = [
+            replace(self.experiment(setting, label, seed), choice=choice)
+            for seed in range(self.seeds)
+        ]
+        return [
+            Run(each, self.engine, folder, setting.labels, label, tried).at(folder)
+            for each in experiments
+        ]
 
     def experiment(
-        self, setting: Setting, label: str, seed: int, changes: Mapping[str, Any] = MappingProxyType({})
+        self,
+        setting: Setting,
+        label: str,
+        seed: int,
+        changes: Mapping[str, Any] = MappingProxyType({}),
     ) -> Experiment:
-        """Resolve one run, with changed options by their keys; it makes checkpoints if options do not say when.
+        """Resolve one run, with changed options by their keys; it makes checkpoints if options do
+        not say when.
 
-        Not on Ray: there nodes write their states into files, on machines that may not reach the folder.
+        Not on Ray: there nodes write their states into files, on machines that may not reach the
+        folder.
         """
         base = int(convert("seed", setting.options.get("seed", 0), int))
         automatic = {} if self.engine == "ray" else {"checkpoint-every": AUTOMATIC}
@@ -130,10 +165,16 @@ class Study:
         return resolve({**automatic, **setting.options, **own, **changes}, read_from=self.read_from)
 
     def choice(self, method: str) -> Choice | None:
-        """Return what is to be chosen for a method: options of the grid that it has and does not name itself."""
+        """Return what is to be chosen for a method: options of the grid that it has and does not
+        name itself.
+        """
         strategy, _, named = parse(method)
         others = all_options().keys() - own_options(REGISTRY[strategy])
-        grid = {key: values for key, values in self.grid.items() if key not in named and key not in others}
+        grid = {
+            key: values
+            for key, values in self.grid.items()
+            if key not in named and key not in others
+        }
         return Choice(grid, self.grid_seeds) if grid else None
 
     def content(self) -> dict[str, Any]:
@@ -142,12 +183,18 @@ class Study:
         own = ("method", "results-dir")
         options = {key: as_value(value) for key, value in setting.options.items() if key not in own}
         grid = {key: list(values) for key, values in self.grid.items()}
-        return {"methods": dict(self.methods), "options": options, "seeds": self.seeds, "grid": grid}
+        return {
+            "methods": dict(self.methods),
+            "options": options,
+            "seeds": self.seeds,
+            "grid": grid,
+        }
 
 
 @contextmanager
 def quiet(verbose: bool = False) -> Iterator[None]:
-    """Hide Flower's lines about every round, and its warnings of what is the normal case here, inside the block.
+    """Hide Flower's lines about every round, and its warnings of what is the normal case here,
+    inside the block.
 
     After the block, torch's settings of the process are as before.
     """
@@ -168,16 +215,28 @@ def quiet(verbose: bool = False) -> Iterator[None]:
 
 
 def write_study(
-    folder: Path, study: Study, runs: Sequence[Run], recipe: Mapping[str, Any] | None = None, **more: Any
+    folder: Path,
+    study: Study,
+    runs: Sequence[Run],
+    recipe: Mapping[str, Any] | None = None,
+    **more: Any,
 ) -> None:
-    """Write `study.json`: what was asked for, in the form of a recipe, `more` about it, and the list of runs."""
+    """Write `study.json`: what was asked for, in the form of a recipe, `more` about it, and the
+    list of runs.
+    """
     listed = [{**run.place, "folder": run.folder.name} for run in runs]
     try:
-        about = {"title": folder.name, "command": command_line(), "recipe": recipe or study.content()}
+        about = {
+            "title": folder.name,
+            "command": command_line(),
+            "recipe": recipe or study.content(),
+        }
         content = {**about, **more, "runs": listed}
         write_json(make_folder(folder) / STUDY, content)
     except OSError:
-        if any(run.finished() is None for run in runs):  # what is finished can be read where nothing can be written
+        if any(
+            run.finished() is None for run in runs
+        ):  # what is finished can be read where nothing can be written
             raise
 
 
@@ -187,7 +246,9 @@ def cells_of(runs: Sequence[Run]) -> list[list[Run]]:
 
 
 def checked(study: Study, folder: Path, side_by_side: int = 1) -> list[Run]:
-    """Return the runs of a study, after every usage error that can be found before the first one."""
+    """Return the runs of a study, after every usage error that can be found before the first
+    one.
+    """
     runs = study.runs(folder)
     for run, *_ in cells_of(runs):  # others differ by the seed only
         with _in_cell(run.setting, run.label):
@@ -206,8 +267,12 @@ def _in_cell(setting: str, label: str) -> Iterator[None]:
         raise UsageError(f"{label!r} in {setting!r}: {error}" if setting else str(error)) from error
 
 
-def execute(runs: Sequence[Run], announce: Announce, side_by_side: int = 1) -> Iterator[tuple[Run, Summary]]:
-    """Run what is not finished; return each run with its summary, which of a run that failed has the reason."""
+def execute(
+    runs: Sequence[Run], announce: Announce, side_by_side: int = 1
+) -> Iterator[tuple[Run, Summary]]:
+    """Run what is not finished; return each run with its summary, which of a run that failed has
+    the reason.
+    """
     if side_by_side > 1:
         yield from _in_processes(cells_of(runs), side_by_side)
         return
@@ -216,7 +281,9 @@ def execute(runs: Sequence[Run], announce: Announce, side_by_side: int = 1) -> I
 
 
 def _run_cell(runs: Sequence[Run], announce: Announce) -> Iterator[tuple[Run, Summary]]:
-    """Run one method in one setting with every seed, with the best values of the grid if there is one."""
+    """Run one method in one setting with every seed, with the best values of the grid if there is
+    one.
+    """
     choice, failure = runs[0].experiment.choice, ""
     if choice and any(run.finished() is None for run in runs):
         choice, failure = _chosen(choice, runs[0].tried, announce)
@@ -236,7 +303,9 @@ def _train(run: Run, announce: Announce) -> Summary:
     return summary
 
 
-def _chosen(choice: Choice, tried: Mapping[str, Sequence[Run]], announce: Announce) -> tuple[Choice, str]:
+def _chosen(
+    choice: Choice, tried: Mapping[str, Sequence[Run]], announce: Announce
+) -> tuple[Choice, str]:
     """Return the values with the best mean score on held-out training data, and the first failure.
 
     Values with which a run fails are out.
@@ -253,7 +322,9 @@ def _chosen(choice: Choice, tried: Mapping[str, Sequence[Run]], announce: Announ
             metric = metric_of(summary)
             results.append(float(score))
         scores[text] = fmean(results) if len(results) == len(runs) else None
-    best = max(scores, key=lambda text: -inf if (score := scores[text]) is None else merit(metric, score))
+    best = max(
+        scores, key=lambda text: -inf if (score := scores[text]) is None else merit(metric, score)
+    )
     values = {} if scores[best] is None else choice.combinations()[best]
     return replace(choice, values=values, scores=scores), failure
 
@@ -263,12 +334,18 @@ def _with_values(run: Run, choice: Choice) -> Run:
     best = next(text for text, values in choice.combinations().items() if values == choice.values)
     tried, own = run.tried[best][0].experiment, run.experiment.config
     config = replace(tried.config, seed=own.seed, validation=own.validation)
-    asked = {**(run.experiment.asked or {}), "choice": vars(choice)}  # for `resume`, which does not choose again
+    asked = {
+        **(run.experiment.asked or {}),
+        "choice": vars(choice),
+    }  # for `resume`, which does not choose again
     return replace(run, experiment=replace(tried, config=config, choice=choice, asked=asked))
 
 
 def _in_processes(cells: Sequence[Sequence[Run]], count: int) -> Iterator[tuple[Run, Summary]]:
-    """Run the cells in so many processes at once; return each run with its result, in the order in which they end."""
+    """Run the cells in so many processes at once.
+
+    Return each run with its result, in the order in which they end.
+    """
     preload(NEEDED)
     ahead, running = deque(cells), dict[Connection, tuple[Sequence[Run], BaseProcess]]()
     told = False
@@ -298,14 +375,19 @@ def _start(cell: Sequence[Run]) -> tuple[Connection, BaseProcess]:
     # never a copy of this process, in which torch may have started threads
     context = get_context("forkserver")
     here, there = context.Pipe()
-    plugins, verbose = cell[0].experiment.config.plugins, logging.getLogger("flwr").level <= logging.INFO
+    plugins, verbose = (
+        cell[0].experiment.config.plugins,
+        logging.getLogger("flwr").level <= logging.INFO,
+    )
     process = context.Process(target=_work, args=(there, plugins, cell, verbose), daemon=False)
     process.start()
     there.close()
     return here, process
 
 
-def _result(connection: Connection, process: BaseProcess, cell: Sequence[Run]) -> list[tuple[Run, Summary]]:
+def _result(
+    connection: Connection, process: BaseProcess, cell: Sequence[Run]
+) -> list[tuple[Run, Summary]]:
     try:
         return list(zip(cell, connection.recv(), strict=True))
     except EOFError:

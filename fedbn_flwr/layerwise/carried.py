@@ -1,74 +1,85 @@
-r"""Corrections carried from round to round: what every client used before takes the place of exchanges.
+r"""Corrections carried from round to round: what every client used before takes the place of
+exchanges.
 
-A client's local values of every layer travel with its ordinary reply, and the corrections made of them with the next
-round's ordinary message. A round is then one step of a fixed-point iteration that goes on over the rounds, while the
-model moves a little in between. In the first local step of round t, client k uses in every layer, with the local values
-m_k, v_k, a_k, b_k of this very pass (A and B: see `SharedBatchNorm`), where v is what the layer divides by, the
-variance plus its eps,
+A client's local values of every layer travel with its ordinary reply, and the corrections made of
+them with the next round's ordinary message. A round is then one step of a fixed-point iteration
+that goes on over the rounds, while the model moves a little in between. In the first local step of
+round t, client k uses in every layer, with the local values m_k, v_k, a_k, b_k of this very pass (A
+and B: see `SharedBatchNorm`), where v is what the layer divides by, the variance plus its eps,
 
-    mean = m_k + o_k sqrt(v_k),   variance = max(v_k q_k - eps, 0),   A = a_k + alpha_k,   B = b_k + beta_k
+    mean = m_k + o_k sqrt(v_k),   variance = max(v_k q_k - eps, 0),   A = a_k + alpha_k,   B = b_k +
+    beta_k
 
     o_k = (m - m_k') / sqrt(v_k'),   q_k = v / v_k',   alpha_k = a - a_k',   beta_k = b - b_k'
 
-where m_k', v_k', a_k', b_k' are the client's values of earlier rounds, and m, v, a, b their pool over the participants
-S of round t:
+where m_k', v_k', a_k', b_k' are the client's values of earlier rounds, and m, v, a, b their pool
+over the participants S of round t:
 
-    m = sum_S p_k m_k',   v = sum_S p_k (v_k' + (m_k' - m)^2),   a = sum_S p_k a_k',   b = sum_S p_k b_k'
+    m = sum_S p_k m_k',   v = sum_S p_k (v_k' + (m_k' - m)^2),   a = sum_S p_k a_k',   b = sum_S p_k
+    b_k'
 
-The values of one round are those of one mini-batch, and mostly noise. So m_k' and v_k' are running means: with a
-`memory` M, new values of a client that was last heard j rounds ago count 1 - M^j, and what was kept counts M^j. Values
-of a client that seldom takes part are old already, and are hardly averaged. With M = 0, they are the last values. Those
-of gradients always are: with averages of both, training loses where labels are most skewed. Values of more than
-`oldest` rounds ago make no corrections at all: with ten of 50 clients in each round, training failed.
+The values of one round are those of one mini-batch, and mostly noise. So m_k' and v_k' are running
+means: with a `memory` M, new values of a client that was last heard j rounds ago count 1 - M^j, and
+what was kept counts M^j. Values of a client that seldom takes part are old already, and are hardly
+averaged. With M = 0, they are the last values. Those of gradients always are: with averages of
+both, training loses where labels are most skewed. Values of more than `oldest` rounds ago make no
+corrections at all: with ten of 50 clients in each round, training failed.
 
-To correct the current local values, instead of replacing them by the last pooled ones, keeps every layer normalized
-however wrong the corrections are; replacing them diverges.
+To correct the current local values, instead of replacing them by the last pooled ones, keeps every
+layer normalized however wrong the corrections are; replacing them diverges.
 
-Over S and not over all clients: by SharedBatchNorm's derivation the mean of the clients' gradients is
+Over S and not over all clients: by SharedBatchNorm's derivation the mean of the clients' gradients
+is
 
     sum_S p_k (gamma r_k g_k + (a_k + alpha_k + 2 (b_k + beta_k) (x - mean_k)) / n_k)
 
-and is that of one loss only if what the corrections add is zero in sum, sum_S p_k alpha_k = sum_S p_k beta_k = 0: they
-move gradients between clients and create none. With the pool of S this is an identity, whatever the age of the values.
-With any other pool it is not, and the sum is a force on every layer that is the same in every round.
+and is that of one loss only if what the corrections add is zero in sum, sum_S p_k alpha_k = sum_S
+p_k beta_k = 0: they move gradients between clients and create none. With the pool of S this is an
+identity, whatever the age of the values. With any other pool it is not, and the sum is a force on
+every layer that is the same in every round.
 
-S must be the clients whose models are averaged. The server knows the clients that it draws, and some of these may not
-reply. Over those that do, R_t of round t, the corrections then add the surplus
+S must be the clients whose models are averaged. The server knows the clients that it draws, and
+some of these may not reply. Over those that do, R_t of round t, the corrections then add the
+surplus
 
     s_t = sum_{R_t} p_k alpha_k / sum_{R_t} p_k
 
-to the mean of A, and the same of beta to that of B. It cannot be taken out of the averaged models, where each client's
-lower layers have already multiplied it by another Jacobian. So the corrections of round t + 1 take it back: with e_t,
-the sum of all s up to round t, every client gets alpha_k - e_t. With c the share of those of R_{t+1} that have
-corrections, and L the mean over these of what the pool alone would have given them,
+to the mean of A, and the same of beta to that of B. It cannot be taken out of the averaged models,
+where each client's lower layers have already multiplied it by another Jacobian. So the corrections
+of round t + 1 take it back: with e_t, the sum of all s up to round t, every client gets alpha_k -
+e_t. With c the share of those of R_{t+1} that have corrections, and L the mean over these of what
+the pool alone would have given them,
 
     e_{t+1} = (1 - c) e_t + c L
 
-If all have corrections and reply, c = 1, L = 0, and nothing is left. In general e is a weighted mean of L of this round
-and of earlier ones: however many rounds there are, and whoever is silent, it is never larger than what the pool of one
-round can add. (This is said of gradients. Where a schedule lowers the rate in between, less of the movement is taken
-back.) Of a client that was silent when others replied, nothing is kept: until it has replied again it gets no
-correction and is not in the pool, so that one that is gone for good adds a surplus once, and old values pool no
+If all have corrections and reply, c = 1, L = 0, and nothing is left. In general e is a weighted
+mean of L of this round and of earlier ones: however many rounds there are, and whoever is silent,
+it is never larger than what the pool of one round can add. (This is said of gradients. Where a
+schedule lowers the rate in between, less of the movement is taken back.) Of a client that was
+silent when others replied, nothing is kept: until it has replied again it gets no correction and is
+not in the pool, so that one that is gone for good adds a surplus once, and old values pool no
 statistics.
 
-The corrections of means and variances stay in a trust region, |o| <= c and 1 / c <= q <= c, as r and d of batch
-renormalization (Ioffe, Batch Renormalization, NeurIPS 2017) do for the same reason: values of another model may be far
-from today's. Those of gradients stay as they are, because to bound each client's alone would break their sum.
+The corrections of means and variances stay in a trust region, |o| <= c and 1 / c <= q <= c, as r
+and d of batch renormalization (Ioffe, Batch Renormalization, NeurIPS 2017) do for the same reason:
+values of another model may be far from today's. Those of gradients stay as they are, because to
+bound each client's alone would break their sum.
 
-Fixed points. One client, or clients with equal data: o = alpha = beta = 0 and q = 1, FedAvg; only the n / (n - 1) of
-running variances counts the values of all clients. A model that stands still, full batches and M = 0: after l rounds
-the statistics of l layers are exact, after L of all, then in as many rounds the gradients from the last layer to the
-first, so that from round 2 L + 1 on the gradient is FedTAN's, unless the trust region cuts it. With M > 0, it comes
-arbitrarily close.
+Fixed points. One client, or clients with equal data: o = alpha = beta = 0 and q = 1, FedAvg; only
+the n / (n - 1) of running variances counts the values of all clients. A model that stands still,
+full batches and M = 0: after l rounds the statistics of l layers are exact, after L of all, then in
+as many rounds the gradients from the last layer to the first, so that from round 2 L + 1 on the
+gradient is FedTAN's, unless the trust region cuts it. With M > 0, it comes arbitrarily close.
 
-Both halves are in this file: `Corrected` and `CorrectedClients` are the client's, `CarriedValues` is the server's. They
-meet in the group `carried` of an ordinary training message: a node's corrections on the way to it, its local values on
-the way back. Its entries are
+Both halves are in this file: `Corrected` and `CorrectedClients` are the client's, `CarriedValues`
+is the server's. They meet in the group `carried` of an ordinary training message: a node's
+corrections on the way to it, its local values on the way back. Its entries are
 
-- `statistics` and `gradients`, (2, C) each (see `Requests`), with the channels of all layers side by side, in the
-  layers' alphabetical order,
+- `statistics` and `gradients`, (2, C) each (see `Requests`), with the channels of all layers side
+  by side, in the layers' alphabetical order,
 - `layers`, the layers' names as bytes, separated by newlines,
-- `sizes`, (3, L): each layer's number of values of a channel, its channels, and its channels with gradients.
+- `sizes`, (3, L): each layer's number of values of a channel, its channels, and its channels with
+  gradients.
 
 They are few, because Flower sends each by a request of its own.
 """
@@ -82,9 +93,18 @@ import torch
 from torch import Tensor
 
 from fedbn_flwr.device import Rows, index_on
-from fedbn_flwr.layerwise.exchange import MOST, Answer, Combiner, Kind, Requests, combine, why_unusable
+from fedbn_flwr.layerwise.exchange import (
+    MOST,
+    Answer,
+    Combiner,
+    Kind,
+    Requests,
+    combine,
+    why_unusable,
+)
 
-#: by kind and layer, what takes each client's local values to the global ones: a row for each client
+#: by kind and layer, what takes each client's local values to the global ones: a row for each
+#: client
 Corrections = Mapping[Kind, Mapping[str, Answer]]
 #: the entries of one node's group, as they travel
 Entries = dict[str, np.ndarray]
@@ -94,7 +114,8 @@ Examples = Mapping[int, float]
 #: what is corrected
 KINDS: tuple[Kind, Kind] = ("statistics", "gradients")
 LAYERS, SIZES, EXAMPLES, ROUND = "layers", "sizes", "examples", "round"
-#: the trust region: standard deviations that offsets have at most, and ratios of variances, as in batch renormalization
+#: the trust region: standard deviations that offsets have at most, and ratios of variances, as in
+#: batch renormalization
 TRUST = 3.0
 #: in place of an eps of 0, because channels may be constant
 _LEAST = 1e-12
@@ -102,11 +123,15 @@ _LEAST = 1e-12
 LIMIT = 256 * 2**20
 
 
-# ---- corrections of local values ----------------------------------------------------------------------------------
+# ---- corrections of local values -----------------------------------------------------------------
 
 
-def carried_corrections(kind: Kind, values: Tensor, weights: Sequence[float], combiner: Combiner = combine) -> Tensor:
-    """Return the participants' corrections from all participants' kept values of one kind, a row for each."""
+def carried_corrections(
+    kind: Kind, values: Tensor, weights: Sequence[float], combiner: Combiner = combine
+) -> Tensor:
+    """Return the participants' corrections from all participants' kept values of one kind, a row
+    for each.
+    """
     corrections = correction(kind, values, combiner(kind, values, weights))
     if kind == "statistics":
         offsets, ratios = corrections.unbind(1)
@@ -116,7 +141,10 @@ def carried_corrections(kind: Kind, values: Tensor, weights: Sequence[float], co
 
 
 def correction(kind: Kind, values: Tensor, pooled: Tensor) -> Tensor:
-    """Return what takes clients' local values to the pooled ones, a row for each; the inverse of `correct`."""
+    """Return what takes clients' local values to the pooled ones, a row for each.
+
+    The inverse of `correct`.
+    """
     if kind == "gradients":
         return pooled - values
     (mean, variance), (pooled_mean, pooled_variance) = values.unbind(-2), pooled
@@ -132,15 +160,18 @@ def correct(kind: Kind, values: Tensor, correction: Tensor) -> Tensor:
     return torch.stack([mean + offset * variance.sqrt(), variance * ratio], -2)
 
 
-# ---- the client ----------------------------------------------------------------------------------------------------
+# ---- the client ----------------------------------------------------------------------------------
 
 
 class Corrected:
-    """An exchange on the client that answers at once, by the received corrections, and keeps the requests."""
+    """An exchange on the client that answers at once, by the received corrections, and keeps the
+    requests.
+    """
 
     def __init__(self, corrections: Corrections) -> None:
         self._corrections = corrections
-        #: by kind and layer, the requests so far: the clients' local values, in the order of their pass
+        #: by kind and layer, the requests so far: the clients' local values, in the order of their
+        #: pass
         self.requests: dict[Kind, dict[str, Requests]] = {kind: {} for kind in KINDS}
 
     def __call__(self, requests: Requests) -> Answer:
@@ -159,9 +190,11 @@ class Corrected:
 
 
 class CorrectedClients:
-    """The first step of clients that received corrections: their entries, stacked, with a row for each client.
+    """The first step of clients that received corrections: their entries, stacked, with a row for
+    each client.
 
-    Clients with equal mini-batch sizes are a part, and go through the model together, one part after another.
+    Clients with equal mini-batch sizes are a part, and go through the model together, one part
+    after another.
     """
 
     def __init__(self, received: Mapping[str, Tensor], clients: int) -> None:
@@ -183,18 +216,24 @@ class CorrectedClients:
         return exchange
 
     def local_values(self) -> dict[str, Tensor]:
-        """Return the entries of the clients' replies after the step, stacked; none for a model without BN layers."""
+        """Return the entries of the clients' replies after the step, stacked; none for a model
+        without BN layers.
+        """
         whole: dict[str, Tensor] = {}
         for rows, exchange in self._parts:
             for name, value in pack_values(exchange.requests).items():
                 shape = self._clients, *value.shape[1:]
-                entry = whole.setdefault(name, torch.empty(shape, dtype=value.dtype, device=value.device))
+                entry = whole.setdefault(
+                    name, torch.empty(shape, dtype=value.dtype, device=value.device)
+                )
                 entry[index_on(rows, value.device)] = value
         return whole
 
 
 def pack_values(requests: Mapping[Kind, Mapping[str, Requests]]) -> dict[str, Tensor]:
-    """Return the entries for clients' requests, given by kind and layer, with a row for each client."""
+    """Return the entries for clients' requests, given by kind and layer, with a row for each
+    client.
+    """
     statistics, gradients = (requests[kind] for kind in KINDS)
     if not statistics:
         return {}
@@ -202,12 +241,15 @@ def pack_values(requests: Mapping[Kind, Mapping[str, Requests]]) -> dict[str, Te
     clients = len(statistics[layers[0]].counts)
     counts = [statistics[layer].counts[0] for layer in layers]
     widths = [
-        [each[layer].tensor.shape[-1] if layer in each else 0 for layer in layers] for each in (statistics, gradients)
+        [each[layer].tensor.shape[-1] if layer in each else 0 for layer in layers]
+        for each in (statistics, gradients)
     ]
     names, sizes = bytearray("\n".join(layers).encode()), torch.tensor([counts, *widths])
     return {
         **{
-            kind: torch.cat([requests[kind][layer].tensor for layer in layers if layer in requests[kind]], -1)
+            kind: torch.cat(
+                [requests[kind][layer].tensor for layer in layers if layer in requests[kind]], -1
+            )
             for kind in KINDS
             if requests[kind]
         },
@@ -226,7 +268,9 @@ def read_corrections(received: Mapping[str, Tensor]) -> Corrections:
     return {
         kind: {
             layer: Answer(part, count)
-            for layer, count, part in zip(layers, counts, received[kind].split(channels, -1), strict=True)
+            for layer, count, part in zip(
+                layers, counts, received[kind].split(channels, -1), strict=True
+            )
             if part.shape[-1]
         }
         for kind, channels in zip(KINDS, widths, strict=True)
@@ -234,7 +278,7 @@ def read_corrections(received: Mapping[str, Tensor]) -> Corrections:
     }
 
 
-# ---- the server ----------------------------------------------------------------------------------------------------
+# ---- the server ----------------------------------------------------------------------------------
 
 
 @dataclass
@@ -248,15 +292,18 @@ class Kept:
 
 
 class CarriedValues:
-    """Each node's local values of every BN layer, by node: the last gradients, and statistics averaged over its rounds.
+    """Each node's local values of every BN layer, by node: the last gradients, and statistics
+    averaged over its rounds.
 
-    After a pause of j rounds, kept statistics count `memory` to the power of j. A memory of 0 keeps the last ones. A
-    node whose values are more than `oldest` rounds old goes without corrections; 0 is no limit.
+    After a pause of j rounds, kept statistics count `memory` to the power of j. A memory of 0 keeps
+    the last ones. A node whose values are more than `oldest` rounds old goes without corrections; 0
+    is no limit.
 
-    If all together take more than `LIMIT` bytes, those are forgotten that are not renewed for the longest time.
+    If all together take more than `LIMIT` bytes, those are forgotten that are not renewed for the
+    longest time.
 
-    Corrections of gradients sum to zero over the nodes that get them, and may not over the nodes that reply. What is
-    left over is the `surplus`, which the next corrections take back.
+    Corrections of gradients sum to zero over the nodes that get them, and may not over the nodes
+    that reply. What is left over is the `surplus`, which the next corrections take back.
     """
 
     def __init__(
@@ -269,8 +316,16 @@ class CarriedValues:
         self.memory, self.oldest, self.combiner = memory, oldest, combiner
         self.kept = kept or Kept()
 
-    def hear(self, node: int, num_examples: float, values: Mapping[str, np.ndarray], server_round: int = 0) -> str:
-        """Keep a node's values; return why they are unusable, and then forget the node, or an empty string."""
+    def hear(
+        self,
+        node: int,
+        num_examples: float,
+        values: Mapping[str, np.ndarray],
+        server_round: int = 0,
+    ) -> str:
+        """Keep a node's values; return why they are unusable, and then forget the node, or an empty
+        string.
+        """
         before = self.kept.by_node.pop(node, None)
         now = {name: np.array(value) for name, value in values.items()}
         if reason := why_not_carried(now):
@@ -279,14 +334,24 @@ class CarriedValues:
             share = self.memory ** max(server_round - before[ROUND].item(), 1)
             mean = share * before["statistics"].astype(np.float64) + (1 - share) * now["statistics"]
             now["statistics"] = mean.astype(now["statistics"].dtype)
-        self.kept.by_node[node] = {**now, EXAMPLES: np.array(num_examples), ROUND: np.array(server_round)}
+        self.kept.by_node[node] = {
+            **now,
+            EXAMPLES: np.array(num_examples),
+            ROUND: np.array(server_round),
+        }
         size = sum(value.nbytes for value in self.kept.by_node[node].values())
         while len(self.kept.by_node) > max(LIMIT / size, 1):
             del self.kept.by_node[next(iter(self.kept.by_node))]
         return ""
 
-    def settle(self, corrections: Mapping[int, Entries], silent: Iterable[int], averaged: Mapping[int, float]) -> None:
-        """Forget the silent nodes of a round, and add up what the corrections of the averaged ones leave over.
+    def settle(
+        self,
+        corrections: Mapping[int, Entries],
+        silent: Iterable[int],
+        averaged: Mapping[int, float],
+    ) -> None:
+        """Forget the silent nodes of a round, and add up what the corrections of the averaged ones
+        leave over.
 
         `averaged` are the weights of the nodes whose models are averaged.
         """
@@ -301,21 +366,32 @@ class CarriedValues:
             self.kept.surplus = surplus + self._surplus_like(surplus)
 
     def corrections(
-        self, nodes: Iterable[int], weigh: Callable[[Examples], Sequence[float]], server_round: int = 0
+        self,
+        nodes: Iterable[int],
+        weigh: Callable[[Examples], Sequence[float]],
+        server_round: int = 0,
     ) -> dict[int, Entries]:
-        """Return the entries of each participant's correction; a node without recent values has none.
+        """Return the entries of each participant's correction.
+
+        A node without recent values has none.
 
         `weigh` returns the weights of nodes with these numbers of samples, in their order.
         """
         known = {node: self.kept.by_node[node] for node in nodes if node in self.kept.by_node}
         heard = {
-            node: values for node, values in known.items() if not 0 < self.oldest < server_round - values[ROUND].item()
+            node: values
+            for node, values in known.items()
+            if not 0 < self.oldest < server_round - values[ROUND].item()
         }
         # a node whose forward pass went another way has other layers
         forms = {node: _form(values) for node, values in heard.items()}
         common = Counter(forms.values()).most_common(1)
         heard = {node: values for node, values in heard.items() if forms[node] == common[0][0]}
-        weights = weigh({node: values[EXAMPLES].item() for node, values in heard.items()}) if heard else []
+        weights = (
+            weigh({node: values[EXAMPLES].item() for node, values in heard.items()})
+            if heard
+            else []
+        )
         if not sum(weights) > 0:
             return {}
         first = next(iter(heard.values()))
@@ -346,7 +422,10 @@ def _form(values: Mapping[str, np.ndarray]) -> Hashable:
 
 
 def why_not_carried(values: Mapping[str, np.ndarray]) -> str:
-    """Return why these cannot be pooled with other nodes' values of the same BN layers; nothing if they can."""
+    """Return why these cannot be pooled with other nodes' values of the same BN layers.
+
+    Nothing if they can.
+    """
     if not _are_of_layers(values):
         return "its carried values are not of BN layers"
     for kind in KINDS:

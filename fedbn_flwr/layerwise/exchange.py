@@ -1,4 +1,6 @@
-"""An exchange of a layer-wise step: the requests of all clients as one batch, and the answer to all of them."""
+"""An exchange of a layer-wise step: the requests of all clients as one batch, and the answer to all
+of them.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -24,7 +26,8 @@ class Pool(NamedTuple):
 
 @dataclass(frozen=True)
 class Requests:
-    """The local values of K clients at one use of one BN layer, to be averaged with those of the others.
+    """The local values of K clients at one use of one BN layer, to be averaged with those of the
+    others.
 
     Where clients are reached together, a row may be the pool of several, and then says so.
     """
@@ -32,8 +35,8 @@ class Requests:
     kind: Kind
     #: dotted path of the layer; the second use in a forward pass ends in "#2", the third in "#3"
     layer: str
-    #: a row for each client: (K, C) for means or variances, (K, 2, C) for both of them ("statistics") or for the
-    #: gradients by both of them
+    #: a row for each client: (K, C) for means or variances, (K, 2, C) for both of them
+    #: ("statistics") or for the gradients by both of them
     tensor: Tensor
     #: by client, the number of values of each channel that its row is computed from: B * H * W
     counts: tuple[int, ...]
@@ -70,7 +73,9 @@ class Answer:
 
 
 class Why(Enum):
-    """The kind of a reason for which something of a node cannot be used, where that decides what follows."""
+    """The kind of a reason for which something of a node cannot be used, where that decides what
+    follows.
+    """
 
     OTHER = auto()
     #: numbers that are not finite, or too large
@@ -88,10 +93,12 @@ class Fault(NamedTuple):
 
 NOT_FINITE = Fault("is not finite", Why.INFINITE)
 TOO_LARGE = Fault("is too large to be pooled", Why.INFINITE)
-#: the largest number that a node may send, in any dtype, and the most examples: float64 holds all counts up to it
+#: the largest number that a node may send, in any dtype, and the most examples: float64 holds all
+#: counts up to it
 LARGEST, MOST = torch.finfo(torch.float32).max, 2**53
 
-#: sends requests, and returns the answer; where exchanges are messages, it waits for the slowest node
+#: sends requests, and returns the answer; where exchanges are messages, it waits for the slowest
+#: node
 Exchange = Callable[[Requests], Answer]
 
 #: is called with the requests of every exchange
@@ -103,7 +110,10 @@ Combiner = Callable[[Kind, Tensor, Sequence[float]], Tensor]
 
 
 class ExchangeError(ValueError):
-    """The request of a client cannot be combined with the others'; `client` is the row of the client."""
+    """The request of a client cannot be combined with the others'.
+
+    `client` is the row of the client.
+    """
 
     def __init__(self, client: int, reason: str, why: Why = Why.OTHER) -> None:
         super().__init__(f"client {client}: {reason}")
@@ -115,17 +125,22 @@ class OrderError(ExchangeError):
 
 
 def join(parts: Sequence[Requests], order: Sequence[int] | None = None) -> Requests:
-    """Return several batches as one; `order` are the clients' positions in the parts, in the order of the new rows.
+    """Return several batches as one.
 
-    OrderError names the first row at another kind or layer than most, ExchangeError the first of another shape or dtype
-    than most. A single batch whose order stays is returned as it is, without a copy.
+    `order` are the clients' positions in the parts, in the order of the new rows.
+
+    OrderError names the first row at another kind or layer than most, ExchangeError the first of
+    another shape or dtype than most. A single batch whose order stays is returned as it is, without
+    a copy.
     """
     part_of = [part for part in parts for _ in part.counts]
     positions = list(range(len(part_of)))
     if len(parts) == 1 and (order is None or list(order) == positions):
         return parts[0]
     if order is not None and sorted(order) != positions:
-        raise ValueError(f"there are requests of {len(positions)} clients where {len(order)} are expected")
+        raise ValueError(
+            f"there are requests of {len(positions)} clients where {len(order)} are expected"
+        )
     positions = positions if order is None else list(order)
     clients = [part_of[position] for position in positions]
     name, form = _most_common(_name, parts), _most_common(_form, parts)
@@ -159,10 +174,11 @@ def check_requests(requests: Requests) -> None:
 
 
 def pool_requests(requests: Requests, weights: Sequence[float]) -> Requests:
-    """Return the clients' requests as one row, their pool; ExchangeError if some client's values cannot be pooled.
+    """Return the clients' requests as one row, their pool; ExchangeError if some client's values
+    cannot be pooled.
 
-    The pool of pools is that of all clients, as the mean and the variance of each are kept, in float64, and no sums of
-    squares, which lose digits.
+    The pool of pools is that of all clients, as the mean and the variance of each are kept, in
+    float64, and no sums of squares, which lose digits.
     """
     check_requests(requests)
     weight = sum(weights)
@@ -170,17 +186,21 @@ def pool_requests(requests: Requests, weights: Sequence[float]) -> Requests:
     weights = weights if weight > 0 else [1.0] * len(weights)
     tensor = combine(requests.kind, requests.tensor.double(), weights)
     pools = (Pool(len(weights), weight, requests.dtype),)
-    return Requests(requests.kind, requests.layer, tensor.unsqueeze(0), (sum(requests.counts),), pools)
+    return Requests(
+        requests.kind, requests.layer, tensor.unsqueeze(0), (sum(requests.counts),), pools
+    )
 
 
 def combine(kind: Kind, rows: Tensor, weights: Sequence[float]) -> Tensor:
-    """Combine the clients' rows into the global tensor, in their dtype; the weights need not sum to one.
+    """Combine the clients' rows into the global tensor, in their dtype.
 
-    Wang et al., "Why Batch Normalization Damage Federated Learning on Non-IID Data?", equations 39 to 41:
-    sum_i p_i t_i for a mean, a variance around the global mean, and gradients. For "statistics", local means
-    m_i and variances v_i around them: mean = sum_i p_i m_i, variance = sum_i p_i (v_i + (m_i - mean)^2),
-    which is the same number as (40), in one exchange instead of two. Sums are in float64, so that the order of
-    the clients does not matter.
+    The weights need not sum to one.
+
+    Wang et al., "Why Batch Normalization Damage Federated Learning on Non-IID Data?", equations 39
+    to 41: sum_i p_i t_i for a mean, a variance around the global mean, and gradients. For
+    "statistics", local means m_i and variances v_i around them: mean = sum_i p_i m_i, variance =
+    sum_i p_i (v_i + (m_i - mean)^2), which is the same number as (40), in one exchange instead of
+    two. Sums are in float64, so that the order of the clients does not matter.
     """
     shares = torch.tensor(normalized(weights), dtype=torch.float64, device=rows.device)
     values = rows.double()
@@ -194,8 +214,8 @@ def combine(kind: Kind, rows: Tensor, weights: Sequence[float]) -> Tensor:
 def respond(requests: Requests, weights: Sequence[float], combiner: Combiner = combine) -> Answer:
     """Return the answer to all clients; ExchangeError if some client's values cannot be pooled.
 
-    Another `combiner` than `combine` needs single values, so that the answer must not hold the weights that let workers
-    pool their clients' values.
+    Another `combiner` than `combine` needs single values, so that the answer must not hold the
+    weights that let workers pool their clients' values.
     """
     check_requests(requests)
     if requests.pools:
@@ -208,21 +228,27 @@ def respond(requests: Requests, weights: Sequence[float], combiner: Combiner = c
 def why_unusable(kind: Kind, values: Tensor) -> Fault | None:
     """Return why values cannot be pooled, whatever the other clients' are; None if they can.
 
-    The values are one client's, or have a first dimension with a row for each client. They must be finite, and
-    variances at least 0. They must also be so small that the pool is finite in their dtype. With M the largest
-    v_i + m_i^2 of a client, and any weights p_i that sum to one,
+    The values are one client's, or have a first dimension with a row for each client. They must be
+    finite, and variances at least 0. They must also be so small that the pool is finite in their
+    dtype. With M the largest v_i + m_i^2 of a client, and any weights p_i that sum to one,
 
-        variance = sum_i p_i (v_i + (m_i - mean)^2) = sum_i p_i (v_i + m_i^2) - mean^2 <= M,   (m_i - mean)^2 <= 4 M.
+        variance = sum_i p_i (v_i + (m_i - mean)^2) = sum_i p_i (v_i + m_i^2) - mean^2 <= M,   (m_i
+        - mean)^2 <= 4 M.
 
-    So the pool overflows only if some client's own v_i + m_i^2 is too large, and only such clients are refused. At most
-    an eighth of the dtype's largest number is allowed: a factor of 4 for the square above, and of 2 for n / (n - 1) in
-    running variances and for rounding. The same limit for a mean keeps mean^2 finite, which is in every client's
-    variance around the global mean. For variances and gradients, it keeps differences of two of them finite.
+    So the pool overflows only if some client's own v_i + m_i^2 is too large, and only such clients
+    are refused. At most an eighth of the dtype's largest number is allowed: a factor of 4 for the
+    square above, and of 2 for n / (n - 1) in running variances and for rounding. The same limit for
+    a mean keeps mean^2 finite, which is in every client's variance around the global mean. For
+    variances and gradients, it keeps differences of two of them finite.
     """
     if not values.is_floating_point():
         return Fault(f"is {values.dtype}, no floating-point numbers")
-    largest = min(torch.finfo(values.dtype).max, LARGEST)  # float64 has room for more than anybody may send
-    variances = values if kind == "variance" else values[..., 1, :] if kind == "statistics" else values[:0]
+    largest = min(
+        torch.finfo(values.dtype).max, LARGEST
+    )  # float64 has room for more than anybody may send
+    variances = (
+        values if kind == "variance" else values[..., 1, :] if kind == "statistics" else values[:0]
+    )
     # one pass over the values: below this norm all of them are finite, and small enough
     small = torch.linalg.vector_norm(values) < largest**0.5 / 4
     if small.logical_and((variances >= 0).all()).item():  # for which a GPU is waited for once
@@ -230,7 +256,9 @@ def why_unusable(kind: Kind, values: Tensor) -> Fault | None:
     if not values.isfinite().all():
         return NOT_FINITE
     if not (_magnitudes(kind, values) <= largest / 8).all():
-        return TOO_LARGE._replace(words=f"{TOO_LARGE.words} in {str(values.dtype).removeprefix('torch.')}")
+        return TOO_LARGE._replace(
+            words=f"{TOO_LARGE.words} in {str(values.dtype).removeprefix('torch.')}"
+        )
     return None if (variances >= 0).all() else Fault("has a negative variance")
 
 

@@ -26,16 +26,18 @@ def shared_statistics(
     final: bool = True,
     apply: Apply = SharedBatchNorm.apply,
 ) -> Iterator[None]:
-    """Let BN layers use the statistics of all clients in place of their mini-batch's, inside the block.
+    """Let BN layers use the statistics of all clients in place of their mini-batch's, inside the
+    block.
 
-    Every BN layer takes part, by type (SyncBN as BN). A layer with frozen statistics (eval mode) computes what it
-    always computes, and a layer used twice has exchanges of each use. The backward pass may be inside the block or
-    after it. At the end the layers are as before, and the running statistics move once for each use, by torch's update
-    with the global mean and the global variance times n / (n - 1), n being the count over all clients. They stay after
-    an exception (if the step was abandoned, for instance), and if the pass is not `final`, but only gathers the
-    clients' local values. A model takes part in one step at a time. Inside
-    `torch.func.vmap` the model is that of stacked clients, and requests have a row for each client. `apply`
-    takes the inputs, weight, bias and eps of a layer, and its `Use`, through `SharedBatchNorm`.
+    Every BN layer takes part, by type (SyncBN as BN). A layer with frozen statistics (eval mode)
+    computes what it always computes, and a layer used twice has exchanges of each use. The backward
+    pass may be inside the block or after it. At the end the layers are as before, and the running
+    statistics move once for each use, by torch's update with the global mean and the global
+    variance times n / (n - 1), n being the count over all clients. They stay after an exception (if
+    the step was abandoned, for instance), and if the pass is not `final`, but only gathers the
+    clients' local values. A model takes part in one step at a time. Inside `torch.func.vmap` the
+    model is that of stacked clients, and requests have a row for each client. `apply` takes the
+    inputs, weight, bias and eps of a layer, and its `Use`, through `SharedBatchNorm`.
     """
     if mode not in get_args(Mode):
         raise ValueError(f"unknown mode {mode!r}; known: {', '.join(get_args(Mode))}")
@@ -46,8 +48,12 @@ def shared_statistics(
     live = [stand_in for stand_in in stand_ins if _uses_batch_statistics(stand_in.layer)]
     with replaced_forwards({stand_in.layer: stand_in for stand_in in stand_ins}):
         yield
-    if any(stand_in.rests for stand_in in live) and not any(stand_in.uses for stand_in in stand_ins):
-        raise UnlikeBatchNormError("no BN layer normalized with a batch's statistics: does `forward` set eval mode?")
+    if any(stand_in.rests for stand_in in live) and not any(
+        stand_in.uses for stand_in in stand_ins
+    ):
+        raise UnlikeBatchNormError(
+            "no BN layer normalized with a batch's statistics: does `forward` set eval mode?"
+        )
     if final:
         for stand_in in stand_ins:
             for mean, variance, count in stand_in.seen:
@@ -75,7 +81,9 @@ class _SharedForward:
             return self.plain(inputs)
         layer._check_input_dim(inputs)
         self.uses += 1
-        use = self.use if self.uses == 1 else replace(self.use, layer=f"{self.use.layer}#{self.uses}")
+        use = (
+            self.use if self.uses == 1 else replace(self.use, layer=f"{self.use.layer}#{self.uses}")
+        )
         outputs, *statistics = self.apply(inputs, layer.weight, layer.bias, layer.eps, use)
         if layer.training and layer.track_running_stats and layer.running_mean is not None:
             self.seen.append((statistics[0], statistics[1], statistics[2]))
@@ -103,17 +111,23 @@ class UnlikeBatchNormError(ValueError):
 
 
 def check_layers(model: nn.Module) -> dict[str, _BatchNorm]:
-    """Return a model's BN layers; an UnlikeBatchNormError names one whose statistics cannot be shared.
+    """Return a model's BN layers.
+
+    An UnlikeBatchNormError names one whose statistics cannot be shared.
 
     So does a model that is to train, and keeps all of these layers in eval mode.
     """
     layers = bn_layers(model)
     if layers and not any(map(_uses_batch_statistics, layers.values())):
-        raise UnlikeBatchNormError("all BN layers are in eval mode in training, so no statistics are left to share")
+        raise UnlikeBatchNormError(
+            "all BN layers are in eval mode in training, so no statistics are left to share"
+        )
     for name, layer in layers.items():
         if _uses_batch_statistics(layer) and not after_norm(layer):
             kind = type(layer).__name__
-            raise UnlikeBatchNormError(f"layer {name!r} is a {kind}, which computes something else than BN")
+            raise UnlikeBatchNormError(
+                f"layer {name!r} is a {kind}, which computes something else than BN"
+            )
     return layers
 
 

@@ -1,4 +1,6 @@
-"""The server's loop over the exchanges of a layer-wise step, and clients in this process that stop at each of them."""
+"""The server's loop over the exchanges of a layer-wise step, and clients in this process that stop
+at each of them.
+"""
 
 import copy
 import threading
@@ -31,21 +33,25 @@ Step = Callable[[Exchange], T]
 
 
 class Transport(Protocol[ReplyT]):
-    """What takes one layer-wise step of several clients from exchange to exchange, seen from the server.
+    """What takes one layer-wise step of several clients from exchange to exchange, seen from the
+    server.
 
     `Lockstep` is the transport of clients in this process. The transports of Flower's nodes are in
     `fedbn_flwr.transports`. A transport takes one step.
     """
 
     def advance(self, answer: Answer | None = None) -> Requests | None:
-        """Take every client to its next exchange, and return the requests of all; None where all are at their end.
+        """Take every client to its next exchange, and return the requests of all; None where all
+        are at their end.
 
-        The first call takes no answer. Every later call brings the answer to the latest requests. Clients have the same
-        rows every time. An exception says that the step cannot go on.
+        The first call takes no answer. Every later call brings the answer to the latest requests.
+        Clients have the same rows every time. An exception says that the step cannot go on.
         """
 
     def replies(self) -> list[ReplyT]:
-        """Return the clients' replies, after the end of the step; only now do clients remember what they did."""
+        """Return the clients' replies, after the end of the step; only now do clients remember what
+        they did.
+        """
 
     def abandon(self) -> None:
         """End the step where it is; no client remembers the step. Nothing happens after the end."""
@@ -59,15 +65,16 @@ def take_step(
 ) -> list[ReplyT]:
     """Answer every exchange of a step for all clients at once, and return the clients' replies.
 
-    This is the server in algorithms 2 and 3 of Wang et al. A request holds a client's mu_i and sigma_i^2 of one BN
-    layer, from the first layer to the last, and then the gradients by them, from the last layer to the first. The
-    answer is their sum_i p_i, equations (39) to (41). Where mean and variance come together, each variance is about the
-    client's own mean, and `combine` adds the square of that mean's distance from the pooled one.
+    This is the server in algorithms 2 and 3 of Wang et al. A request holds a client's mu_i and
+    sigma_i^2 of one BN layer, from the first layer to the last, and then the gradients by them,
+    from the last layer to the first. The answer is their sum_i p_i, equations (39) to (41). Where
+    mean and variance come together, each variance is about the client's own mean, and `combine`
+    adds the square of that mean's distance from the pooled one.
 
-    `weigh` returns the weights p_i in the order of the rows; it is called once the clients have sent the first
-    requests. Where the first answer tells workers the weights, each pools its rows, and `respond` adds pools. `observe`
-    is called with every exchange. `combiner` may put a rule in the place of the weighted sums. If anything fails, the
-    step is abandoned.
+    `weigh` returns the weights p_i in the order of the rows; it is called once the clients have
+    sent the first requests. Where the first answer tells workers the weights, each pools its rows,
+    and `respond` adds pools. `observe` is called with every exchange. `combiner` may put a rule in
+    the place of the weighted sums. If anything fails, the step is abandoned.
     """
     try:
         requests = transport.advance()
@@ -99,10 +106,11 @@ _ONE_AT_A_TIME = threading.Lock()
 class SuspendedStep(Generic[T]):
     """A step in a thread of its own, which runs only while `advance` waits for it.
 
-    PyTorch cannot save a half-finished backward pass, so the thread is suspended. Another process can replay the
-    step: a step of the same function and seed that gets the same answers stops at the same exchange, with the same
-    bits. The step sees PyTorch's defaults, not the caller's thread-local modes (no_grad, autocast). It draws from a
-    random stream of the given seed, not from the process's. A step that nobody holds any more ends where it is.
+    PyTorch cannot save a half-finished backward pass, so the thread is suspended. Another process
+    can replay the step: a step of the same function and seed that gets the same answers stops at
+    the same exchange, with the same bits. The step sees PyTorch's defaults, not the caller's
+    thread-local modes (no_grad, autocast). It draws from a random stream of the given seed, not
+    from the process's. A step that nobody holds any more ends where it is.
     """
 
     def __init__(self, step: Step[T], seed: int) -> None:
@@ -110,8 +118,11 @@ class SuspendedStep(Generic[T]):
         #: None in place of an answer ends the step
         self._answers: SimpleQueue[Answer | None] = SimpleQueue()
         self._outcomes: SimpleQueue[Requests | Done[T] | BaseException] = SimpleQueue()
-        self._thread = threading.Thread(target=_run, args=(step, self._answers, self._outcomes), daemon=True)
-        # a step that is dropped without `abandon`, or is left when the process ends, must not wait for ever
+        self._thread = threading.Thread(
+            target=_run, args=(step, self._answers, self._outcomes), daemon=True
+        )
+        # a step that is dropped without `abandon`, or is left when the process ends, must not wait
+        # for ever
         self._release = weakref.finalize(self, _release, self._answers, self._thread)
 
     def advance(self, answer: Answer | None = None) -> Requests | Done[T]:
@@ -142,7 +153,9 @@ class SuspendedStep(Generic[T]):
 
 # without the step, so that the step can be collected
 def _run(
-    step: Step[T], answers: SimpleQueue[Answer | None], outcomes: SimpleQueue[Requests | Done[T] | BaseException]
+    step: Step[T],
+    answers: SimpleQueue[Answer | None],
+    outcomes: SimpleQueue[Requests | Done[T] | BaseException],
 ) -> None:
     def exchange(requests: Requests) -> Answer:
         outcomes.put(requests)
@@ -154,7 +167,8 @@ def _run(
 
     outcome: Done[T] | BaseException
     try:
-        # otherwise backward passes on a GPU share one thread, and the first that waits would block all others
+        # otherwise backward passes on a GPU share one thread, and the first that waits would block
+        # all others
         with torch.autograd.set_multithreading_enabled(False):
             outcome = Done(step(exchange))
     except Abandoned:
@@ -176,7 +190,9 @@ class Replicas:
     """Copies of models, to be used again: to make one takes as long as several messages."""
 
     def __init__(self) -> None:
-        self._free: weakref.WeakKeyDictionary[nn.Module, list[nn.Module]] = weakref.WeakKeyDictionary()
+        self._free: weakref.WeakKeyDictionary[nn.Module, list[nn.Module]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def take(self, model: nn.Module) -> nn.Module:
         """Return a copy that nobody else uses, with any values."""
@@ -189,13 +205,17 @@ class Replicas:
 
 
 class Lockstep(Transport[ReplyT]):
-    """The transport of clients in this process: stacks of clients, of which one at a time runs to its next exchange.
+    """The transport of clients in this process: stacks of clients, of which one at a time runs to
+    its next exchange.
 
-    A stack is a suspended step whose requests have a row for each of its clients, and whose result is a list of their
-    replies. Row i of the joined batch is the client at position `order[i]` when the stacks are laid end to end.
+    A stack is a suspended step whose requests have a row for each of its clients, and whose result
+    is a list of their replies. Row i of the joined batch is the client at position `order[i]` when
+    the stacks are laid end to end.
     """
 
-    def __init__(self, stacks: Sequence[SuspendedStep[list[ReplyT]]], order: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, stacks: Sequence[SuspendedStep[list[ReplyT]]], order: Sequence[int] | None = None
+    ) -> None:
         self._stacks, self._order = stacks, order
         self._results: list[ReplyT] = []
 
@@ -205,14 +225,21 @@ class Lockstep(Transport[ReplyT]):
         requests = [outcome for outcome in outcomes if isinstance(outcome, Requests)]
         done = [outcome for outcome in outcomes if isinstance(outcome, Done)]
         if requests and done:
-            sizes = [len(each.counts) if isinstance(each, Requests) else len(each.result) for each in outcomes]
+            sizes = [
+                len(each.counts) if isinstance(each, Requests) else len(each.result)
+                for each in outcomes
+            ]
             position = sum(sizes[: outcomes.index(done[0])])
             client = position if self._order is None else self._order.index(position)
-            raise OrderError(client, f"is at its end where others are at BN layer {requests[0].layer!r}")
+            raise OrderError(
+                client, f"is at its end where others are at BN layer {requests[0].layer!r}"
+            )
         if requests:
             return join(requests, self._order)
         results = [reply for outcome in done for reply in outcome.result]
-        self._results = results if self._order is None else [results[position] for position in self._order]
+        self._results = (
+            results if self._order is None else [results[position] for position in self._order]
+        )
         return None
 
     def replies(self) -> list[ReplyT]:
@@ -226,7 +253,10 @@ class Lockstep(Transport[ReplyT]):
 
 
 def lockstep(
-    steps: Sequence[Step[ReplyT]], weights: Sequence[float], seeds: Sequence[int], observe: Observer | None = None
+    steps: Sequence[Step[ReplyT]],
+    weights: Sequence[float],
+    seeds: Sequence[int],
+    observe: Observer | None = None,
 ) -> list[ReplyT]:
     """Run the steps of all clients, which meet at each exchange, and return their results.
 

@@ -37,7 +37,9 @@ _OFFERED = ("num_classes", "in_channels", "image_size")
 
 @dataclass(frozen=True)
 class Entry:
-    """A registered model: the function that makes it, the square images that it can take, and what it is for."""
+    """A registered model: the function that makes it, the square images that it can take, and what
+    it is for.
+    """
 
     make: Make
     smallest: int
@@ -54,18 +56,27 @@ M = TypeVar("M", bound=Make)
 def register_model(
     name: str, *, smallest: int = 1, largest: int | None = None, task: str = "classification"
 ) -> Callable[[M], M]:
-    """Register a function that makes a model, under the name that `--model` takes; used as a decorator.
+    """Register a function that makes a model, under the name that `--model` takes.
+
+    Used as a decorator.
 
         @register_model("tiny", smallest=8)
         def tiny(num_classes: int, in_channels: int, image_size: int) -> nn.Module:
             return nn.Sequential(nn.Flatten(), nn.Linear(in_channels * image_size**2, num_classes))
 
-    `smallest` and `largest` bound the side of the square images that the model can take. `task` is the task of data
-    (`Data.task`) that the model is for. A name that another model has is a ValueError.
+    `smallest` and `largest` bound the side of the square images that the model can take. `task` is
+    the task of data (`Data.task`) that the model is for. A name that another model has is a
+    ValueError.
     """
 
     def register(make: M) -> M:
-        add(MODELS, "model", name, Entry(make, smallest, largest, task), source=lambda entry: entry.make)
+        add(
+            MODELS,
+            "model",
+            name,
+            Entry(make, smallest, largest, task),
+            source=lambda entry: entry.make,
+        )
         return make
 
     return register
@@ -84,13 +95,14 @@ def build(
     trainable: Sequence[str] = (),
     **norm_options: object,
 ) -> nn.Module:
-    """Build a model of the registry, `timm:NAME`, `torchvision:NAME`, or any other as "package.module:function".
+    """Build a model of the registry, `timm:NAME`, `torchvision:NAME`, or any other as
+    "package.module:function".
 
-    Its weights are a function of the seed alone, and torch's own generator is left as it was. `init_from`, a
-    safetensors file or a torch state dict, replaces them, or `pretrained`, the library's own. `norm`, `groups` and
-    `norm_options` are those of `fedbn_flwr.norm.replace`. `normalize_features` lets the classifier take normalized
-    features. `trainable` has patterns of the parameters that learn, and at which part of the rate: the model's
-    `rate_factors`.
+    Its weights are a function of the seed alone, and torch's own generator is left as it was.
+    `init_from`, a safetensors file or a torch state dict, replaces them, or `pretrained`, the
+    library's own. `norm`, `groups` and `norm_options` are those of `fedbn_flwr.norm.replace`.
+    `normalize_features` lets the classifier take normalized features. `trainable` has patterns of
+    the parameters that learn, and at which part of the rate: the model's `rate_factors`.
     """
     make = _maker(name, image_size, pretrained=init_from == PRETRAINED)
     weights = None
@@ -100,7 +112,9 @@ def build(
         model = make(num_classes, in_channels, image_size)
         if init_from not in (None, PRETRAINED):
             weights = read_weights(Path(str(init_from)).expanduser(), model)
-            with suppress(ValueError):  # said below, if they do not fit the model as it is in the end either
+            with suppress(
+                ValueError
+            ):  # said below, if they do not fit the model as it is in the end either
                 load_weights(model, weights, str(init_from), num_classes)
                 weights = None
         model = norms.replace(model, norm, groups=groups, **norm_options)
@@ -112,20 +126,24 @@ def build(
 
 
 def _choose(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Let parameters learn at the factors of the rate that patterns give: 1, with `=NUMBER` the number, with `!` 0.
+    """Let parameters learn at the factors of the rate that patterns give: 1, with `=NUMBER` the
+    number, with `!` 0.
 
-    If several match a parameter, 0 counts, else the last. Parameters that none matches learn, too, unless a pattern
-    is a name alone. A ValueError names a pattern that matches nothing.
+    If several match a parameter, 0 counts, else the last. Parameters that none matches learn, too,
+    unless a pattern is a name alone. A ValueError names a pattern that matches nothing.
     """
     names = [name for name, _ in model.named_parameters()]
-    given = [(f"{text[1:]}=0" if text.startswith("!") else text).partition("=") for text in patterns]
+    given = [
+        (f"{text[1:]}=0" if text.startswith("!") else text).partition("=") for text in patterns
+    ]
     factors = dict.fromkeys(names, float(all(equals for _, equals, _ in given)))
     read = [(asked, _FACTOR.read(number) if equals else 1.0) for asked, equals, number in given]
     for asked, factor in sorted(read, key=lambda pattern: pattern[1] == 0):
         glob = f"{names[-1].rpartition('.')[0]}.*" if asked == HEAD else asked
         if not (matching := [name for name in names if fnmatchcase(name, glob)]):
             raise ValueError(
-                f"trainable: no parameter matches {asked!r}; there are {HEAD}, {', '.join(names[:3])}, ..."
+                f"trainable: no parameter matches {asked!r}; there are {HEAD}, "
+                f"{', '.join(names[:3])}, ..."
             )
         factors |= dict.fromkeys(matching, factor)
     for name, parameter in model.named_parameters():
@@ -139,28 +157,40 @@ def _maker(name: str, image_size: int, pretrained: bool) -> Make:
         return partial(make_published, found, pretrained)
     if pretrained:
         raise ValueError(
-            f"init-from={PRETRAINED} is for models such as timm:resnet18 or torchvision:resnet18, not {name}"
+            f"init-from={PRETRAINED} is for models such as timm:resnet18 or torchvision:resnet18, "
+            f"not {name}"
         )
     if name not in MODELS:
         return _custom_model(name)
     entry = MODELS[name]
     if image_size < entry.smallest or (entry.largest is not None and image_size > entry.largest):
-        able = f"those of {entry.smallest}x{entry.smallest} {'only' if entry.largest else 'and more'}"
-        raise ValueError(f"model {name!r} cannot take {image_size}x{image_size} images; it takes {able}")
+        able = (
+            f"those of {entry.smallest}x{entry.smallest} {'only' if entry.largest else 'and more'}"
+        )
+        raise ValueError(
+            f"model {name!r} cannot take {image_size}x{image_size} images; it takes {able}"
+        )
     return entry.make
 
 
 def _custom_model(spec: str) -> Make:
-    """Return the function or class that `spec` names, called with those of the three arguments it accepts."""
+    """Return the function or class that `spec` names, called with those of the three arguments it
+    accepts.
+    """
     factory = import_function("model", spec, MODELS)
     try:
         signature = inspect.signature(factory)
-        # behind **options, model libraries (torchvision, timm) know the number of classes, but not the others
-        open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
+        # behind **options, model libraries (torchvision, timm) know the number of classes, but not
+        # the others
+        open_ended = any(
+            parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values()
+        )
         accepted = {*signature.parameters, *(["num_classes"] if open_ended else [])} & set(_OFFERED)
         signature.bind(**dict.fromkeys(accepted))
     except (TypeError, ValueError) as error:
-        raise ValueError(f"model {spec!r} must need no argument other than {', '.join(_OFFERED)}: {error}") from error
+        raise ValueError(
+            f"model {spec!r} must need no argument other than {', '.join(_OFFERED)}: {error}"
+        ) from error
 
     def make(*values: int) -> nn.Module:
         offered = zip(_OFFERED, values, strict=True)
@@ -169,7 +199,9 @@ def _custom_model(spec: str) -> Make:
         except Exception as error:  # of whatever kind a user's function raises
             raise ValueError(f"model {spec!r} cannot be made: {described(error)}") from error
         if not isinstance(model, nn.Module):
-            raise ValueError(f"model {spec!r} returned a {type(model).__name__}, not a torch.nn.Module")
+            raise ValueError(
+                f"model {spec!r} returned a {type(model).__name__}, not a torch.nn.Module"
+            )
         return model
 
     return make

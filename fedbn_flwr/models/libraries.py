@@ -1,4 +1,6 @@
-"""The networks of timm and torchvision by name, `timm:resnet18` and `torchvision:resnet18`, and their own weights."""
+"""The networks of timm and torchvision by name, `timm:resnet18` and `torchvision:resnet18`, and
+their own weights.
+"""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -23,7 +25,8 @@ class Published:
     #: where its weights are, and the library's folder for them
     source: str
     folder: str
-    #: takes the number of classes, the channels, the side of the images, and whether the network has its weights
+    #: takes the number of classes, the channels, the side of the images, and whether the network
+    #: has its weights
     make: Callable[[int, int, int, bool], nn.Module]
 
 
@@ -38,7 +41,9 @@ def _timm(name: str) -> Published:
     except RuntimeError as error:  # no weights of this network have such a tag
         network = name.partition(".")[0]
         tagged = timm.list_models(f"{network}.*", pretrained=True)
-        raise UsageError(f"timm has no model {name!r}; known: {', '.join([network, *tagged])}") from error
+        raise UsageError(
+            f"timm has no model {name!r}; known: {', '.join([network, *tagged])}"
+        ) from error
 
     def make(num_classes: int, in_channels: int, image_size: int, pretrained: bool) -> nn.Module:
         # transformers are made for one size
@@ -50,7 +55,11 @@ def _timm(name: str) -> Published:
         return model  # type: ignore[no-any-return]
 
     channels, side, _ = about.input_size
-    source = f"model.safetensors of huggingface.co/{about.hf_hub_id}" if about.hf_hub_id else str(about.url)
+    source = (
+        f"model.safetensors of huggingface.co/{about.hf_hub_id}"
+        if about.hf_hub_id
+        else str(about.url)
+    )
     return Published(side, channels, about.mean, about.std, source, "~/.cache/huggingface", make)
 
 
@@ -66,17 +75,22 @@ def _torchvision(name: str) -> Published:
         del in_channels, image_size  # any size, and three channels
         model: nn.Module = models.get_model(name, num_classes=num_classes)
         if pretrained:
-            load_weights(model, weights.get_state_dict(progress=False), f"torchvision:{name}", num_classes)
+            load_weights(
+                model, weights.get_state_dict(progress=False), f"torchvision:{name}", num_classes
+            )
         return model
 
     images = weights.transforms()
     mean, std = (tuple(values) for values in (images.mean, images.std))
-    return Published(images.crop_size[0], 3, mean, std, weights.url, "~/.cache/torch/hub/checkpoints", make)
+    return Published(
+        images.crop_size[0], 3, mean, std, weights.url, "~/.cache/torch/hub/checkpoints", make
+    )
 
 
 def _unknown(library: str, name: str, known: Iterable[str]) -> UsageError:
     return UsageError(
-        f"{library} has no model {name!r}; {did_you_mean(name, known, shown=f'{library}: list_models()')}"
+        f"{library} has no model {name!r}; "
+        f"{did_you_mean(name, known, shown=f'{library}: list_models()')}"
     )
 
 
@@ -85,15 +99,21 @@ LIBRARIES = {"timm": _timm, "torchvision": _torchvision}
 
 
 def published(model: str) -> Published | None:
-    """Return what a library has under a name `LIBRARY:NAME`; None if the name is none of a library."""
+    """Return what a library has under a name `LIBRARY:NAME`; None if the name is none of a
+    library.
+    """
     library, _, name = model.partition(":")
     return LIBRARIES[library](name) if library in LIBRARIES else None
 
 
-def make_published(found: Published, pretrained: bool, classes: int, channels: int, image_size: int) -> nn.Module:
+def make_published(
+    found: Published, pretrained: bool, classes: int, channels: int, image_size: int
+) -> nn.Module:
     """Make a library's network; a FileNotFoundError says where the file of its weights may lie."""
     try:
         return found.make(classes, channels, image_size, pretrained)
     except OSError as error:
         where = f"in {found.folder}, and cannot be downloaded"
-        raise FileNotFoundError(f"its weights are not {where}: give {found.source} as init-from=FILE") from error
+        raise FileNotFoundError(
+            f"its weights are not {where}: give {found.source} as init-from=FILE"
+        ) from error

@@ -1,4 +1,6 @@
-"""Residual networks: ResNet-20 of the CIFAR experiments, and torchvision's ResNet-18 and MobileNetV2."""
+"""Residual networks: ResNet-20 of the CIFAR experiments, and torchvision's ResNet-18 and
+MobileNetV2.
+"""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -10,7 +12,8 @@ SMALL_IMAGE = 64  # below this, strides and pools meant for 224 x 224 leave noth
 
 
 class Shortcut(nn.Module):
-    """The shortcut without parameters: every other position, and zeros for the channels that are new.
+    """The shortcut without parameters: every other position, and zeros for the channels that are
+    new.
 
     He et al., "Deep Residual Learning", 2016, option A.
     """
@@ -64,7 +67,9 @@ def _stage(inputs: int, outputs: int, stride: int) -> nn.Sequential:
 
 @register_model("resnet20", smallest=8)
 def resnet20(num_classes: int, in_channels: int, image_size: int) -> nn.Module:
-    """ResNet-20 with parameter-free shortcuts; 269,722 trainable numbers for ten classes of RGB images."""
+    """ResNet-20 with parameter-free shortcuts; 269,722 trainable numbers for ten classes of RGB
+    images.
+    """
     del image_size  # any
     return ResNet20(num_classes, in_channels)
 
@@ -85,13 +90,15 @@ def resnet18(num_classes: int, in_channels: int, image_size: int) -> nn.Module:
 
 
 def _stem(in_channels: int, channels: int, kernel_size: int, stride: int) -> nn.Conv2d:
-    stem = nn.Conv2d(in_channels, channels, kernel_size, stride, padding=kernel_size // 2, bias=False)
+    stem = nn.Conv2d(
+        in_channels, channels, kernel_size, stride, padding=kernel_size // 2, bias=False
+    )
     nn.init.kaiming_normal_(stem.weight, mode="fan_out", nonlinearity="relu")
     return stem
 
 
-# Sandler et al., "MobileNetV2", 2018, Table 2: expansion, channels, blocks, stride of each stage; the second
-# stage's stride is 1 here, for small images.
+# Sandler et al., "MobileNetV2", 2018, Table 2: expansion, channels, blocks, stride of each stage;
+# the second stage's stride is 1 here, for small images.
 _SMALL_IMAGE_STAGES = [
     [1, 16, 1, 1],
     [6, 24, 2, 1],
@@ -105,13 +112,17 @@ _SMALL_IMAGE_STAGES = [
 
 @register_model("mobilenetv2", smallest=8)
 def mobilenetv2(num_classes: int, in_channels: int, image_size: int) -> nn.Module:
-    """torchvision's MobileNetV2; for small images the stem and the second stage have stride 1, 8 in all."""
+    """torchvision's MobileNetV2; for small images the stem and the second stage have stride 1, 8 in
+    all.
+    """
     with extra("models"):  # takes seconds to import: only who needs it pays
         from torchvision import models
 
     small = image_size < SMALL_IMAGE
     stages = _SMALL_IMAGE_STAGES if small else None
-    model = models.mobilenet_v2(weights=None, num_classes=num_classes, inverted_residual_setting=stages)
+    model = models.mobilenet_v2(
+        weights=None, num_classes=num_classes, inverted_residual_setting=stages
+    )
     if small or in_channels != 3:
         model.features[0][0] = _stem(in_channels, 32, kernel_size=3, stride=1 if small else 2)
     return model  # type: ignore[no-any-return]

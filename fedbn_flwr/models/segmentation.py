@@ -1,4 +1,7 @@
-"""Networks that give each pixel a class: DeepLabV3+, as FixBN's on Cityscapes, and a small one for small images."""
+"""Networks that give each pixel a class:
+
+DeepLabV3+, as FixBN's on Cityscapes, and a small one for small images.
+"""
 
 from torch import nn
 
@@ -11,7 +14,9 @@ TASK = "segmentation"
 
 @register_model("small-fcn", smallest=8, task=TASK)
 def small_fcn(num_classes: int, in_channels: int, image_size: int) -> nn.Module:
-    """Three 3x3 convolutions with BN and ReLU at half the size, the third dilated, and a class for each pixel."""
+    """Three 3x3 convolutions with BN and ReLU at half the size, the third dilated, and a class for
+    each pixel.
+    """
     del image_size  # any that is even
     return nn.Sequential(
         *conv_bn_relu(in_channels, 16, 3, padding=1, bias=False),
@@ -39,15 +44,21 @@ def deeplabv3plus_resnet50(num_classes: int, in_channels: int, image_size: int) 
 
 
 def _deeplabv3plus(encoder: str, num_classes: int, in_channels: int) -> nn.Module:
-    """Build the network of segmentation-models-pytorch with output stride 16, as FixBN (appendix A.1).
+    """Build the network of segmentation-models-pytorch with output stride 16, as FixBN (appendix
+    A.1).
 
-    Chen et al., "Encoder-Decoder with Atrous Separable Convolution for Semantic Image Segmentation", 2018. Nothing is
-    downloaded: all weights are drawn, and `init-from` replaces them.
+    Chen et al., "Encoder-Decoder with Atrous Separable Convolution for Semantic Image
+    Segmentation", 2018. Nothing is downloaded: all weights are drawn, and `init-from` replaces
+    them.
     """
     with extra("segmentation"):  # takes seconds to import: only who needs it pays
         from segmentation_models_pytorch import DeepLabV3Plus
 
     model: nn.Module = DeepLabV3Plus(
-        encoder, encoder_weights=None, encoder_output_stride=16, in_channels=in_channels, classes=num_classes
+        encoder,
+        encoder_weights=None,
+        encoder_output_stride=16,
+        in_channels=in_channels,
+        classes=num_classes,
     )
     return model

@@ -22,8 +22,12 @@ TIMES, FEW, SMALL = 16, 1000, 2**26
 NESTED = ("state_dict", "model", "model_state_dict")
 
 
-def load_weights(model: nn.Module, state: Mapping[str, Tensor], source: str, num_classes: int) -> None:
-    """Load weights, which must fit name by name, into a model; a head of another number of classes starts at random.
+def load_weights(
+    model: nn.Module, state: Mapping[str, Tensor], source: str, num_classes: int
+) -> None:
+    """Load weights, which must fit name by name, into a model.
+
+    A head of another number of classes starts at random.
 
     A log line names the entries that were left out. A ValueError says what does not fit.
     """
@@ -41,7 +45,8 @@ def load_weights(model: nn.Module, state: Mapping[str, Tensor], source: str, num
     except RuntimeError as error:
         raise ValueError(f"{source} does not fit the model: {shorten(str(error), 300)}") from error
     for layer in map(model.get_submodule, {name.rpartition(".")[0] for name in head}):
-        # what libraries start a head with is meant for all layers that start at random: timm's gives a loss of 16
+        # what libraries start a head with is meant for all layers that start at random: timm's
+        # gives a loss of 16
         getattr(layer, "reset_parameters", tuple)()
     for name, layer in bn_layers(model).items():
         if layer.running_var is not None and bool((layer.running_var < 0).any()):
@@ -51,20 +56,30 @@ def load_weights(model: nn.Module, state: Mapping[str, Tensor], source: str, num
 
 
 def read_weights(path: Path, model: nn.Module | None = None) -> dict[str, Tensor]:
-    """Read a safetensors file or a torch state dict, bare or nested; a ValueError names a file that is neither.
+    """Read a safetensors file or a torch state dict, bare or nested.
 
-    A file that is much larger than the state of the `model` is refused before it is unpacked, and a value that is not a
-    finite number by its entry.
+    A ValueError names a file that is neither.
+
+    A file that is much larger than the state of the `model` is refused before it is unpacked, and a
+    value that is not a finite number by its entry.
     """
     if not path.is_file():
         raise ValueError(f"no weights: there is no file {path}")
     limit = Limit.of(model)
     try:
-        state: Any = _read_safetensors(path, limit) if path.suffix == ".safetensors" else _read_torch(path, limit)
+        state: Any = (
+            _read_safetensors(path, limit)
+            if path.suffix == ".safetensors"
+            else _read_torch(path, limit)
+        )
     except (MissingExtraError, TooLargeError):
         raise
-    except Exception as error:  # torch runs the file as a program, and in one that is none anything can go wrong
-        raise ValueError(f"{path} is neither safetensors nor a torch state dict: {shorten(str(error), 300)}") from error
+    except (
+        Exception
+    ) as error:  # torch runs the file as a program, and in one that is none anything can go wrong
+        raise ValueError(
+            f"{path} is neither safetensors nor a torch state dict: {shorten(str(error), 300)}"
+        ) from error
     if isinstance(state, dict):
         state = next((state[key] for key in NESTED if isinstance(state.get(key), dict)), state)
     if not isinstance(state, dict) or not all(
@@ -91,19 +106,31 @@ class Limit:
 
     @classmethod
     def of(cls, model: nn.Module | None) -> Self:
-        """Return the limit for a model: beside its state a file may have an optimizer's, and averages of weights."""
+        """Return the limit for a model: beside its state a file may have an optimizer's, and
+        averages of weights.
+        """
         if model is None:
             return cls()
-        values = [value for value in model.state_dict().values() if isinstance(value, Tensor) and not is_lazy(value)]
+        values = [
+            value
+            for value in model.state_dict().values()
+            if isinstance(value, Tensor) and not is_lazy(value)
+        ]
         size = sum(value.numel() * value.element_size() for value in values)
         return cls(TIMES * len(values) + FEW, TIMES * size + SMALL)
 
     def check(self, path: Path, entries: int, size: int) -> None:
         """Refuse a file with more."""
         if entries > self.entries:
-            raise TooLargeError(f"{path} has {entries:,} entries, and at most {self.entries:,} are read for this model")
+            raise TooLargeError(
+                f"{path} has {entries:,} entries, and at most {self.entries:,} are read for this "
+                "model"
+            )
         if size > self.size:
-            raise TooLargeError(f"{path} unpacks to {size:,} bytes, and at most {self.size:,} are read for this model")
+            raise TooLargeError(
+                f"{path} unpacks to {size:,} bytes, and at most {self.size:,} are read for this "
+                "model"
+            )
 
 
 def _read_safetensors(path: Path, limit: Limit) -> dict[str, Tensor]:
@@ -124,5 +151,7 @@ def _read_torch(path: Path, limit: Limit) -> object:
         entries = len(members)
     limit.check(path, entries, size)
     others = {Namespace} - {*torch.serialization.get_safe_globals()}
-    with torch.serialization.safe_globals([*others]):  # the options of scripts lie beside the weights
+    with torch.serialization.safe_globals(
+        [*others]
+    ):  # the options of scripts lie beside the weights
         return torch.load(path, map_location="cpu", weights_only=True)

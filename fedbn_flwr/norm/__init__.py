@@ -3,7 +3,15 @@
 from importlib import import_module
 from pkgutil import iter_modules
 
-from fedbn_flwr.norm.detect import affine_keys, bn_keys, bn_layers, counter_keys, lacks, local_keys, statistics_keys
+from fedbn_flwr.norm.detect import (
+    affine_keys,
+    bn_keys,
+    bn_layers,
+    counter_keys,
+    lacks,
+    local_keys,
+    statistics_keys,
+)
 from fedbn_flwr.norm.freeze import freeze
 from fedbn_flwr.norm.layers import BatchNorm
 from fedbn_flwr.norm.moments import Moments, adapt, gather, gathering, pool_moments

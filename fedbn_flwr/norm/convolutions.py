@@ -8,25 +8,33 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 
 class _ScaledStd(_ConvNd):
-    """A convolution with the weight gain gamma (W - mean) / (sigma sqrt(N)), a row an output, N the fan-in.
+    """A convolution with the weight gain gamma (W - mean) / (sigma sqrt(N)), a row an output, N the
+    fan-in.
 
-    Brock et al., "Characterizing Signal Propagation", 2021; with two dimensions it is timm's `ScaledStdConv2d` with the
-    same `eps`. The equation has none. This one keeps a constant row finite, and changes rows of unit norm by less than
-    1e-8 up to a fan-in of 20,000, where timm's default, 1e-6, changes them by 2e-3 at a fan-in of 4,608.
+    Brock et al., "Characterizing Signal Propagation", 2021; with two dimensions it is timm's
+    `ScaledStdConv2d` with the same `eps`. The equation has none. This one keeps a constant row
+    finite, and changes rows of unit norm by less than 1e-8 up to a fan-in of 20,000, where timm's
+    default, 1e-6, changes them by 2e-3 at a fan-in of 4,608.
     """
 
-    def __init__(self, *arguments: Any, gamma: float = 1.0, eps: float = 1e-12, **options: Any) -> None:
+    def __init__(
+        self, *arguments: Any, gamma: float = 1.0, eps: float = 1e-12, **options: Any
+    ) -> None:
         super().__init__(*arguments, **options)
         self.scale = gamma * self.weight[0].numel() ** -0.5
         self.eps = eps
-        self.gain: Tensor = nn.Parameter(self.weight.new_ones(self.out_channels, *[1] * (self.weight.dim() - 1)))
+        self.gain: Tensor = nn.Parameter(
+            self.weight.new_ones(self.out_channels, *[1] * (self.weight.dim() - 1))
+        )
 
     def forward(self, input: Tensor) -> Tensor:
         """Convolve, in the way of the layer that this one was, with the standardized weight."""
         inputs = tuple(range(1, self.weight.dim()))
         variance, mean = torch.var_mean(self.weight, dim=inputs, correction=0, keepdim=True)
         # in the instance's own dictionary, where it comes before the parameter of this name
-        self.__dict__["weight"] = (self.weight - mean) * (variance + self.eps).rsqrt() * self.gain * self.scale
+        self.__dict__["weight"] = (
+            (self.weight - mean) * (variance + self.eps).rsqrt() * self.gain * self.scale
+        )
         try:
             output: Tensor = super().forward(input)
         finally:
@@ -54,15 +62,26 @@ _KINDS: dict[type[nn.Module], type[_ScaledStd]] = {
 
 
 def standardized(
-    name: str, layer: nn.Module, gamma: float | None, first_gain: float = 1.0, learnable: bool = False
+    name: str,
+    layer: nn.Module,
+    gamma: float | None,
+    first_gain: float = 1.0,
+    learnable: bool = False,
 ) -> nn.Module:
-    """The standardized convolution for a convolution's place, with its parameters; any other layer as it is.
+    """The standardized convolution for a convolution's place, with its parameters.
 
-    Rows of the weight are scaled to a centred norm of 1. Outputs stay the same, but not how fast the rows learn.
-    Without a gamma there is no scaling: rows of the weight get the standard deviation 1, whatever the fan-in.
-    A transposed convolution stays as it is, and so does one with a fan-in of 1, which has nothing to standardize.
+    Any other layer as it is.
+
+    Rows of the weight are scaled to a centred norm of 1. Outputs stay the same, but not how fast
+    the rows learn. Without a gamma there is no scaling: rows of the weight get the standard
+    deviation 1, whatever the fan-in. A transposed convolution stays as it is, and so does one with
+    a fan-in of 1, which has nothing to standardize.
     """
-    if not isinstance(layer, _ConvNd) or isinstance(layer, _ConvTransposeNd) or layer.weight[0].numel() == 1:
+    if (
+        not isinstance(layer, _ConvNd)
+        or isinstance(layer, _ConvTransposeNd)
+        or layer.weight[0].numel() == 1
+    ):
         return layer
     if "weight" not in layer._parameters:
         raise ValueError(f"layer {name!r} computes its weight, which cannot be standardized")
@@ -78,8 +97,12 @@ def standardized(
 
 
 def _like(layer: _ConvNd) -> nn.Module:
-    """Return a layer with the same parameters and attributes, and a forward that standardizes the weight before."""
-    kind: Any = _KINDS.get(type(layer)) or type(f"ScaledStd{type(layer).__name__}", (_ScaledStd, type(layer)), {})
+    """Return a layer with the same parameters and attributes, and a forward that standardizes the
+    weight before.
+    """
+    kind: Any = _KINDS.get(type(layer)) or type(
+        f"ScaledStd{type(layer).__name__}", (_ScaledStd, type(layer)), {}
+    )
     new: nn.Module = kind.__new__(kind)
     for name, value in vars(layer).items():
         new.__dict__[name] = value.copy() if isinstance(value, dict | set) else value
@@ -88,10 +111,11 @@ def _like(layer: _ConvNd) -> nn.Module:
 
 @torch.no_grad()
 def _start_at_unit_norm(weight: Tensor) -> None:
-    """Scale the rows to a centred norm of 1, as Brock et al. start, which leaves the output as it is.
+    """Scale the rows to a centred norm of 1, as Brock et al. start, which leaves the output as it
+    is.
 
-    The gradient is inversely proportional to the norm. What plain convolutions start with is below 0.1 in wide
-    depthwise ones, which would then learn hundreds of times faster than others.
+    The gradient is inversely proportional to the norm. What plain convolutions start with is below
+    0.1 in wide depthwise ones, which would then learn hundreds of times faster than others.
     """
     rows = weight.flatten(1)
     norms = (rows - rows.mean(dim=1, keepdim=True)).norm(dim=1)

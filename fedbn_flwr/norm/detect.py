@@ -1,4 +1,6 @@
-"""Batch normalization by type: which layers, axes and state entries are BN's, and other forwards in its place."""
+"""Batch normalization by type: which layers, axes and state entries are BN's, and other forwards in
+its place.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,13 +13,21 @@ from torch.overrides import TorchFunctionMode
 
 
 def bn_layers(model: nn.Module) -> dict[str, _BatchNorm]:
-    """Full dotted path -> BN layer, in the model's order; a layer shared under two names is listed once."""
+    """Full dotted path -> BN layer, in the model's order.
+
+    A layer shared under two names is listed once.
+    """
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)}
 
 
 def keeps_statistics(layer: _BatchNorm) -> bool:
-    """Return whether a BN layer has parameters of which none learns, and so keeps its statistics in training too."""
-    return not any(value.requires_grad for value in layer.parameters(recurse=False)) and layer.weight is not None
+    """Return whether a BN layer has parameters of which none learns, and so keeps its statistics in
+    training too.
+    """
+    return (
+        not any(value.requires_grad for value in layer.parameters(recurse=False))
+        and layer.weight is not None
+    )
 
 
 def after_norm(layer: _BatchNorm) -> Callable[[Tensor], Tensor] | None:
@@ -34,20 +44,35 @@ def after_norm(layer: _BatchNorm) -> Callable[[Tensor], Tensor] | None:
 def lacks(model: nn.Module, need: str) -> str:
     """Return in words what a model lacks of what a method needs of BN; nothing if it has that.
 
-    `need` is `none`, `bn` (a layer), `affine` or `statistics` (of a layer), `all-statistics` (of every layer), `no-bn`,
-    or the class that all of its BN layers must have.
+    `need` is `none`, `bn` (a layer), `affine` or `statistics` (of a layer), `all-statistics` (of
+    every layer), `no-bn`, or the class that all of its BN layers must have.
     """
     kinds = {type(layer).__name__ for layer in bn_layers(model).values()}
     if need == "none" or kinds == ({need} - {"no-bn"}):
         return ""
     if kinds and need not in ("bn", "affine", "statistics", "all-statistics"):
-        made = "make it with `prepare(model, METHOD)` of fedbn_flwr.strategies, on the server and on the nodes"
-        return f"the method brings a normalizer of its own, and the model has {', '.join(sorted(kinds))}: {made}"
-    kind, entry = ("affine parameters", "weight") if need == "affine" else ("running statistics", "running_mean")
+        made = (
+            "make it with `prepare(model, METHOD)` of fedbn_flwr.strategies, on the server and "
+            "on the nodes"
+        )
+        return (
+            "the method brings a normalizer of its own, and the model has "
+            f"{', '.join(sorted(kinds))}: {made}"
+        )
+    kind, entry = (
+        ("affine parameters", "weight")
+        if need == "affine"
+        else ("running statistics", "running_mean")
+    )
     layers = bn_layers(model)
     if layers and all(map(keeps_statistics, layers.values())):
-        return "none of the model's BN layers has a parameter that learns, so all of them keep their statistics"
-    without = [name for name, layer in layers.items() if need != "bn" and getattr(layer, entry) is None]
+        return (
+            "none of the model's BN layers has a parameter that learns, so all of them keep "
+            "their statistics"
+        )
+    without = [
+        name for name, layer in layers.items() if need != "bn" and getattr(layer, entry) is None
+    ]
     if without and (need == "all-statistics" or len(without) == len(layers)):
         return f"the model's BN layer {without[0]!r} has no {kind}"
     return "" if layers else "the model has no BN layer"
@@ -64,14 +89,18 @@ def along_channels(values: Tensor, inputs: Tensor) -> Tensor:
 
 
 class FunctionalBatchNorm(TorchFunctionMode):
-    """While active, notes whether `F.batch_norm` is called with statistics that are no BN layer's of the model."""
+    """While active, notes whether `F.batch_norm` is called with statistics that are no BN layer's
+    of the model.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self._of_layers = {id(layer.running_mean) for layer in bn_layers(model).values()}
         self.found = False
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Note the call, and make it."""
         options = kwargs or {}
         if function is F.batch_norm:
@@ -107,7 +136,11 @@ def bn_keys(model: nn.Module) -> list[str]:
 
 def local_keys(model: nn.Module) -> list[str]:
     """State-dict keys that never leave the client: what a layer names in its `local_entries`."""
-    return [prefix + entry for prefix, layer in _named_layers(model) for entry in getattr(layer, "local_entries", ())]
+    return [
+        prefix + entry
+        for prefix, layer in _named_layers(model)
+        for entry in getattr(layer, "local_entries", ())
+    ]
 
 
 def _bn_entries(model: nn.Module, *entries: str) -> list[str]:

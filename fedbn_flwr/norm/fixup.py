@@ -37,18 +37,21 @@ class ScaleAndShift(Shift):
 def fixup(model: nn.Module) -> nn.Module:
     """Remove every normalizer of a residual network, and initialize it so that it trains without.
 
-    Zhang, Dauphin and Ma, "Fixup Initialization", ICLR 2019. With L residual branches of m convolutions each:
+    Zhang, Dauphin and Ma, "Fixup Initialization", ICLR 2019. With L residual branches of m
+    convolutions each:
     1. the classifier and the last convolution of every branch start at zero;
     2. the other convolutions of a branch start L^(-1 / (2m - 2)) times smaller than usual;
-    3. there is a scalar multiplier, one at first, at the end of every branch, and a scalar bias, zero at first,
-       before every convolution, linear layer and activation.
-    Deviations: a convolution in a shortcut has a bias of its own (the authors' code takes the branch's first), and
-    all learn at one rate (the authors' scalars at a tenth of it).
+    3. there is a scalar multiplier, one at first, at the end of every branch, and a scalar bias,
+       zero at first, before every convolution, linear layer and activation. Deviations: a
+       convolution in a shortcut has a bias of its own (the authors' code takes the branch's first),
+       and all learn at one rate (the authors' scalars at a tenth of it).
     """
     blocks = _residual_blocks(model)
     classifier = [layer for layer in model.modules() if isinstance(layer, nn.Linear)][-1]
     # without an activation behind them are the ends of branches and of shortcuts
-    scalars: dict[nn.Module, nn.Module] = {getattr(block, f"bn{_length(block)}"): ScaleAndShift() for block in blocks}
+    scalars: dict[nn.Module, nn.Module] = {
+        getattr(block, f"bn{_length(block)}"): ScaleAndShift() for block in blocks
+    }
     shortcuts = [block.downsample for block in blocks if block.downsample is not None]
     scalars |= {layer: nn.Identity() for shortcut in shortcuts for layer in shortcut.modules()}
     _start(blocks, classifier)
@@ -70,7 +73,8 @@ def _residual_blocks(model: nn.Module) -> list[Any]:
     blocks = [layer for layer in model.modules() if isinstance(layer, BasicBlock | Bottleneck)]
     if not blocks:
         raise ValueError(
-            f"normalizer 'fixup' is for residual networks of torchvision's BasicBlock and Bottleneck "
+            "normalizer 'fixup' is for residual networks of torchvision's BasicBlock and "
+            "Bottleneck "
             f"(resnet20, resnet18 and its kin), and this {type(model).__name__} has none"
         )
     return blocks

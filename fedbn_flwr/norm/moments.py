@@ -1,4 +1,6 @@
-"""Exact statistics of what every BN layer sees: gathered, pooled over clients, and put into a model for a new site."""
+"""Exact statistics of what every BN layer sees: gathered, pooled over clients, and put into a model
+for a new site.
+"""
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,7 +22,9 @@ FEWEST = 20
 
 @dataclass(frozen=True)
 class Moments:
-    """Count, mean and biased variance of a layer's inputs (as hybrid BN mixes them), by channel, in float64."""
+    """Count, mean and biased variance of a layer's inputs (as hybrid BN mixes them), by channel, in
+    float64.
+    """
 
     count: int
     mean: Tensor
@@ -28,15 +32,23 @@ class Moments:
 
     def running_variance(self, unbiased: bool) -> Tensor:
         """Return the value of a running variance: torch corrects the batch's by n / (n - 1)."""
-        return self.variance * (self.count / (self.count - 1)) if unbiased and self.count > 1 else self.variance
+        return (
+            self.variance * (self.count / (self.count - 1))
+            if unbiased and self.count > 1
+            else self.variance
+        )
 
 
-def gather(model: nn.Module, batches: Iterable[Tensor], training: bool = True) -> dict[str, Moments]:
-    """Run batches of inputs through the model, and return the moments of every BN layer's inputs, by name.
+def gather(
+    model: nn.Module, batches: Iterable[Tensor], training: bool = True
+) -> dict[str, Moments]:
+    """Run batches of inputs through the model, and return the moments of every BN layer's inputs,
+    by name.
 
-    Every BN layer normalizes as it does in training, or in evaluation; nothing is learned, and the model is left as it
-    was, running statistics, counters and modes included. What is not BN is in eval mode, so that dropout neither draws
-    random numbers nor widens the variances, which are for evaluation.
+    Every BN layer normalizes as it does in training, or in evaluation; nothing is learned, and the
+    model is left as it was, running statistics, counters and modes included. What is not BN is in
+    eval mode, so that dropout neither draws random numbers nor widens the variances, which are for
+    evaluation.
     """
     with torch.no_grad(), gathering(model, training) as seen:
         for batch in batches:
@@ -46,20 +58,29 @@ def gather(model: nn.Module, batches: Iterable[Tensor], training: bool = True) -
 
 @contextmanager
 def gathering(model: nn.Module, training: bool = True) -> Iterator[dict[str, Moments]]:
-    """While open, fill what is yielded with the moments that `gather` returns, whoever runs the model."""
+    """While open, fill what is yielded with the moments that `gather` returns, whoever runs the
+    model.
+    """
     seen: dict[str, Moments] = {}
     # the others normalize with the statistics that they keep
-    moving = {name: layer for name, layer in bn_layers(model).items() if not (training and keeps_statistics(layer))}
+    moving = {
+        name: layer
+        for name, layer in bn_layers(model).items()
+        if not (training and keeps_statistics(layer))
+    }
     names: dict[nn.Module, str] = {layer: name for name, layer in moving.items()}
     modes = {layer: layer.training for layer in model.modules()}
     kept = [(buffer, buffer.clone()) for layer in names for buffer in layer.buffers()]
 
     def record(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         layer.training = training  # whoever runs the model may have asked for another mode
-        # by rows, one a channel: a third less time than `var_mean` over the other axes (small-cnn on one core)
+        # by rows, one a channel: a third less time than `var_mean` over the other axes (small-cnn
+        # on one core)
         rows = where_exact(inputs[0]).transpose(0, 1).flatten(1).double()
         if isinstance(layer, HybridBatchNorm):
-            mean, variance = (where_exact(mixed).double() for mixed in layer.mixed_statistics(inputs[0]))
+            mean, variance = (
+                where_exact(mixed).double() for mixed in layer.mixed_statistics(inputs[0])
+            )
         else:
             mean = rows.mean(1)
             variance = torch.linalg.vector_norm(rows - mean[:, None], dim=1) ** 2 / rows.shape[1]
@@ -69,7 +90,8 @@ def gathering(model: nn.Module, training: bool = True) -> Iterator[dict[str, Mom
 
     handles = [layer.register_forward_pre_hook(record) for layer in names]
     try:
-        # Modes are set directly: `train()` of a frozen layer would not change it, and would remember the call.
+        # Modes are set directly: `train()` of a frozen layer would not change it, and would
+        # remember the call.
         for layer in modes:
             layer.training = training and layer in names
         yield seen
@@ -99,40 +121,55 @@ def adapt(
 ) -> nn.Module:
     """Return a copy of a model with the BN statistics of unlabeled inputs; nothing else differs.
 
-    `inputs` are a tensor, or batches of any sizes: tensors, pairs that begin with one, or dictionaries, of which the
-    first tensor with more than one dimension counts, as training had them or as `preprocess` makes them. All are kept
-    in memory, and the layers' outputs of one batch. The statistics are those of one forward pass in training mode over
-    all inputs together, with dropout off: each layer sees what the layers before it have normalized with their new
-    statistics, as in the model that is returned. So one batch goes through the model once, and several do once for each
-    layer: the same, in less memory and more time, where no layer is used twice.
+    `inputs` are a tensor, or batches of any sizes: tensors, pairs that begin with one, or
+    dictionaries, of which the first tensor with more than one dimension counts, as training had
+    them or as `preprocess` makes them. All are kept in memory, and the layers' outputs of one
+    batch. The statistics are those of one forward pass in training mode over all inputs together,
+    with dropout off: each layer sees what the layers before it have normalized with their new
+    statistics, as in the model that is returned. So one batch goes through the model once, and
+    several do once for each layer: the same, in less memory and more time, where no layer is used
+    twice.
 
-    A `weight` below 1 mixes (1 - weight) of the model's statistics with the new ones. n / (n + N) with n inputs counts
-    the model's as N samples (Schneider et al., NeurIPS 2020). A model without running statistics is a ValueError.
+    A `weight` below 1 mixes (1 - weight) of the model's statistics with the new ones. n / (n + N)
+    with n inputs counts the model's as N samples (Schneider et al., NeurIPS 2020). A model without
+    running statistics is a ValueError.
     """
     if lacking := lacks(model, "statistics"):
         raise ValueError(f"adapt re-estimates BN's running statistics: {lacking}")
     if not 0 < weight <= 1:
         raise ValueError(f"adapt: weight must be above 0 and at most 1, got {weight}")
     with torch.random.fork_rng(devices=[]):  # a loader draws from torch's generator
-        batches = [preprocess(_inputs_of(batch)) for batch in ([inputs] if isinstance(inputs, Tensor) else inputs)]
+        batches = [
+            preprocess(_inputs_of(batch))
+            for batch in ([inputs] if isinstance(inputs, Tensor) else inputs)
+        ]
     if (count := sum(map(len, batches))) < FEWEST:
         if not count:
             raise ValueError("adapt: there are no inputs")
-        warnings.warn(f"adapt: statistics of {count} inputs are noisy: give {FEWEST} or more", stacklevel=2)
+        warnings.warn(
+            f"adapt: statistics of {count} inputs are noisy: give {FEWEST} or more", stacklevel=2
+        )
     adapted, known = deepcopy(model), dict[str, Moments]()
     before, after = bn_layers(model), bn_layers(adapted)
 
     def put(name: str, moments: Moments, unbiased: bool) -> None:
         known[name] = moments
-        for entry, value in (("running_mean", moments.mean), ("running_var", moments.running_variance(unbiased))):
+        for entry, value in (
+            ("running_mean", moments.mean),
+            ("running_var", moments.running_variance(unbiased)),
+        ):
             if (old := getattr(before[name], entry)) is not None:
-                getattr(after[name], entry).copy_(torch.lerp(where_exact(old).double(), value, weight))
+                getattr(after[name], entry).copy_(
+                    torch.lerp(where_exact(old).double(), value, weight)
+                )
 
     for place in range(1 if len(batches) == 1 else len(after)):
         with torch.no_grad(), gathering(adapted, training=False) as seen:
             # of one batch, a layer has all inputs when the pass comes to it
             hooks = [
-                layer.register_forward_pre_hook(lambda *_, name=name: put(name, seen[name], unbiased=False))
+                layer.register_forward_pre_hook(
+                    lambda *_, name=name: put(name, seen[name], unbiased=False)
+                )
                 for name, layer in (after.items() if len(batches) == 1 else ())
             ]
             for batch in batches:
@@ -152,7 +189,9 @@ def _inputs_of(batch: Any) -> Tensor:
         first = batch[0]
     elif isinstance(batch, Mapping):
         # labels have one dimension
-        tensors = [value for value in batch.values() if isinstance(value, Tensor) and value.dim() > 1]
+        tensors = [
+            value for value in batch.values() if isinstance(value, Tensor) and value.dim() > 1
+        ]
         first = tensors[0] if tensors else batch
     if not isinstance(first, Tensor):
         able = "a tensor, a pair that begins with one, or a dictionary with one"
@@ -161,7 +200,8 @@ def _inputs_of(batch: Any) -> Tensor:
 
 
 def _merge(one: Moments, other: Moments) -> Moments:
-    # Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Sample Variances", 1979.
+    # Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Sample Variances",
+    # 1979.
     count = one.count + other.count
     shift = other.mean - one.mean
     share = other.count / count

@@ -11,18 +11,31 @@ from torch.nn.parameter import is_lazy
 
 from fedbn_flwr.norm.convolutions import standardized
 from fedbn_flwr.norm.detect import bn_layers
-from fedbn_flwr.norm.layers import BatchNorm, BatchRenorm, GroupNorm, HybridBatchNorm, StaticBatchNorm
-from fedbn_flwr.norm.substitute import NORMALIZERS, NORMS, Slot, register_norm, substitute, swap_normalizers
+from fedbn_flwr.norm.layers import (
+    BatchNorm,
+    BatchRenorm,
+    GroupNorm,
+    HybridBatchNorm,
+    StaticBatchNorm,
+)
+from fedbn_flwr.norm.substitute import (
+    NORMALIZERS,
+    NORMS,
+    Slot,
+    register_norm,
+    substitute,
+    swap_normalizers,
+)
 from fedbn_flwr.plugins import did_you_mean, warn_once
 
 
 def replace(model: nn.Module, kind: str, *, groups: int = 2, **options: object) -> nn.Module:
     """Swap every normalizer of `model` for one of `kind`, in place, and return the root.
 
-    Normalizers are found by type: BN of any kind, GroupNorm and InstanceNorm, but not LayerNorm, which
-    belongs to transformers. What is put in starts fresh: gamma 1, beta 0, running mean 0 and variance 1. If the model
-    was trained, a log line says what is lost. `groups` is for GN. A kind that leaves no normalizer ("none", "wsconv",
-    "fixup") cannot be turned back.
+    Normalizers are found by type: BN of any kind, GroupNorm and InstanceNorm, but not LayerNorm,
+    which belongs to transformers. What is put in starts fresh: gamma 1, beta 0, running mean 0 and
+    variance 1. If the model was trained, a log line says what is lost. `groups` is for GN. A kind
+    that leaves no normalizer ("none", "wsconv", "fixup") cannot be turned back.
     """
     if kind not in NORMS:
         raise ValueError(f"unknown normalizer {kind!r}; {did_you_mean(kind, NORMS)}")
@@ -38,15 +51,27 @@ def replace(model: nn.Module, kind: str, *, groups: int = 2, **options: object) 
     # of normalizers as they start, both are 0
     layers = [layer for layer in model.modules() if isinstance(layer, NORMALIZERS)]
     moved = [getattr(layer, entry, None) for layer in layers for entry in ("running_mean", "bias")]
-    trained = any(value.any() for value in moved if value is not None and not (is_lazy(value) or value.is_meta))
-    kept = {key: value for key, value in model.state_dict().items() if isinstance(value, Tensor) and not is_lazy(value)}
+    trained = any(
+        value.any()
+        for value in moved
+        if value is not None and not (is_lazy(value) or value.is_meta)
+    )
+    kept = {
+        key: value
+        for key, value in model.state_dict().items()
+        if isinstance(value, Tensor) and not is_lazy(value)
+    }
     had = {key: value.clone() for key, value in kept.items()} if trained else {}
     root = swap(model, **options)
     state = root.state_dict()
-    lost = [key for key, value in had.items() if key not in state or not torch.equal(state[key], value)]
+    lost = [
+        key for key, value in had.items() if key not in state or not torch.equal(state[key], value)
+    ]
     after = {*root.modules()}
     if kind != "bn" and after == before:
-        warn_once(f"the normalizer {kind!r} takes no layer's place in the {name}, which stays as it is")
+        warn_once(
+            f"the normalizer {kind!r} takes no layer's place in the {name}, which stays as it is"
+        )
     elif lost:
         about = f"{len(lost)} of {len(had)} entries of the weights, such as {lost[0]!r}"
         warn_once(f"the normalizer {kind!r} drops or changes {about}")
@@ -57,12 +82,17 @@ def replace(model: nn.Module, kind: str, *, groups: int = 2, **options: object) 
 
 @register_norm("bn")
 def batch_norm(model: nn.Module, momentum: float | None = None) -> nn.Module:
-    """BN; layers that are BN already stay as they are, but for the weight of a mini-batch in running statistics."""
+    """BN; layers that are BN already stay as they are, but for the weight of a mini-batch in
+    running statistics.
+    """
 
     def keep(slot: Slot) -> nn.Module:
-        # this package's variants of BN are subclasses of its own BatchNorm; any other subclass counts as BN
+        # this package's variants of BN are subclasses of its own BatchNorm; any other subclass
+        # counts as BN
         kind = type(slot.layer)
-        is_bn = issubclass(kind, _BatchNorm) and (kind is BatchNorm or not issubclass(kind, BatchNorm))
+        is_bn = issubclass(kind, _BatchNorm) and (
+            kind is BatchNorm or not issubclass(kind, BatchNorm)
+        )
         return slot.layer if is_bn else BatchNorm(**_form(slot))
 
     root = swap_normalizers(model, keep)
@@ -73,19 +103,28 @@ def batch_norm(model: nn.Module, momentum: float | None = None) -> nn.Module:
 
 @register_norm("gn")
 def group_norm(model: nn.Module, groups: int = 2) -> nn.Module:
-    """GN with `groups` groups a layer; two, as in FixBN's comparison (Zhong et al. 2023, appendix B.4)."""
+    """GN with `groups` groups a layer.
+
+    Two, as in FixBN's comparison (Zhong et al. 2023, appendix B.4).
+    """
     return swap_normalizers(model, lambda slot: _group(slot, groups))
 
 
 @register_norm("ln")
 def layer_norm(model: nn.Module) -> nn.Module:
-    """LN over a sample's channels and positions: GN with one group, so gamma stays one number a channel."""
+    """LN over a sample's channels and positions:
+
+    GN with one group, so gamma stays one number a channel.
+    """
     return swap_normalizers(model, lambda slot: _group(slot, 1))
 
 
 @register_norm("in")
 def instance_norm(model: nn.Module) -> nn.Module:
-    """IN, each channel of each sample by itself, without running statistics: GN with one group a channel."""
+    """IN, each channel of each sample by itself, without running statistics:
+
+    GN with one group a channel.
+    """
     return swap_normalizers(model, lambda slot: _group(slot, slot.channels))
 
 
@@ -93,22 +132,29 @@ def instance_norm(model: nn.Module) -> nn.Module:
 def group_norm_standardized(model: nn.Module, groups: int = 2) -> nn.Module:
     """GN, and convolutions with weight standardization.
 
-    Qiao et al., "Micro-Batch Training with Batch-Channel Normalization and Weight Standardization", 2019:
-    W'_ij = (W_ij - mean_i) / sigma_i. Here, every row W_i - mean_i starts with norm 1: see `standardized`.
+    Qiao et al., "Micro-Batch Training with Batch-Channel Normalization and Weight Standardization",
+    2019: W'_ij = (W_ij - mean_i) / sigma_i. Here, every row W_i - mean_i starts with norm 1: see
+    `standardized`.
     """
-    return substitute(group_norm(model, groups), lambda name, layer: standardized(name, layer, gamma=None))
+    return substitute(
+        group_norm(model, groups), lambda name, layer: standardized(name, layer, gamma=None)
+    )
 
 
 @register_norm("bn-ws")
 def batch_norm_standardized(model: nn.Module) -> nn.Module:
-    """BN, and the convolutions of `gn-ws`, whose outputs stay bounded where BN's statistics are frozen."""
+    """BN, and the convolutions of `gn-ws`, whose outputs stay bounded where BN's statistics are
+    frozen.
+    """
     return substitute(batch_norm(model), lambda name, layer: standardized(name, layer, gamma=None))
 
 
 @register_norm("brn")
 def batch_renorm(model: nn.Module, r_max: float = 3.0, d_max: float = 5.0) -> nn.Module:
     """Batch renormalization."""
-    return swap_normalizers(model, lambda slot: BatchRenorm(**_form(slot), r_max=r_max, d_max=d_max))
+    return swap_normalizers(
+        model, lambda slot: BatchRenorm(**_form(slot), r_max=r_max, d_max=d_max)
+    )
 
 
 @register_norm("static-bn")
@@ -125,12 +171,19 @@ def hybrid_batch_norm(model: nn.Module) -> nn.Module:
 
 def _form(slot: Slot) -> dict[str, Any]:
     """Return the arguments that any kind of BN takes over from the layer that it replaces."""
-    return {"num_features": slot.channels, "eps": slot.eps, "momentum": slot.momentum, "affine": slot.affine}
+    return {
+        "num_features": slot.channels,
+        "eps": slot.eps,
+        "momentum": slot.momentum,
+        "affine": slot.affine,
+    }
 
 
 def _group(slot: Slot, groups: int) -> GroupNorm:
     if groups < 1 or slot.channels % groups:
-        raise ValueError(f"layer {slot.name!r}: {slot.channels} channels do not divide into {groups} groups")
+        raise ValueError(
+            f"layer {slot.name!r}: {slot.channels} channels do not divide into {groups} groups"
+        )
     return GroupNorm(groups, slot.channels, name=slot.name, eps=slot.eps, affine=slot.affine)
 
 
@@ -145,9 +198,10 @@ class NormalizedFeatures(nn.Linear):
 def normalize_features(model: nn.Module) -> nn.Module:
     """Let the classifier, the last linear layer, take normalized features; return the root.
 
-    Zhang, Beitollahi, Bie, Chen, Understanding the Role of Layer Normalization in Label-Skewed Federated Learning,
-    TMLR 2024, arXiv:2308.09565: their feature normalization, with the length that layer normalization leaves, the root
-    of the number of features. A sample's features all 0 stay 0.
+    Zhang, Beitollahi, Bie, Chen, Understanding the Role of Layer Normalization in Label-Skewed
+    Federated Learning, TMLR 2024, arXiv:2308.09565: their feature normalization, with the length
+    that layer normalization leaves, the root of the number of features. A sample's features all 0
+    stay 0.
     """
     layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
     if not layers:

@@ -1,4 +1,6 @@
-"""Finding layers in any model, putting others in their place, and the register of what does so by name."""
+"""Finding layers in any model, putting others in their place, and the register of what does so by
+name.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,13 +22,16 @@ S = TypeVar("S", bound=Swap)
 
 
 def register_norm(name: str) -> Callable[[S], S]:
-    """Register a function that swaps a model's normalizers, under the name that `--norm` takes; used as a decorator.
+    """Register a function that swaps a model's normalizers, under the name that `--norm` takes.
+
+    Used as a decorator.
 
         @register_norm("identity")
         def identity_norm(model: nn.Module) -> nn.Module:
             return swap_normalizers(model, lambda slot: nn.Identity())
 
-    Further parameters are options (`norm-options`). A name that another normalizer has is a ValueError.
+    Further parameters are options (`norm-options`). A name that another normalizer has is a
+    ValueError.
     """
 
     def register(swap: S) -> S:
@@ -36,7 +41,11 @@ def register_norm(name: str) -> Callable[[S], S]:
     return register
 
 
-NORMALIZERS = (_BatchNorm, _InstanceNorm, nn.GroupNorm)  # not LayerNorm, which belongs to transformers
+NORMALIZERS = (
+    _BatchNorm,
+    _InstanceNorm,
+    nn.GroupNorm,
+)  # not LayerNorm, which belongs to transformers
 
 
 @dataclass(frozen=True)
@@ -52,9 +61,12 @@ class Slot:
 
 
 def substitute(model: nn.Module, make: Callable[[str, nn.Module], nn.Module]) -> nn.Module:
-    """Put `make(name, layer)` in the place of every layer, and return the root; the layer itself stays.
+    """Put `make(name, layer)` in the place of every layer, and return the root.
 
-    A layer that the model holds under two names is made once, and the two names share what was made.
+    The layer itself stays.
+
+    A layer that the model holds under two names is made once, and the two names share what was
+    made.
     """
     # All are made before the first is put in, so that an error leaves the model as it was.
     made = {layer: _frozen_like(layer, make(name, layer)) for name, layer in model.named_modules()}
@@ -66,8 +78,12 @@ def substitute(model: nn.Module, make: Callable[[str, nn.Module], nn.Module]) ->
 
 
 def _frozen_like(old: nn.Module, new: nn.Module) -> nn.Module:
-    """Freeze (`requires_grad`) new parameters whose namesakes in the old layer are, and others if all of it is."""
-    learns = {name: parameter.requires_grad for name, parameter in old.named_parameters(recurse=False)}
+    """Freeze (`requires_grad`) new parameters whose namesakes in the old layer are, and others if
+    all of it is.
+    """
+    learns = {
+        name: parameter.requires_grad for name, parameter in old.named_parameters(recurse=False)
+    }
     default, kept = any(learns.values()) or not learns, set(old.parameters())
     for name, parameter in new.named_parameters():
         if parameter not in kept:
@@ -105,7 +121,8 @@ def _slot(name: str, layer: nn.Module) -> Slot:
 
 
 def _refuse_loss(slot: Slot, new: nn.Module) -> None:
-    """Refuse to replace a layer of a user's own that has parameters or buffers which no replacement would have.
+    """Refuse to replace a layer of a user's own that has parameters or buffers which no replacement
+    would have.
 
     Layers of this package start fresh.
     """
@@ -115,7 +132,9 @@ def _refuse_loss(slot: Slot, new: nn.Module) -> None:
     held = [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]
     if lost := [name for name, _ in held if name not in ENTRIES]:
         kind, other = type(layer).__name__, type(new).__name__
-        raise ValueError(f"layer {slot.name!r} is a {kind} with {', '.join(lost)}, which {other} would drop")
+        raise ValueError(
+            f"layer {slot.name!r} is a {kind} with {', '.join(lost)}, which {other} would drop"
+        )
 
 
 def _fit(new: nn.Module, slot: Slot, fallback: Tensor | None) -> nn.Module:

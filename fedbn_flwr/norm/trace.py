@@ -14,9 +14,29 @@ Activation = Callable[[Tensor], Tensor]
 _ADDITIONS = {operator.add, operator.iadd, torch.add, "add", "add_"}
 _PRODUCTS = {operator.mul, operator.imul, torch.mul, "mul", "mul_"}
 _ACTIVATION_LAYERS = (
-    nn.ReLU | nn.ReLU6 | nn.LeakyReLU | nn.ELU | nn.SiLU | nn.GELU | nn.Mish | nn.Hardswish | nn.Tanh | nn.Sigmoid
+    nn.ReLU
+    | nn.ReLU6
+    | nn.LeakyReLU
+    | nn.ELU
+    | nn.SiLU
+    | nn.GELU
+    | nn.Mish
+    | nn.Hardswish
+    | nn.Tanh
+    | nn.Sigmoid
 )
-_FUNCTIONS = (F.relu, F.relu6, F.leaky_relu, F.elu, F.silu, F.gelu, F.mish, F.hardswish, torch.relu, torch.tanh)
+_FUNCTIONS = (
+    F.relu,
+    F.relu6,
+    F.leaky_relu,
+    F.elu,
+    F.silu,
+    F.gelu,
+    F.mish,
+    F.hardswish,
+    torch.relu,
+    torch.tanh,
+)
 _METHODS: dict[object, Activation] = {
     "relu": torch.relu,
     "relu_": torch.relu,
@@ -28,7 +48,9 @@ _ACTIVATION_FUNCTIONS = _METHODS | {function: function for function in _FUNCTION
 
 @dataclass
 class Wiring:
-    """Names of the last convolution of each residual branch, and by convolution the activation that feeds it."""
+    """Names of the last convolution of each residual branch, and by convolution the activation that
+    feeds it.
+    """
 
     branch_ends: set[str] = field(default_factory=set)
     activations: dict[str, Activation] = field(default_factory=dict)
@@ -37,7 +59,8 @@ class Wiring:
 def wiring(model: nn.Module) -> Wiring:
     """Trace the model; one whose forward pass cannot be traced raises whatever `torch.fx` raises.
 
-    An addition ends a residual branch where more convolutions lie behind one operand than behind the other.
+    An addition ends a residual branch where more convolutions lie behind one operand than behind
+    the other.
     """
     walk = _Walk(model)
     result = Wiring()
@@ -77,7 +100,9 @@ class _Walk:
             if node.target in _ACTIVATION_FUNCTIONS:
                 return _ACTIVATION_FUNCTIONS[node.target]
             if node.op == "placeholder":
-                return torch.relu  # images, whose neighbouring pixels share much that a standardized weight ignores
+                return (
+                    torch.relu
+                )  # images, whose neighbouring pixels share much that a standardized weight ignores
             if isinstance(layer, _ConvNd):
                 return None
         return None
@@ -89,7 +114,8 @@ class _Walk:
         """The main path to a node, backwards, to the nearest addition or the start."""
         yield node
         while node.all_input_nodes and node.target not in _ADDITIONS:
-            # A gate (squeeze and excitation) is computed from the features that it multiplies, so it lies deeper.
+            # A gate (squeeze and excitation) is computed from the features that it multiplies, so
+            # it lies deeper.
             nearer = min if node.target in _PRODUCTS else max
             node = nearer(node.all_input_nodes, key=self.depth.__getitem__)
             yield node

@@ -1,4 +1,6 @@
-"""Networks without normalizers, and FedWon's, with scaled weight standardization of every convolution."""
+"""Networks without normalizers, and FedWon's, with scaled weight standardization of every
+convolution.
+"""
 
 import logging
 import math
@@ -19,21 +21,26 @@ log = logging.getLogger(__name__)
 
 @register_norm("wsconv")
 def weight_standardized(
-    model: nn.Module, gain: str = "constant", gamma: float | None = None, branch_scale: float | str = "auto"
+    model: nn.Module,
+    gain: str = "constant",
+    gamma: float | None = None,
+    branch_scale: float | str = "auto",
 ) -> nn.Module:
     """Remove every normalizer, and standardize and scale every convolution's weight.
 
-    Zhuang and Lyu, "FedWon", ICLR 2024, equation 3, after Brock et al., "Characterizing Signal Propagation", 2021:
-    W'_ij = gain gamma (W_ij - mean_i) / (sigma_i sqrt(N)), N the fan-in, sigma_i^2 = (1/N) sum_j (W_ij - mean_i)^2
-    (the square is missing in print). gamma makes up for what the activation before the convolution takes from the
-    variance, sqrt(2 / (1 - 1/pi)) for ReLU and for the images, and is 1 after a linear bottleneck; a number is used
-    for all. `gain` is a constant 1, neither trained nor part of the state, or "learnable".
+    Zhuang and Lyu, "FedWon", ICLR 2024, equation 3, after Brock et al., "Characterizing Signal
+    Propagation", 2021: W'_ij = gain gamma (W_ij - mean_i) / (sigma_i sqrt(N)), N the fan-in,
+    sigma_i^2 = (1/N) sum_j (W_ij - mean_i)^2 (the square is missing in print). gamma makes up for
+    what the activation before the convolution takes from the variance, sqrt(2 / (1 - 1/pi)) for
+    ReLU and for the images, and is 1 after a linear bottleneck; a number is used for all. `gain` is
+    a constant 1, neither trained nor part of the state, or "learnable".
 
-    Deviation: the last convolution of every residual branch has the gain `branch_scale`. By default it is "auto",
-    sqrt(2 / branches), so that the variance grows by less than e^2 through any number of blocks. Without, it doubles
-    at every block, and ResNet-20 diverges at learning rates at which it trains with GN. FedWon does not mention such a
-    gain (Brock et al. scale branches by 0.2): "paper" is the number 1. In a model that cannot be traced no branch is
-    scaled and gamma is that of ReLU, which the log says.
+    Deviation: the last convolution of every residual branch has the gain `branch_scale`. By default
+    it is "auto", sqrt(2 / branches), so that the variance grows by less than e^2 through any number
+    of blocks. Without, it doubles at every block, and ResNet-20 diverges at learning rates at which
+    it trains with GN. FedWon does not mention such a gain (Brock et al. scale branches by 0.2):
+    "paper" is the number 1. In a model that cannot be traced no branch is scaled and gamma is that
+    of ReLU, which the log says.
     """
     if gain not in GAINS:
         raise ValueError(f"unknown gain {gain!r}; there are: {', '.join(GAINS)}")
@@ -55,16 +62,22 @@ def _branch_gain(branch_scale: float | str, branches: int) -> float:
         return math.sqrt(2 / max(branches, 1))
     gain = 1.0 if branch_scale == "paper" else branch_scale
     if isinstance(gain, str) or not gain > 0:
-        raise ValueError(f"branch_scale must be auto, paper or a number above 0, got {branch_scale!r}")
+        raise ValueError(
+            f"branch_scale must be auto, paper or a number above 0, got {branch_scale!r}"
+        )
     return float(gain)
 
 
 def activation_gain(activation: Activation | None) -> float:
-    """Return the gain that gives `activation(z)` variance 1, for standard normal z; 1 without an activation."""
+    """Return the gain that gives `activation(z)` variance 1, for standard normal z; 1 without an
+    activation.
+    """
     if activation is None:
         return 1.0
     nodes, weights = np.polynomial.legendre.leggauss(20)
-    points = np.arange(-10, 10)[:, None] + (nodes + 1) / 2  # kinks of activations lie at whole numbers
+    points = (
+        np.arange(-10, 10)[:, None] + (nodes + 1) / 2
+    )  # kinks of activations lie at whole numbers
     density = weights / 2 * np.exp(-(points**2) / 2) / math.sqrt(2 * math.pi)
     values = activation(torch.from_numpy(points)).numpy()
     mean = np.sum(density * values)
@@ -75,7 +88,11 @@ def _wiring(model: nn.Module) -> Wiring:
     try:
         return wiring(model)
     except Exception as error:  # torch.fx raises whatever the model's own code does with a proxy
-        log.warning("residual branches are not scaled: %s cannot be traced (%s)", type(model).__name__, error)
+        log.warning(
+            "residual branches are not scaled: %s cannot be traced (%s)",
+            type(model).__name__,
+            error,
+        )
         names = (name for name, layer in model.named_modules() if isinstance(layer, _ConvNd))
         return Wiring(activations=dict.fromkeys(names, torch.relu))
 
@@ -84,19 +101,24 @@ def _wiring(model: nn.Module) -> Wiring:
 def remove_normalizers(model: nn.Module) -> nn.Module:
     """Take every normalizer out; every convolution without a bias gets one, at zero.
 
-    A convolution before a normalizer often has no bias, because beta does its work. Which convolution a
-    normalizer belonged to cannot be told for any model, so all have one afterwards, as in normalizer-free
-    networks (Brock et al. 2021); a model whose normalizers had no beta stays without. It learns if weight and beta do.
+    A convolution before a normalizer often has no bias, because beta does its work. Which
+    convolution a normalizer belonged to cannot be told for any model, so all have one afterwards,
+    as in normalizer-free networks (Brock et al. 2021); a model whose normalizers had no beta stays
+    without. It learns if weight and beta do.
     """
     beta_learns = list[bool]()
 
     def drop(slot: Slot) -> nn.Module:
-        beta_learns.extend(value.requires_grad for name, value in slot.layer.named_parameters() if name == "bias")
+        beta_learns.extend(
+            value.requires_grad for name, value in slot.layer.named_parameters() if name == "bias"
+        )
         return nn.Identity()
 
     model = swap_normalizers(model, drop)
     for layer in model.modules() if beta_learns else ():
         if isinstance(layer, _ConvNd) and layer.bias is None:
             learns = layer.weight.requires_grad and any(beta_learns)
-            layer.bias = nn.Parameter(layer.weight.new_zeros(layer.out_channels), requires_grad=learns)
+            layer.bias = nn.Parameter(
+                layer.weight.new_zeros(layer.out_channels), requires_grad=learns
+            )
     return model

@@ -1,4 +1,6 @@
-"""What users add under a name: items of a registry, their own objects in the place of names, and modules to import."""
+"""What users add under a name: items of a registry, their own objects in the place of names, and
+modules to import.
+"""
 
 import logging
 import pickle
@@ -19,37 +21,55 @@ NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 
 
 def add(
-    items: dict[str, Any], kind: str, name: str, item: Any, source: Callable[[Any], Any] = lambda item: item
+    items: dict[str, Any],
+    kind: str,
+    name: str,
+    item: Any,
+    source: Callable[[Any], Any] = lambda item: item,
 ) -> None:
     """Add an item under a name of its own; a name that is not possible, or taken, is a ValueError.
 
-    `source` returns the class or function behind an item. One that is defined again under its own name, as in a
-    notebook, takes the place of the one before.
+    `source` returns the class or function behind an item. One that is defined again under its own
+    name, as in a notebook, takes the place of the one before.
     """
     if not NAME.fullmatch(name):
-        raise ValueError(f"{kind} {name!r}: a name has lower-case letters, digits and single hyphens, like my-{kind}")
+        raise ValueError(
+            f"{kind} {name!r}: a name has lower-case letters, digits and single hyphens, like "
+            f"my-{kind}"
+        )
     if name in items and not same_definition(source(items[name]), source(item)):
         raise ValueError(f"{kind} {name!r} is there already; known: {', '.join(items)}")
     items[name] = item
 
 
 def same_definition(one: Any, other: Any) -> bool:
-    """Whether two classes or functions are the same, or come from the same place under the same name."""
+    """Whether two classes or functions are the same, or come from the same place under the same
+    name.
+    """
     if one is other:
         return True
-    places = [(getattr(item, "__module__", None), getattr(item, "__qualname__", "<lambda>")) for item in (one, other)]
+    places = [
+        (getattr(item, "__module__", None), getattr(item, "__qualname__", "<lambda>"))
+        for item in (one, other)
+    ]
     return places[0] == places[1] and not places[0][1].endswith("<lambda>")
 
 
-#: the modules that the user has named as plugins in this process: only what these hold may a file name
+#: the modules that the user has named as plugins in this process: only what these hold may a file
+#: name
 TRUSTED = set[str]()
 
 
 def load_plugins(modules: str) -> None:
-    """Import comma-separated modules, each once a process; one that cannot be imported is a ValueError."""
+    """Import comma-separated modules, each once a process.
+
+    One that cannot be imported is a ValueError.
+    """
     for name in filter(None, (part.strip() for part in modules.split(","))):
         if not all(part.isidentifier() for part in name.split(".")):
-            raise ValueError(f"plugins: {name!r} is not the name of a module, as in my_package.methods")
+            raise ValueError(
+                f"plugins: {name!r} is not the name of a module, as in my_package.methods"
+            )
         try:
             import_module(name)
         except ImportError as error:
@@ -59,22 +79,26 @@ def load_plugins(modules: str) -> None:
 
 #: how alike two names are, from 0 to 1, to count as a slip: `fedsgd` and `fedbs` are not, at 0.73
 ALIKE = 0.75
-#: more names are not listed where it can be said what shows them, but for a few that are somewhat alike
+#: more names are not listed where it can be said what shows them, but for a few that are somewhat
+#: alike
 MANY = 20
 
 
 def did_you_mean(name: str, known: Iterable[str], other: str = "", shown: str = "") -> str:
     """Return "did you mean ...?", or all known names if none is like this one.
 
-    Case, hyphens, and all after a colon do not count. `other` says what may be given in place of a name, `shown` what
-    shows the names if they are many.
+    Case, hyphens, and all after a colon do not count. `other` says what may be given in place of a
+    name, `shown` what shows the names if they are many.
     """
     listed = list(known)
     names = {_plain(item): item for item in listed}
     if meant := get_close_matches(_plain(name), names, n=1, cutoff=ALIKE):
         return f"did you mean {names[meant[0]]!r}?"
     if shown and len(listed) > MANY:
-        listed = [*(names[near] for near in get_close_matches(_plain(name), names)), f"... ({shown})"]
+        listed = [
+            *(names[near] for near in get_close_matches(_plain(name), names)),
+            f"... ({shown})",
+        ]
     return f"known: {', '.join(filter(None, (*listed, other))) or 'none'}"
 
 
@@ -93,7 +117,8 @@ def extra(name: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         raise MissingExtraError(
-            f"{str(error.name).partition('.')[0]} is not installed: pip install '.[{name}]' in the clone"
+            f"{str(error.name).partition('.')[0]} is not installed: pip install '.[{name}]' in "
+            "the clone"
         ) from error
 
 
@@ -106,8 +131,8 @@ def warn_once(line: str) -> None:
 class Named(str):
     """The name of an object that a user has handed over: a model's function, or a data set.
 
-    Tables and files show the text. Code that resolves the name takes `target` instead of looking the name up. It is
-    equal to itself only, because another object may have the same name.
+    Tables and files show the text. Code that resolves the name takes `target` instead of looking
+    the name up. It is equal to itself only, because another object may have the same name.
     """
 
     target: Any
@@ -128,18 +153,27 @@ class Named(str):
 
 
 def import_function(kind: str, spec: str, known: Iterable[str]) -> Any:
-    """Return the function or class of "package.module:function", or that a name holds; else a ValueError."""
+    """Return the function or class of "package.module:function", or that a name holds.
+
+    Else a ValueError.
+    """
     if isinstance(spec, Named):
         return spec.target
     module_name, _, function_name = spec.partition(":")
-    if not (function_name.isidentifier() and all(part.isidentifier() for part in module_name.split("."))):
-        raise ValueError(f"unknown {kind} {spec!r}; {did_you_mean(spec, known, 'or package.module:function')}")
+    if not (
+        function_name.isidentifier() and all(part.isidentifier() for part in module_name.split("."))
+    ):
+        raise ValueError(
+            f"unknown {kind} {spec!r}; {did_you_mean(spec, known, 'or package.module:function')}"
+        )
     try:
         function = getattr(import_module(module_name), function_name, None)
     except ImportError as error:
         raise ValueError(f"{kind} {spec!r}: cannot import {module_name!r}: {error}") from error
     if not callable(function):
-        raise ValueError(f"{kind} {spec!r}: module {module_name!r} has no function {function_name!r}")
+        raise ValueError(
+            f"{kind} {spec!r}: module {module_name!r} has no function {function_name!r}"
+        )
     return function
 
 
@@ -151,12 +185,20 @@ def fingerprint(text: str) -> str:
 def described(error: Exception) -> str:
     """Return what a user's code has raised, and where of it."""
     passed = [(Path(frame.filename), frame.lineno) for frame in extract_tb(error.__traceback__)]
-    own = [place for place in passed if not {"torch", Path(__file__).parents[1]} & {*place[0].parts, *place[0].parents}]
-    return f"{type(error).__name__}: {error}" + "".join(f" ({path}, line {line})" for path, line in own[-1:])
+    own = [
+        place
+        for place in passed
+        if not {"torch", Path(__file__).parents[1]} & {*place[0].parts, *place[0].parents}
+    ]
+    return f"{type(error).__name__}: {error}" + "".join(
+        f" ({path}, line {line})" for path, line in own[-1:]
+    )
 
 
 def is_foreign(thing: Any) -> bool:
-    """Return whether a function or class is not from this package: users may have packages of the same names."""
+    """Return whether a function or class is not from this package: users may have packages of the
+    same names.
+    """
     home = Path(__file__).parents[1]
     # in a checkout, the strategies lie beside the package, which has a module in their place
     ours = (home, home.parent / "strategies") if (home / "strategies.py").exists() else (home,)
@@ -165,7 +207,9 @@ def is_foreign(thing: Any) -> bool:
 
 
 def is_importable(thing: Any) -> bool:
-    """Return whether another process could import a function or class: not from a notebook, a script or a function."""
+    """Return whether another process could import a function or class: not from a notebook, a
+    script or a function.
+    """
     try:
         return b"__main__" not in pickle.dumps(thing)
     except (pickle.PicklingError, AttributeError, TypeError):

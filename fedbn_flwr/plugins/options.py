@@ -1,7 +1,9 @@
-"""Options of everything that has a name, written `key=value`: their names, types and defaults come from signatures.
+"""Options of everything that has a name, written `key=value`: their names, types and defaults come
+from signatures.
 
-Methods, data sets, augmentations, normalizers and the options that all methods share are all read by `read_options`.
-A parameter with a default is an option: `mu: Annotated[float, "weight of the proximal term", Range(0)] = 0.01`.
+Methods, data sets, augmentations, normalizers and the options that all methods share are all read
+by `read_options`. A parameter with a default is an option: `mu: Annotated[float, "weight of the
+proximal term", Range(0)] = 0.01`.
 """
 
 import inspect
@@ -19,7 +21,12 @@ Value = bool | int | float | str
 Pairs = tuple[tuple[str, Value], ...]
 #: shows more options than a line has room for
 ALL_OPTIONS = "all: `fedbn-flwr run --help-all`"
-_SPOKEN: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+_SPOKEN: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+}
 
 
 class UsageError(ValueError):
@@ -28,7 +35,9 @@ class UsageError(ValueError):
 
 @contextmanager
 def refusing(about: str = "") -> Iterator[None]:
-    """Refuse what is a ValueError in here as bad input, with a text in front that says what it is `about`."""
+    """Refuse what is a ValueError in here as bad input, with a text in front that says what it is
+    `about`.
+    """
     try:
         yield
     except ValueError as error:
@@ -36,7 +45,9 @@ def refusing(about: str = "") -> Iterator[None]:
 
 
 class Range(NamedTuple):
-    """The smallest and the largest number that an option takes, or a bound that it does not take itself."""
+    """The smallest and the largest number that an option takes, or a bound that it does not take
+    itself.
+    """
 
     low: float
     high: float = inf
@@ -70,7 +81,10 @@ class Option(NamedTuple):
         return self.check(convert(option_key(self.name), value, self.kind), option_key(self.name))
 
     def check(self, value: Any, name: str = "") -> Any:
-        """Return a value of Python's, which is not None; one that the option does not take is a UsageError."""
+        """Return a value of Python's, which is not None.
+
+        One that the option does not take is a UsageError.
+        """
         name = name or self.name
         if value != inf and convert(name, value, self.kind) != value:
             raise _wrong(name, value, self.kind)
@@ -85,7 +99,9 @@ def option_key(name: str) -> str:
 
 
 def options_of(function: Callable[..., object]) -> Mapping[str, Option]:
-    """Return the options of a function or class by kebab-case key: its parameters with a default that can be text."""
+    """Return the options of a function or class by kebab-case key: its parameters with a default
+    that can be text.
+    """
     return _options_of(function)
 
 
@@ -102,13 +118,20 @@ def _options_of(function: Callable[..., object]) -> Mapping[str, Option]:
     return MappingProxyType(options)
 
 
-def read_options(owner: str, known: Mapping[str, Option], pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Return typed values by parameter name; an unknown key is a UsageError that names the owner's options."""
+def read_options(
+    owner: str, known: Mapping[str, Option], pairs: Iterable[tuple[str, Any]]
+) -> dict[str, Any]:
+    """Return typed values by parameter name.
+
+    An unknown key is a UsageError that names the owner's options.
+    """
     values = {}
     for key, value in pairs:
         option = known.get(option_key(key))
         if option is None:
-            raise UsageError(f"{owner}: unknown option {key!r}; {did_you_mean(key, known, shown=ALL_OPTIONS)}")
+            raise UsageError(
+                f"{owner}: unknown option {key!r}; {did_you_mean(key, known, shown=ALL_OPTIONS)}"
+            )
         try:
             values[option.name] = option.read(value)
         except UsageError as error:
@@ -128,7 +151,8 @@ def read_pairs(owner: str, items: Iterable[str]) -> Iterator[tuple[str, str]]:
 def convert(key: str, value: Any, kind: Any) -> Any:
     """Turn text or a number into what an option takes.
 
-    `kind` is a type, literals, a union of these, or a tuple of any length, which is written with commas.
+    `kind` is a type, literals, a union of these, or a tuple of any length, which is written with
+    commas.
     """
     if kind is Pairs:
         return value if isinstance(value, tuple) else tuple(read_pairs(key, _listed(str(value))))
@@ -144,7 +168,10 @@ def convert(key: str, value: Any, kind: Any) -> Any:
 
 
 def whole_number(key: str, value: Any, least: int = 1) -> int:
-    """Return text or a number as a whole number; another one, or a smaller one than `least`, is a UsageError."""
+    """Return text or a number as a whole number.
+
+    Another one, or a smaller one than `least`, is a UsageError.
+    """
     number = int(convert(key, value, int))
     if number < least:
         raise UsageError(f"{key} must be at least {least}, got {number}")
@@ -152,7 +179,9 @@ def whole_number(key: str, value: Any, least: int = 1) -> int:
 
 
 def as_given(value: Any) -> Any:
-    """Return a value of Python's as options have it: numbers of other libraries as Python's, collections as tuples."""
+    """Return a value of Python's as options have it: numbers of other libraries as Python's,
+    collections as tuples.
+    """
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, Mapping):
         return tuple((str(key), as_given(item)) for key, item in value.items())
@@ -163,11 +192,15 @@ def as_value(value: Any) -> Value:
     """Return an option's value as it is written in a file: items of a tuple with commas between."""
     if not isinstance(value, tuple):
         return str(value) if isinstance(value, str) else value  # of a user's object, the name
-    return ",".join("=".join(map(str, item)) if isinstance(item, tuple) else str(item) for item in value)
+    return ",".join(
+        "=".join(map(str, item)) if isinstance(item, tuple) else str(item) for item in value
+    )
 
 
 def _is_written(kind: Any) -> bool:
-    """Whether a command line can say it: numbers, text, true or false, and not an object of Python's."""
+    """Whether a command line can say it: numbers, text, true or false, and not an object of
+    Python's.
+    """
     if get_origin(kind) is tuple:
         return kind is Pairs or _is_written(get_args(kind)[0])
     return all(part in tuple(_SPOKEN) or isinstance(part, str) for part in _alternatives(kind))
@@ -180,13 +213,17 @@ def _alternatives(kind: Any) -> Iterator[Any]:
             yield from _alternatives(part)
     else:
         yield from (
-            part for part in (get_args(kind) if get_origin(kind) is Literal else (kind,)) if part is not NoneType
+            part
+            for part in (get_args(kind) if get_origin(kind) is Literal else (kind,))
+            if part is not NoneType
         )
 
 
 def _wrong(key: str, value: Any, kind: Any) -> UsageError:
     *others, last = (_SPOKEN.get(part, part) for part in _alternatives(kind))
-    return UsageError(f"{key} must be {', '.join(others)}{' or ' * bool(others)}{last}, got {value!r}")
+    return UsageError(
+        f"{key} must be {', '.join(others)}{' or ' * bool(others)}{last}, got {value!r}"
+    )
 
 
 def _listed(text: str) -> list[str]:

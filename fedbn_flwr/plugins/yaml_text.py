@@ -18,6 +18,8 @@ class _UniqueKeys(yaml.SafeLoader):
         node, seen = super().compose_mapping_node(anchor), set[str]()
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
             if key.value in seen:
-                raise yaml.YAMLError(f"line {key.start_mark.line + 1} has the key {key.value!r} a second time")
+                raise yaml.YAMLError(
+                    f"line {key.start_mark.line + 1} has the key {key.value!r} a second time"
+                )
             seen.add(key.value)
         return node

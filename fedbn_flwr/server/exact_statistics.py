@@ -1,13 +1,14 @@
-"""Exact statistics: those of the new model, gathered from nodes in one exchange before it is evaluated or kept.
+"""Exact statistics: those of the new model, gathered from nodes in one exchange before it is
+evaluated or kept.
 
-Every asked node runs its training data through the model without learning, each BN layer normalizing with the
-mini-batch, and reports count, mean and biased variance of what the layer saw. With n_k values of a channel on node k,
-the server pools them, exactly:
+Every asked node runs its training data through the model without learning, each BN layer
+normalizing with the mini-batch, and reports count, mean and biased variance of what the layer saw.
+With n_k values of a channel on node k, the server pools them, exactly:
 
     mean = sum n_k m_k / N,   var = sum n_k (v_k + (m_k - mean)^2) / N,   N = sum n_k
 
-The model gets N / (N - 1) var, as in PyTorch. For one machine, Wu and Johnson, Rethinking "Batch" in BatchNorm, 2021,
-call this precise BN.
+The model gets N / (N - 1) var, as in PyTorch. For one machine, Wu and Johnson, Rethinking "Batch"
+in BatchNorm, 2021, call this precise BN.
 """
 
 from collections.abc import Mapping
@@ -24,7 +25,14 @@ from fedbn_flwr.norm import Moments
 from fedbn_flwr.server.grids import ask_nodes
 from fedbn_flwr.server.method_state import MethodState
 from fedbn_flwr.server.pooling import Averager, Sent, name_dominant
-from fedbn_flwr.server.replies import CannotTrainError, Expected, RefusedError, log_refused, parse_replies, read_each
+from fedbn_flwr.server.replies import (
+    CannotTrainError,
+    Expected,
+    RefusedError,
+    log_refused,
+    parse_replies,
+    read_each,
+)
 from fedbn_flwr.server.round import Round
 from fedbn_flwr.state import Arrays, arrays_of, arrays_to_record
 from fedbn_flwr.wire import moments
@@ -43,27 +51,38 @@ def with_exact_statistics(
 ) -> ArrayRecord:
     """Return a new state with statistics from these nodes, each of which gets its model.
 
-    Nodes that fail are left out, and named in the log. An error says why if none has ever answered, though some train.
+    Nodes that fail are left out, and named in the log. An error says why if none has ever answered,
+    though some train.
     """
     state = arrays_of(arrays)
     config = ConfigRecord({**now.other_config, **now.instruction.to_config()})
-    contents = {node: RecordDict({wire.ARRAYS: model, wire.CONFIG: config}) for node, model in models.items()}
+    contents = {
+        node: RecordDict({wire.ARRAYS: model, wire.CONFIG: config})
+        for node, model in models.items()
+    }
     messages = [Message(content, node, wire.GATHER) for node, content in contents.items()]
     answers = ask_nodes(now.grid, messages, timeout)
     # all with moments of the same layers
-    replies, refused = parse_replies(answers.values(), messages, Expected((), {}, groups=(wire.MOMENTS,)))
+    replies, refused = parse_replies(
+        answers.values(), messages, Expected((), {}, groups=(wire.MOMENTS,))
+    )
     sent = [(reply.node, reply.records[wire.MOMENTS]) for reply in replies]
     seen, unusable = read_each(sent, lambda _, arrays: _read_moments(arrays, state))
     refused += unusable
     if not seen and not kept.gathered and now.replies:
-        raise CannotTrainError(f"no node could gather BN statistics: {next(iter(refused), 'none answered')}")
+        raise CannotTrainError(
+            f"no node could gather BN statistics: {next(iter(refused), 'none answered')}"
+        )
     log_refused(refused)
     kept.gathered |= bool(seen)
     counts = {node: max(layer.count for layer in layers.values()) for node, layers in seen.items()}
     name_dominant(counts, "gathered statistics")
     pooled = averager.unite(list(seen.values()), now.number)
     if not pooled:
-        log(WARNING, "BN statistics stay as they were: there are no nodes' answers that could be pooled")
+        log(
+            WARNING,
+            "BN statistics stay as they were: there are no nodes' answers that could be pooled",
+        )
     entries = moments.running_statistics(pooled)
     gathered = {name: value.numpy().astype(state[name].dtype) for name, value in entries.items()}
     return arrays_to_record({**state, **gathered})
@@ -72,13 +91,18 @@ def with_exact_statistics(
 def _read_moments(arrays: Mapping[str, np.ndarray], state: Arrays) -> dict[str, Moments]:
     """Return a node's moments by layer; RefusedError if they cannot be pooled.
 
-    Moments are in float64, but the pool becomes running statistics of the model, which may be in float32.
+    Moments are in float64, but the pool becomes running statistics of the model, which may be in
+    float32.
     """
     if not (seen := moments.unpack(arrays)):
         raise RefusedError("it sent no moments")
     for layer, values in seen.items():
         entries = moments.running_statistics({layer: values})
-        own = [state[name] for name in entries if name in state and state[name].shape == entries[name].shape]
+        own = [
+            state[name]
+            for name in entries
+            if name in state and state[name].shape == entries[name].shape
+        ]
         if len(own) < len(entries) or values.count < 1:
             raise RefusedError(f"its moments are not of a BN layer {layer!r} of the model")
         dtype: torch.dtype = getattr(torch, str(own[0].dtype))

@@ -1,4 +1,6 @@
-"""Grids in front of others, the wait for their nodes, and messages through a grid to some nodes, inside a round."""
+"""Grids in front of others, the wait for their nodes, and messages through a grid to some nodes,
+inside a round.
+"""
 
 import os
 import sys
@@ -22,22 +24,31 @@ if TYPE_CHECKING:
 
 #: seconds between log entries while nodes are waited for
 SAY_EVERY = 60.0
-#: of the ids of messages that do not get theirs from Flower; processes may share the first, and hand over messages
+#: of the ids of messages that do not get theirs from Flower; processes may share the first, and
+#: hand over messages
 _PREFIX, _NUMBERS = uuid4(), count()
 
 
-def wait_for_nodes(grid: Grid, wanted: int, patience: float, fewest: int | None = None) -> list[int]:
-    """Return the connected nodes as soon as there are `wanted`, or after `patience` seconds if there are `fewest`.
+def wait_for_nodes(
+    grid: Grid, wanted: int, patience: float, fewest: int | None = None
+) -> list[int]:
+    """Return the connected nodes as soon as there are `wanted`, or after `patience` seconds if
+    there are `fewest`.
 
     Raises `CannotTrainError` if there are too few.
     """
     began = said = time.monotonic()
     while len(nodes := sorted(grid.get_node_ids())) < wanted:
-        now, there = time.monotonic(), f": {', '.join(f'node {node}' for node in nodes)}" * bool(nodes)
+        now, there = (
+            time.monotonic(),
+            f": {', '.join(f'node {node}' for node in nodes)}" * bool(nodes),
+        )
         if now > began + patience:
             if len(nodes) >= (wanted if fewest is None else fewest):
                 break
-            raise CannotTrainError(f"{len(nodes)} of {wanted} nodes connected within {patience:g} seconds{there}")
+            raise CannotTrainError(
+                f"{len(nodes)} of {wanted} nodes connected within {patience:g} seconds{there}"
+            )
         if now > said + SAY_EVERY:
             log(INFO, "Waiting for nodes: %d of %d are connected%s", len(nodes), wanted, there)
             said = now
@@ -46,7 +57,9 @@ def wait_for_nodes(grid: Grid, wanted: int, patience: float, fewest: int | None 
 
 
 def wait_for_all(grid: Grid, pause: float = 0.5) -> list[int]:
-    """Return the nodes of a simulation once two looks at them agree; it ends with its SuperLink from now on."""
+    """Return the nodes of a simulation once two looks at them agree; it ends with its SuperLink
+    from now on.
+    """
     _end_with_superlink()
     before = list[int]()
     while not (nodes := sorted(grid.get_node_ids())) or nodes != before:
@@ -70,16 +83,22 @@ def _end_with_superlink() -> None:
         log(WARNING, "The SuperLink has ended, and so does this run")  # it would go on unseen
         os._exit(1)  # Flower's own way out waits for an answer of the SuperLink
 
-    if sys.argv[0].endswith("flwr-simulation"):  # a script's parent is a shell, which may end before the script
+    if sys.argv[0].endswith(
+        "flwr-simulation"
+    ):  # a script's parent is a shell, which may end before the script
         Thread(target=watch, daemon=True).start()
 
 
-def ask_nodes(grid: Grid, messages: Sequence[Message], timeout: float, poll: float = 0.02) -> dict[int, Message]:
-    """Send messages and wait for the replies, at most `timeout` seconds; return the replies by node.
+def ask_nodes(
+    grid: Grid, messages: Sequence[Message], timeout: float, poll: float = 0.02
+) -> dict[int, Message]:
+    """Send messages and wait for the replies, at most `timeout` seconds.
 
-    Nodes that do not reply in time are absent. Flower's `send_and_receive` sleeps three seconds between polls in a
-    deployment; this function starts with `poll` seconds and slows down to one second. An error reply may not name its
-    node, so replies are matched by message id.
+    Return the replies by node.
+
+    Nodes that do not reply in time are absent. Flower's `send_and_receive` sleeps three seconds
+    between polls in a deployment; this function starts with `poll` seconds and slows down to one
+    second. An error reply may not name its node, so replies are matched by message id.
     """
     sent = dict(zip(grid.push_messages(messages), messages, strict=True))
     nodes = {message_id: message.metadata.dst_node_id for message_id, message in sent.items()}
@@ -92,7 +111,11 @@ def ask_nodes(grid: Grid, messages: Sequence[Message], timeout: float, poll: flo
             replies[nodes.pop(question)] = reply
             if reply.has_content() and isinstance(reply.content, Summed):
                 # the mean of several replies: the others will not come
-                nodes = {question: node for question, node in nodes.items() if node not in reply.content.nodes}
+                nodes = {
+                    question: node
+                    for question, node in nodes.items()
+                    if node not in reply.content.nodes
+                }
         if not nodes or time.monotonic() > deadline:
             break
         time.sleep(poll)
@@ -108,7 +131,9 @@ def identify(message: Message) -> str:
 
 
 def question_of(reply: Message, nodes: dict[str, int]) -> str:
-    """Return the id of the open message that was answered, which a node's own mod may leave out; "" for none."""
+    """Return the id of the open message that was answered, which a node's own mod may leave out; ""
+    for none.
+    """
     answered, source = reply.metadata.reply_to_message_id, reply.metadata.src_node_id
     if answered not in nodes:
         answered = next((message_id for message_id, node in nodes.items() if node == source), "")
@@ -150,7 +175,12 @@ class PassingGrid(Grid):
         return self._grid.run
 
     def create_message(
-        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
+        self,
+        content: RecordDict,
+        message_type: str,
+        dst_node_id: int,
+        group_id: str,
+        ttl: float | None = None,
     ) -> Message:
         """Pass on."""
         return self._grid.create_message(content, message_type, dst_node_id, group_id, ttl)
@@ -167,10 +197,14 @@ class PassingGrid(Grid):
         """Return the replies that are there, as `incoming` has them."""
         return self.incoming(list(self._grid.pull_messages(message_ids)))
 
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
         """Send messages and return the replies, as `outgoing` and `incoming` have them."""
         sent = self.outgoing(list(messages))
-        return self.incoming(list(self._grid.send_and_receive(sent, timeout=timeout))) if sent else []
+        return (
+            self.incoming(list(self._grid.send_and_receive(sent, timeout=timeout))) if sent else []
+        )
 
 
 def passing(grid: Grid) -> PassingGrid | None:

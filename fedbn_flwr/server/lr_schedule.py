@@ -1,17 +1,22 @@
-"""Learning rates over the rounds: factors, values and curves from fractions or numbers of rounds on, or the freeze."""
+"""Learning rates over the rounds: factors, values and curves from fractions or numbers of rounds
+on, or the freeze.
+"""
 
 from dataclasses import dataclass
 from math import cos, isfinite, nan, pi
 
 GRAMMAR = (
-    "a learning-rate schedule is a comma-separated list of FACTOR@WHEN, =VALUE@WHEN, warmup@WHEN or cosine@WHEN, where "
-    "WHEN is a fraction of the rounds (0.5), a number of rounds after which it holds (100) or 'freeze'"
+    "a learning-rate schedule is a comma-separated list of FACTOR@WHEN, =VALUE@WHEN, warmup@WHEN "
+    "or cosine@WHEN, where "
+    "WHEN is a fraction of the rounds (0.5), a number of rounds after which it holds (100) or "
+    "'freeze'"
 )
 
 
 @dataclass(frozen=True)
 class Change:
-    """A change of the rate: after a moment `=` sets it, `*` multiplies it, and `cosine` takes it to 0 at the end.
+    """A change of the rate: after a moment `=` sets it, `*` multiplies it, and `cosine` takes it to
+    0 at the end.
 
     `warmup` is linear, and over at its moment.
     """
@@ -22,10 +27,14 @@ class Change:
     number: float = 1.0
 
     def start(self, num_rounds: int | None, frozen_after: int | None) -> int | None:
-        """Return the round after which the moment lies; none if that is a freeze that has not come."""
+        """Return the round after which the moment lies; none if that is a freeze that has not
+        come.
+        """
         return frozen_after if self.when is None else round_of(self.when, num_rounds)
 
-    def rate(self, before: float, server_round: int, num_rounds: int | None, frozen_after: int | None) -> float:
+    def rate(
+        self, before: float, server_round: int, num_rounds: int | None, frozen_after: int | None
+    ) -> float:
         """Return the rate of a round, counted from 1, whose rate is `before` without the change."""
         start = self.start(num_rounds, frozen_after)
         if self.kind == "warmup":
@@ -39,7 +48,9 @@ class Change:
 
 
 def read_schedule(text: str) -> tuple[Change, ...]:
-    """Read e.g. `0.1@0.5,0.1@0.75`, `=0.001@freeze`, or `warmup@5,cosine@5`; without changes, the rate is constant."""
+    """Read e.g. `0.1@0.5,0.1@0.75`, `=0.001@freeze`, or `warmup@5,cosine@5`; without changes, the
+    rate is constant.
+    """
     return tuple(_change(item.strip()) for item in text.split(",") if item.strip())
 
 

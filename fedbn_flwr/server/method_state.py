@@ -12,20 +12,24 @@ from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.server.replies import CannotTrainError, DivergedError, Refusal
 from fedbn_flwr.state import Arrays
 
-#: rounds without a usable reply that end a run: in which nodes sent numbers that are not finite, or of any kind
+#: rounds without a usable reply that end a run: in which nodes sent numbers that are not finite, or
+#: of any kind
 LOST_ROUNDS, FRUITLESS_ROUNDS = 3, 10
 #: of the fields that are dictionaries by nodes' ids, which are others in another process
 BY_NODE = {"by node": True}
 
 UNTRAINED = (
-    "`result.arrays` has %d entries that stay on the nodes and were not trained (%s): evaluate on the nodes, or use "
+    "`result.arrays` has %d entries that stay on the nodes and were not trained (%s): evaluate on "
+    "the nodes, or use "
     "`export_personal`"
 )
 
 
 @dataclass
 class LostRounds:
-    """The rounds since the last usable reply; only those with numbers that are not finite speak of divergence."""
+    """The rounds since the last usable reply; only those with numbers that are not finite speak of
+    divergence.
+    """
 
     fruitless: int = 0
     #: by round, what may have made training diverge
@@ -33,15 +37,21 @@ class LostRounds:
     #: the nodes that sent such numbers
     nodes: dict[int, bool] = field(default_factory=dict, metadata=BY_NODE)
 
-    def add(self, server_round: int, refused: Sequence[Refusal], connected: int, circumstances: str) -> None:
-        """Note a lost round; raise DivergedError if these are `LOST_ROUNDS`, of more nodes than one bad one.
+    def add(
+        self, server_round: int, refused: Sequence[Refusal], connected: int, circumstances: str
+    ) -> None:
+        """Note a lost round; raise DivergedError if these are `LOST_ROUNDS`, of more nodes than one
+        bad one.
 
-        `connected` is the number of all nodes. Raise CannotTrainError after `FRUITLESS_ROUNDS` of any kind.
+        `connected` is the number of all nodes. Raise CannotTrainError after `FRUITLESS_ROUNDS` of
+        any kind.
         """
         self.fruitless += 1
         if self.fruitless >= FRUITLESS_ROUNDS:
             reason = refused[0] if refused else "no node answered"
-            raise CannotTrainError(f"{self.fruitless} rounds in a row brought no usable reply: {reason}")
+            raise CannotTrainError(
+                f"{self.fruitless} rounds in a row brought no usable reply: {reason}"
+            )
         infinite = [refusal for refusal in refused if refusal.why is Why.INFINITE]
         if not infinite:
             return
@@ -49,15 +59,19 @@ class LostRounds:
         self.nodes |= {refusal.node: True for refusal in infinite}
         if len(self.infinite) >= LOST_ROUNDS and len(self.nodes) >= min(connected, 2):
             first, circumstances = next(iter(self.infinite.items()))
-            raise DivergedError(first, f"no node has had a usable reply since ({infinite[0]}); {circumstances}")
+            raise DivergedError(
+                first, f"no node has had a usable reply since ({infinite[0]}); {circumstances}"
+            )
 
 
 @dataclass
 class MethodState:
-    """All that later rounds depend on beside the model: a checkpoint is this value, and nothing else survives.
+    """All that later rounds depend on beside the model: a checkpoint is this value, and nothing
+    else survives.
 
-    A method adds what it keeps in a subclass, which its strategy names as `state_type`. Fields are arrays, numbers,
-    texts, None, dictionaries, lists and tuples of these, and dataclasses of such fields; all have defaults.
+    A method adds what it keeps in a subclass, which its strategy names as `state_type`. Fields are
+    arrays, numbers, texts, None, dictionaries, lists and tuples of these, and dataclasses of such
+    fields; all have defaults.
     """
 
     ever_trained: bool = False
@@ -78,7 +92,9 @@ class MethodState:
     lost: LostRounds = field(default_factory=LostRounds)
 
     def name_untrained(self, model: Arrays) -> None:
-        """Warn of entries of a final model that stay on the nodes, unless the nodes' mean is in their places."""
+        """Warn of entries of a final model that stay on the nodes, unless the nodes' mean is in
+        their places.
+        """
         known = self.shared.keys() | self.personal.keys()
         names = [name for name in model if name not in known] if self.ever_trained else []
         if names:
@@ -87,7 +103,11 @@ class MethodState:
 
 def merged_type(types: Sequence[type[MethodState]]) -> type[MethodState]:
     """Return a class of states with the fields of all these classes."""
-    own = [kind for kind in dict.fromkeys(types) if not any(kind in other.__mro__[1:] for other in types)]
+    own = [
+        kind
+        for kind in dict.fromkeys(types)
+        if not any(kind in other.__mro__[1:] for other in types)
+    ]
     return own[0] if len(own) == 1 else dataclass(type("MergedState", tuple(own), {}))
 
 
@@ -105,14 +125,21 @@ def pack_state(state: Any, partitions: Mapping[int, int]) -> dict[str, Any]:
 
 
 def unpack_state(state: Any, packed: Mapping[str, Any], nodes: Mapping[int, int]) -> None:
-    """Fill a new state; `nodes` are the present ids by partition, and absent nodes are forgotten."""
+    """Fill a new state; `nodes` are the present ids by partition, and absent nodes are
+    forgotten.
+    """
     if lacking := [item.name for item in fields(state) if item.name not in packed]:
-        raise UsageError(f"another version wrote the checkpoint, which lacks {lacking[0]!r}: begin again without it")
+        raise UsageError(
+            f"another version wrote the checkpoint, which lacks {lacking[0]!r}: begin again "
+            "without it"
+        )
     for item in fields(state):
         value = packed[item.name]
         if is_dataclass(present := getattr(state, item.name)):
             unpack_state(present, value, nodes)
             continue
         if "by node" in item.metadata:
-            value = {nodes[partition]: each for partition, each in value.items() if partition in nodes}
+            value = {
+                nodes[partition]: each for partition, each in value.items() if partition in nodes
+            }
         setattr(state, item.name, value)

@@ -17,14 +17,15 @@ Moments = tuple[NDArray[Any], NDArray[Any]]
 class ServerOptimizer:
     """FedAdam, FedYogi, FedAdagrad or FedAvgM, applied to the entries that are parameters.
 
-    Reddi et al., Adaptive Federated Optimization, ICLR 2021; Hsu et al., Measuring the Effects of Non-Identical Data
-    Distribution, 2019 (FedAvgM).
+    Reddi et al., Adaptive Federated Optimization, ICLR 2021; Hsu et al., Measuring the Effects of
+    Non-Identical Data Distribution, 2019 (FedAvgM).
 
         w <- w + rate * step(average - w)
 
-    For parameters the numbers are those of Flower's classes of these names at the same rate. BN statistics and
-    counters are averages of measurements, not of directions: they are taken as averaged, where Flower's classes act on
-    every array, so that running variances can turn negative and counters into fractions.
+    For parameters the numbers are those of Flower's classes of these names at the same rate. BN
+    statistics and counters are averages of measurements, not of directions: they are taken as
+    averaged, where Flower's classes act on every array, so that running variances can turn negative
+    and counters into fractions.
     """
 
     def __init__(self, rule: str, rate: float | None = None) -> None:
@@ -46,7 +47,9 @@ class ServerOptimizer:
             stepped[name] = np.asarray(before + self.rate * step, dtype=start.state[name].dtype)
         return {**mean, **stepped}
 
-    def _direction(self, update: NDArray[Any], moments: Moments, server_round: int) -> tuple[NDArray[Any], Moments]:
+    def _direction(
+        self, update: NDArray[Any], moments: Moments, server_round: int
+    ) -> tuple[NDArray[Any], Moments]:
         """Return the direction of the step, and the moments after it."""
         (m, v), correction, squared = moments, 1.0, update**2
         match self.rule:
@@ -57,8 +60,13 @@ class ServerOptimizer:
             case "adam":
                 m, v = BETA_1 * m + (1 - BETA_1) * update, BETA_2 * v + (1 - BETA_2) * squared
                 # Flower's bias correction, one step ahead of Adam's own
-                correction = np.sqrt(1 - BETA_2 ** (server_round + 1)) / (1 - BETA_1 ** (server_round + 1))
+                correction = np.sqrt(1 - BETA_2 ** (server_round + 1)) / (
+                    1 - BETA_1 ** (server_round + 1)
+                )
             case "yogi":
-                m, v = BETA_1 * m + (1 - BETA_1) * update, v - (1 - BETA_2) * squared * np.sign(v - squared)
+                m, v = (
+                    BETA_1 * m + (1 - BETA_1) * update,
+                    v - (1 - BETA_2) * squared * np.sign(v - squared),
+                )
         direction = m if self.rule == "momentum" else correction * m / (np.sqrt(v) + TAU)
         return direction, (m, v)

@@ -9,10 +9,11 @@ from fedbn_flwr.wire.packed import Packed, asking, is_packed, pack, unpack, with
 
 
 class PackingGrid(PassingGrid):
-    """A grid in front of another one, which sends a message's arrays as a few long ones (`fedbn_flwr.wire.packed`).
+    """A grid in front of another one, which sends a message's arrays as a few long ones
+    (`fedbn_flwr.wire.packed`).
 
-    The first message to a node only asks for a packed reply. A node whose app does not know what that is replies as
-    always, and gets all messages as they are.
+    The first message to a node only asks for a packed reply. A node whose app does not know what
+    that is replies as always, and gets all messages as they are.
     """
 
     def __init__(self, grid: Grid) -> None:
@@ -25,7 +26,10 @@ class PackingGrid(PassingGrid):
         return [self._unpacked(reply) for reply in replies]
 
     def outgoing(self, messages: list[Message]) -> list[Message]:
-        """Return the messages of a push, packed where the node can unpack them; a model that they share, once."""
+        """Return the messages of a push, packed where the node can unpack them.
+
+        A model that they share, once.
+        """
         known: dict[int, Packed] = {}
         return [
             with_content(

@@ -34,11 +34,14 @@ class Sent:
 
 @dataclass(frozen=True)
 class PooledGroup(Sent):
-    """A group of arrays in training replies, under names of the model's entries, whose mean a method gets."""
+    """A group of arrays in training replies, under names of the model's entries, whose mean a
+    method gets.
+    """
 
     #: the name of the ArrayRecord
     record: str
-    #: whether a reply without it is refused; if not, it is pooled in rounds in which all replies hold it
+    #: whether a reply without it is refused; if not, it is pooled in rounds in which all replies
+    #: hold it
     is_required: bool = field(default=True, kw_only=True)
 
 
@@ -66,13 +69,16 @@ class Start:
 
     server_round: int
     state: Mapping[str, NDArray[Any]]
-    #: returns the entries that are parameters, and further names of entries with the first name of each; its argument
-    #: says who needs them, for an error
+    #: returns the entries that are parameters, and further names of entries with the first name of
+    #: each; its argument says who needs them, for an error
     parameters: Callable[[str], tuple[frozenset[str], Mapping[str, str]]]
 
 
 class Averager:
-    """Makes one of nodes' numbers: here their weighted mean. Subclasses put something else in its place."""
+    """Makes one of nodes' numbers: here their weighted mean.
+
+    Subclasses put something else in its place.
+    """
 
     #: whether it needs each node's own numbers, so that stacks must not average
     reads_replies: ClassVar[bool] = False
@@ -83,7 +89,10 @@ class Averager:
         return 1
 
     def refuse_few(self, nodes: int, server_round: int, what: str = "models") -> list[Refusal]:
-        """Say in the log why values of so few nodes are not pooled, and return it; nothing if they are."""
+        """Say in the log why values of so few nodes are not pooled, and return it.
+
+        Nothing if they are.
+        """
         return []
 
     def refuse(self, method: str, sent: Sent) -> None:
@@ -92,7 +101,9 @@ class Averager:
     def refuse_weighting(self, weighting: str) -> None:
         """Raise ValueError if this does not go with these weights of nodes."""
 
-    def average(self, states: States, weights: Sequence[float], start: Start | None = None) -> Arrays:
+    def average(
+        self, states: States, weights: Sequence[float], start: Start | None = None
+    ) -> Arrays:
         """Return the mean of states with equal entries; models also have a `start`."""
         return average(states, weights)
 
@@ -107,15 +118,30 @@ class Averager:
 
 
 def pool_groups(
-    replies: Sequence[NodeReply], weights: Sequence[float], groups: Iterable[PooledGroup], averager: Averager
+    replies: Sequence[NodeReply],
+    weights: Sequence[float],
+    groups: Iterable[PooledGroup],
+    averager: Averager,
 ) -> dict[str, Arrays]:
-    """Return the means of the groups, by their records' names; nothing of a group that not all replies hold."""
-    states = {group.record: [reply.records.get(group.record, {}) for reply in replies] for group in groups}
-    return {name: averager.average(each, weights) if all(each) else {} for name, each in states.items()}
+    """Return the means of the groups, by their records' names.
+
+    Nothing of a group that not all replies hold.
+    """
+    states = {
+        group.record: [reply.records.get(group.record, {}) for reply in replies] for group in groups
+    }
+    return {
+        name: averager.average(each, weights) if all(each) else {} for name, each in states.items()
+    }
 
 
-def weights_by_node(replies: Sequence[NodeReply], weights: Sequence[float], weighting: str) -> dict[int, float]:
-    """Return every node's weight; the nodes of a sum have weighted it by their counts, or equally."""
+def weights_by_node(
+    replies: Sequence[NodeReply], weights: Sequence[float], weighting: str
+) -> dict[int, float]:
+    """Return every node's weight.
+
+    The nodes of a sum have weighted it by their counts, or equally.
+    """
     by_node = dict[int, float]()
     for reply, weight in zip(replies, weights, strict=True):
         counts = reply.counts if weighting == "examples" and len(reply.nodes) > 1 else {}
@@ -124,7 +150,9 @@ def weights_by_node(replies: Sequence[NodeReply], weights: Sequence[float], weig
 
 
 def name_dominant(weights: Mapping[int, float], what: str) -> None:
-    """Warn of nodes with more than ten times the median weight, and more than all up to that together: they may lie."""
+    """Warn of nodes with more than ten times the median weight, and more than all up to that
+    together: they may lie.
+    """
     positive = [weight for weight in weights.values() if weight > 0]
     limit = 10 * median(positive or [0])
     most = max(limit, sum(weight for weight in positive if weight <= limit))
@@ -136,14 +164,18 @@ def name_dominant(weights: Mapping[int, float], what: str) -> None:
 def average(states: Sequence[Mapping[str, NDArray[Any]]], weights: Sequence[float]) -> Arrays:
     """The weighted mean of every array, in the array's own dtype.
 
-    Sums are formed in float64. Integers and booleans (BN's batch counters) are not measurements to be averaged: the
-    largest is taken, so that a 0-d int64 counter stays one and never runs backwards.
+    Sums are formed in float64. Integers and booleans (BN's batch counters) are not measurements to
+    be averaged: the largest is taken, so that a 0-d int64 counter stays one and never runs
+    backwards.
     """
     shares, flat = normalized(weights), [_flat(state) for state in states]
     first = flat[0]
     if any(state.layout is not first.layout for state in flat):
         return {name: _mean([state[name] for state in states], shares) for name in first}
-    means = {dtype: _mean_run([state.buffers[dtype] for state in flat], shares) for dtype in first.buffers}
+    means = {
+        dtype: _mean_run([state.buffers[dtype] for state in flat], shares)
+        for dtype in first.buffers
+    }
     return dict(FlatArrays(first.layout, means).items())
 
 
@@ -158,7 +190,9 @@ def is_floating(array: NDArray[Any]) -> bool:
 
 def _mean_run(runs: Sequence[NDArray[Any]], shares: Sequence[float]) -> NDArray[Any]:
     """Of runs of numbers, by portions; number by number the same sums as of the arrays in them."""
-    return np.concatenate([_mean((run[part] for run in runs), shares) for part in portions(runs[0])] or [runs[0][:]])
+    return np.concatenate(
+        [_mean((run[part] for run in runs), shares) for part in portions(runs[0])] or [runs[0][:]]
+    )
 
 
 def _mean(values: Iterable[NDArray[Any]], shares: Sequence[float]) -> NDArray[Any]:

@@ -1,4 +1,6 @@
-"""Differential privacy on the server, by entries' names: for parameters, and not for running statistics."""
+"""Differential privacy on the server, by entries' names: for parameters, and not for running
+statistics.
+"""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,16 +19,19 @@ from fedbn_flwr.state import Arrays
 class Privacy(Averager):
     r"""Clip every node's update of the parameters, and add Gaussian noise to the mean.
 
-    McMahan et al., Learning Differentially Private Recurrent Language Models, ICLR 2018, with a fixed norm and equal
-    weights. For u_k = w_k - w over all parameters that node k sends, and K replies:
+    McMahan et al., Learning Differentially Private Recurrent Language Models, ICLR 2018, with a
+    fixed norm and equal weights. For u_k = w_k - w over all parameters that node k sends, and K
+    replies:
 
         w <- w + (1 / K) sum_k min(1, C / |u_k|) u_k + N(0, (z C / K)^2)
 
-    `clipping_norm` is C, `noise_multiplier` is z. The noise differs in every run, unless a `seed` is given.
+    `clipping_norm` is C, `noise_multiplier` is z. The noise differs in every run, unless a `seed`
+    is given.
 
-    Counters and running statistics are averaged as they are: noise would make variances negative and counters
-    meaningless. Statistics that leave a node are not protected, so `unprotected` must name them, or patterns such as
-    "*.running_var". FedBN and SiloBN send none. Metrics, such as the training loss, are not protected either.
+    Counters and running statistics are averaged as they are: noise would make variances negative
+    and counters meaningless. Statistics that leave a node are not protected, so `unprotected` must
+    name them, or patterns such as "*.running_var". FedBN and SiloBN send none. Metrics, such as the
+    training loss, are not protected either.
     """
 
     clipping_norm: float
@@ -49,9 +54,13 @@ class Privacy(Averager):
     def refuse_weighting(self, weighting: str) -> None:
         """Refuse unequal weights."""
         if weighting != "uniform":
-            raise ValueError("privacy needs weighting='uniform': noise is scaled for nodes of equal weight")
+            raise ValueError(
+                "privacy needs weighting='uniform': noise is scaled for nodes of equal weight"
+            )
 
-    def average(self, states: States, weights: Sequence[float], start: Start | None = None) -> Arrays:
+    def average(
+        self, states: States, weights: Sequence[float], start: Start | None = None
+    ) -> Arrays:
         """Return the mean of models, with the parameters clipped and noised.
 
         Further names of a parameter neither count again nor get other noise.
@@ -59,11 +68,22 @@ class Privacy(Averager):
         assert start is not None, "everything but models is refused"
         parameters, tied = start.parameters("privacy")
         named = {name for pattern in self.unprotected for name in filter_names(states[0], pattern)}
-        if bare := sorted(name for name in states[0].keys() - parameters - named if is_floating(states[0][name])):
-            remedy = "keep them on the nodes (silobn, fedbn), or name them: Privacy(..., unprotected=...)"
+        if bare := sorted(
+            name for name in states[0].keys() - parameters - named if is_floating(states[0][name])
+        ):
+            remedy = (
+                "keep them on the nodes (silobn, fedbn), or name them: Privacy(..., "
+                "unprotected=...)"
+            )
             raise ValueError(f"privacy does not cover {', '.join(bare)}: {remedy}")
-        names = [name for name in states[0] if name in parameters and name not in tied and is_floating(states[0][name])]
-        mean = average([self._clipped(state, start.state, names) for state in states], [1.0] * len(states))
+        names = [
+            name
+            for name in states[0]
+            if name in parameters and name not in tied and is_floating(states[0][name])
+        ]
+        mean = average(
+            [self._clipped(state, start.state, names) for state in states], [1.0] * len(states)
+        )
         deviation = self.noise_multiplier * self.clipping_norm / len(states)
         draw = np.random.default_rng(None if self.seed is None else [self.seed, start.server_round])
         for name in names:
@@ -72,10 +92,16 @@ class Privacy(Averager):
         return mean | {name: mean[first] for name, first in tied.items() if name in mean}
 
     def _clipped(
-        self, state: Mapping[str, NDArray[Any]], current: Mapping[str, NDArray[Any]], names: Sequence[str]
+        self,
+        state: Mapping[str, NDArray[Any]],
+        current: Mapping[str, NDArray[Any]],
+        names: Sequence[str],
     ) -> Arrays:
         updates = {name: state[name].astype(np.float64) - current[name] for name in names}
         length = sqrt(sum(float(np.vdot(update, update)) for update in updates.values()))
         share = min(1.0, self.clipping_norm / length) if length else 1.0
-        moved = {name: np.asarray(current[name] + share * updates[name], state[name].dtype) for name in names}
+        moved = {
+            name: np.asarray(current[name] + share * updates[name], state[name].dtype)
+            for name in names
+        }
         return {**state, **moved}

@@ -83,9 +83,12 @@ def log_refused(refused: Sequence[Refusal], outcome: str = "left out of this rou
 def read_each(
     sent: Iterable[tuple[int, SentT]], read: Callable[[int, SentT], ReadT]
 ) -> tuple[dict[int, ReadT], list[Refusal]]:
-    """Read what nodes sent, node by node; return what could be read, and the refusals of the others, for the log.
+    """Read what nodes sent, node by node.
 
-    A node may send anything. So whatever fails here is the fault of this node, and costs no other one anything.
+    Return what could be read, and the refusals of the others, for the log.
+
+    A node may send anything. So whatever fails here is the fault of this node, and costs no other
+    one anything.
     """
     understood, refused = dict[int, ReadT](), list[Refusal]()
     for node, content in sent:
@@ -100,7 +103,10 @@ def read_each(
 
 @dataclass(frozen=True, eq=False)
 class NodeReply:
-    """A node's usable reply, or the mean of several nodes' replies: `node` is then the first of `nodes`."""
+    """A node's usable reply, or the mean of several nodes' replies:
+
+    `node` is then the first of `nodes`.
+    """
 
     node: int
     partition: int
@@ -112,13 +118,22 @@ class NodeReply:
 
     @property
     def nodes(self) -> Mapping[int, int]:
-        """The nodes whose mean this is, with their partitions; one, unless a grid has made it of several replies."""
-        return self.content.nodes if isinstance(self.content, Summed) else {self.node: self.partition}
+        """The nodes whose mean this is, with their partitions.
+
+        One, unless a grid has made it of several replies.
+        """
+        return (
+            self.content.nodes if isinstance(self.content, Summed) else {self.node: self.partition}
+        )
 
     @property
     def counts(self) -> Mapping[int, float]:
         """The number of examples of each node."""
-        return self.content.counts if isinstance(self.content, Summed) else {self.node: self.num_examples}
+        return (
+            self.content.counts
+            if isinstance(self.content, Summed)
+            else {self.node: self.num_examples}
+        )
 
     @property
     def arrays(self) -> Mapping[str, np.ndarray]:
@@ -150,20 +165,27 @@ class Expected:
 def parse_replies(
     messages: Iterable[Message], sent: Iterable[Message], expected: Expected
 ) -> tuple[list[NodeReply], list[Refusal]]:
-    """The usable replies, ordered by partition, and why others are not: `log_refused` is for the caller to use.
+    """The usable replies, ordered by partition, and why others are not:
 
-    `sent` are the messages that were answered: Flower's own error replies may not name the node. The order makes the
-    result of a run independent of the order in which nodes answer.
+    `log_refused` is for the caller to use.
+
+    `sent` are the messages that were answered: Flower's own error replies may not name the node.
+    The order makes the result of a run independent of the order in which nodes answer.
     """
     asked = {message.metadata.message_id: message.metadata.dst_node_id for message in sent}
-    named = [(asked.get(each.metadata.reply_to_message_id, each.metadata.src_node_id), each) for each in messages]
+    named = [
+        (asked.get(each.metadata.reply_to_message_id, each.metadata.src_node_id), each)
+        for each in messages
+    ]
     replies, refused = read_each(named, lambda node, message: read_reply(node, message, expected))
     usable = sorted(replies.values(), key=lambda reply: (reply.partition, reply.node))
     return _with_common_entries(usable, expected.groups, refused), refused
 
 
 def mean_metrics(replies: Sequence[NodeReply], names: Sequence[str]) -> MetricRecord:
-    """The weighted means of some metrics, none if all weights are 0: Flower's default, without its records."""
+    """The weighted means of some metrics, none if all weights are 0: Flower's default, without its
+    records.
+    """
     weights = [reply.num_examples for reply in replies]
     if not (total := sum(weights)):
         return MetricRecord()
@@ -192,10 +214,15 @@ def read_reply(node: int, message: Message, expected: Expected) -> NodeReply:
         raise RefusedError("its report is no ConfigRecord")
     obeyed = report.get(wire.OBEYED, [])
     if ignored := sorted(set(expected.binding) - set(obeyed if isinstance(obeyed, list) else [])):
-        keys = [f"{expected.later}, which later rounds ask for" if key == "later" else key for key in ignored]
+        keys = [
+            f"{expected.later}, which later rounds ask for" if key == "later" else key
+            for key in ignored
+        ]
         raise RefusedError(
-            f"it did not acknowledge {', '.join(keys)}: its client does not implement what the strategy asked for; "
-            "make the app with fedbn_flwr.clientapp: ClientApp(model=...) around a loop of your own, or client_app",
+            f"it did not acknowledge {', '.join(keys)}: its client does not implement what the "
+            "strategy asked for; "
+            "make the app with fedbn_flwr.clientapp: ClientApp(model=...) around a loop of your "
+            "own, or client_app",
             Why.NOT_OBEYED,
         )
     metrics = read_metrics(content)
@@ -213,13 +240,19 @@ def read_reply(node: int, message: Message, expected: Expected) -> NodeReply:
             raise RefusedError(f"its array {bad[0]!r} in {group!r} {bad[1].words}", bad[1].why)
     if (key := expected.weighted_by) not in metrics:
         names = ", ".join(sorted(metrics.keys() - {wire.PARTITION_ID})) or "none"
-        raise RefusedError(f"its metrics lack {key!r}, which the strategy weighs by; they are {names}")
+        raise RefusedError(
+            f"its metrics lack {key!r}, which the strategy weighs by; they are {names}"
+        )
     count = metrics[key] if isinstance(content, Summed) else read_count(metrics[key], key)
-    return NodeReply(node, whole(metrics, wire.PARTITION_ID, node), count, metrics, records, content)
+    return NodeReply(
+        node, whole(metrics, wire.PARTITION_ID, node), count, metrics, records, content
+    )
 
 
 def read_count(count: object, key: str = wire.NUM_EXAMPLES) -> float:
-    """Return a node's number of examples, or what else it is weighed by; RefusedError if it is none."""
+    """Return a node's number of examples, or what else it is weighed by; RefusedError if it is
+    none.
+    """
     if not isinstance(count, int | float) or not 0 <= count <= MOST:
         raise RefusedError(f"its {key!r} is {count!r}")
     return count
@@ -227,10 +260,14 @@ def read_count(count: object, key: str = wire.NUM_EXAMPLES) -> float:
 
 def read_metrics(content: RecordDict) -> dict[str, Any]:
     """Return all metrics of a reply: numbers, and lists of numbers."""
-    metrics = {key: value for record in content.metric_records.values() for key, value in record.items()}
+    metrics = {
+        key: value for record in content.metric_records.values() for key, value in record.items()
+    }
     for key, value in metrics.items():
         # this one is not averaged but read
-        numbers: list[Any] = value if isinstance(value, list) and key != wire.STATISTICS_CHANGE else [value]
+        numbers: list[Any] = (
+            value if isinstance(value, list) and key != wire.STATISTICS_CHANGE else [value]
+        )
         if not all(isinstance(number, int | float) for number in numbers):
             raise RefusedError(f"its metric {key!r} is {value!r}, no number")
         if any(LARGEST < abs(number) < float("inf") for number in numbers):
@@ -253,7 +290,9 @@ def lacks_state(message: Message) -> bool:
 
 
 def unusable(arrays: Mapping[str, np.ndarray]) -> tuple[str, Fault] | None:
-    """The first of the arrays that holds what nobody may send, and why not: infinity, no number, or one too large."""
+    """The first of the arrays that holds what nobody may send, and why not: infinity, no number, or
+    one too large.
+    """
     if isinstance(arrays, FlatArrays) and all(map(_is_usable, arrays.buffers.values())):
         return None
     bad = [(name, array) for name, array in arrays.items() if not _is_usable(array.reshape(-1))]
@@ -266,40 +305,59 @@ def _is_usable(run: np.ndarray) -> bool:
     return run.dtype.kind not in "fc" or all(sound(run[part]).all() for part in portions(run))
 
 
-def _check_forms(arrays: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray], is_beside: bool) -> None:
+def _check_forms(
+    arrays: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray], is_beside: bool
+) -> None:
     for name, array in arrays.items():
         if name not in expected:
             raise RefusedError(f"its array {name!r} is not part of the model")
         if array.shape != expected[name].shape:
-            raise RefusedError(f"its array {name!r} has shape {array.shape}, not {expected[name].shape}")
+            raise RefusedError(
+                f"its array {name!r} has shape {array.shape}, not {expected[name].shape}"
+            )
         if array.dtype != expected[name].dtype and not (is_beside and array.dtype == np.float64):
             raise RefusedError(f"its array {name!r} is {array.dtype}, not {expected[name].dtype}")
 
 
-def _with_common_entries(replies: list[NodeReply], required: Sequence[str], refused: list[Refusal]) -> list[NodeReply]:
-    """Keep the replies that carry the same entries, and lists of metrics, as most do; refuse the others.
+def _with_common_entries(
+    replies: list[NodeReply], required: Sequence[str], refused: list[Refusal]
+) -> list[NodeReply]:
+    """Keep the replies that carry the same entries, and lists of metrics, as most do.
+
+    Refuse the others.
 
     Of the other groups that are averaged, a reply may hold nothing.
     """
     required = (wire.ARRAYS, wire.METRICS, *required)
     averaged = set.intersection(*(set(reply.metrics) for reply in replies)) if replies else set()
     for group in (*required, wire.MOMENTUM, wire.MOMENTS, wire.STAYS):
-        forms = {reply: form for reply in replies if (form := _form(reply, group, averaged)) or group in required}
+        forms = {
+            reply: form
+            for reply in replies
+            if (form := _form(reply, group, averaged)) or group in required
+        }
         votes = Counter[frozenset[Any]]()
         for reply, form in forms.items():
             votes[form] += len(reply.nodes)
         common = votes.most_common(1)[0][0] if votes else frozenset()
         for reply in [reply for reply, form in forms.items() if form != common]:
             example = min(entry[0] for entry in forms[reply] ^ common)
-            refused += [Refusal(node, f"unlike most, entry {example!r} in {group!r}") for node in reply.nodes]
+            refused += [
+                Refusal(node, f"unlike most, entry {example!r} in {group!r}")
+                for node in reply.nodes
+            ]
             replies = [each for each in replies if each is not reply]
     return replies
 
 
 def _form(reply: NodeReply, group: str, averaged: Iterable[str]) -> frozenset[Any]:
-    """Return names, dtypes and shapes of arrays, or the lengths of the metrics that are averaged; -1 is a number's."""
+    """Return names, dtypes and shapes of arrays, or the lengths of the metrics that are averaged;
+    -1 is a number's.
+    """
     if group == wire.METRICS:
         values = {key: reply.metrics[key] for key in averaged}
-        return frozenset((key, len(value) if isinstance(value, list) else -1) for key, value in values.items())
+        return frozenset(
+            (key, len(value) if isinstance(value, list) else -1) for key, value in values.items()
+        )
     arrays = reply.records.get(group)
     return arrays.layout.all_entries if isinstance(arrays, FlatArrays) else frozenset()

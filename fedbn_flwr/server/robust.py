@@ -1,4 +1,7 @@
-"""Rules in place of the mean, for runs in which some nodes may send wrong numbers: Flower's, by entries' names."""
+"""Rules in place of the mean, for runs in which some nodes may send wrong numbers:
+
+Flower's, by entries' names.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +32,9 @@ RULES = {
 
 @dataclass(frozen=True)
 class Robust(Averager):
-    r"""A rule for K nodes' values x_1 ... x_K of which some may be wrong; written `median` or `NAME:NUMBER`.
+    r"""A rule for K nodes' values x_1 ... x_K of which some may be wrong.
+
+    Written `median` or `NAME:NUMBER`.
 
     - `trimmed:B`: number by number, the mean without the int(B K) smallest and the int(B K) largest,
     - `median`: number by number, the median (both: Yin et al., Byzantine-Robust Distributed Learning, ICML 2018),
@@ -38,10 +43,12 @@ class Robust(Averager):
     - `norm:C`: the mean of r + min(1, C L / |x_k - r|) (x_k - r), array by array, L being the median of the nodes'
       |x_k - r|. Of a model r is the state that the round started from; otherwise it is the median of the values.
 
-    Nodes count equally under every rule, because a number of samples is a node's own word. Floating-point entries are
-    combined in float64 and keep their dtype; of a counter, the largest is taken.
+    Nodes count equally under every rule, because a number of samples is a node's own word.
+    Floating-point entries are combined in float64 and keep their dtype; of a counter, the largest
+    is taken.
 
-    Means m_k and variances v_k of mini-batches are pooled as without a rule, with the rule in place of both sums:
+    Means m_k and variances v_k of mini-batches are pooled as without a rule, with the rule in place
+    of both sums:
 
         mean = rule(m_k),   variance = rule(v_k + (m_k - mean)^2)
 
@@ -75,11 +82,17 @@ class Robust(Averager):
         return f"{self.name}:{self.number:g}" if self.number else self.name
 
     def refuse_few(self, nodes: int, server_round: int, what: str = "models") -> list[Refusal]:
-        """Say in the log why values of so few nodes are not pooled, and return it; nothing if they are."""
+        """Say in the log why values of so few nodes are not pooled, and return it.
+
+        Nothing if they are.
+        """
         missing = self.fewest_nodes - nodes
         if nodes == 0 or missing <= 0:
             return []
-        why = f"robust={self} needs {what} of {self.fewest_nodes} nodes, and has {nodes}: {missing} missing"
+        why = (
+            f"robust={self} needs {what} of {self.fewest_nodes} nodes, and has {nodes}: "
+            f"{missing} missing"
+        )
         log(WARNING, "Round %d: %s", server_round, why)
         return [Refusal(0, why)]
 
@@ -91,20 +104,27 @@ class Robust(Averager):
     @property
     def fewest_nodes(self) -> int:
         """Return the number of nodes below which the rule does not do what it is for."""
-        by_number = {"trimmed": ceil(1 / (self.number or 1)), "multi-krum": int(2 * self.number) + 3}
+        by_number = {
+            "trimmed": ceil(1 / (self.number or 1)),
+            "multi-krum": int(2 * self.number) + 3,
+        }
         return by_number.get(self.name, 3)
 
-    def average(self, states: States, weights: Sequence[float], start: Start | None = None) -> Arrays:
+    def average(
+        self, states: States, weights: Sequence[float], start: Start | None = None
+    ) -> Arrays:
         """Return what takes the place of the states' mean; nodes count equally."""
         names = [name for name in states[0] if is_floating(states[0][name])]
         if self.name == "multi-krum" and names:
             distances = np.sum([_squared_distances(_rows(states, name)) for name in names], axis=0)
             states = [states[index] for index in self._nearest(distances)]
         means = {
-            name: self._middle(_rows(states, name), None if start is None else start.state[name]) for name in names
+            name: self._middle(_rows(states, name), None if start is None else start.state[name])
+            for name in names
         }
         counters = average(
-            [{name: state[name] for name in state if name not in means} for state in states], [1.0] * len(states)
+            [{name: state[name] for name in state if name not in means} for state in states],
+            [1.0] * len(states),
         )
         merged = {**means, **counters}
         return {name: np.asarray(merged[name], array.dtype) for name, array in states[0].items()}
@@ -127,16 +147,27 @@ class Robust(Averager):
         return torch.from_numpy(np.stack([mean, variance])).to(rows)
 
     def unite(self, seen: Sequence[Mapping[str, Moments]], server_round: int) -> dict[str, Moments]:
-        """Return what takes the place of the moments of all samples together; none of fewer nodes than it needs."""
+        """Return what takes the place of the moments of all samples together; none of fewer nodes
+        than it needs.
+        """
         united = {}
-        for layer in seen[0] if seen and not self.refuse_few(len(seen), server_round, "gathered statistics") else ():
+        for layer in (
+            seen[0]
+            if seen and not self.refuse_few(len(seen), server_round, "gathered statistics")
+            else ()
+        ):
             each = [values[layer] for values in seen]
             rows = torch.stack([torch.stack([own.mean, own.variance]) for own in each])
-            united[layer] = Moments(sum(own.count for own in each), *self.combine("statistics", rows, []))
+            united[layer] = Moments(
+                sum(own.count for own in each), *self.combine("statistics", rows, [])
+            )
         return united
 
     def _nearest(self, distances: NDArray[Any]) -> list[int]:
-        """Return the nodes, in their order, that are nearest to the others; distances are squared, of each to each."""
+        """Return the nodes, in their order, that are nearest to the others.
+
+        Distances are squared, of each to each.
+        """
         count = len(distances) - int(self.number)
         others = max(count - 2, 1)
         scores = np.sort(distances, axis=1)[:, 1 : others + 1].sum(axis=1)

@@ -1,4 +1,6 @@
-"""A round of training or evaluation: what its messages ask of which nodes, and what became of it."""
+"""A round of training or evaluation: what its messages ask of which nodes, and what became of
+it.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -75,7 +77,9 @@ class Round:
         config["server-round"] = number
         order_keys = Instruction.wire_keys()
         other_config = {key: value for key, value in config.items() if key not in order_keys}
-        now = cls(number, grid, current=arrays_of(arrays), instruction=Instruction.from_config(config))
+        now = cls(
+            number, grid, current=arrays_of(arrays), instruction=Instruction.from_config(config)
+        )
         now.has_rate, now.other_config = "lr" in config, other_config
         return now
 
@@ -84,8 +88,11 @@ class Round:
         self.after, self.seconds = after, perf_counter() - self.began
         return self
 
-    def read(self, messages: Iterable[Message], state: MethodState, ends: bool = False) -> list[NodeReply]:
-        """Read and return the usable replies; if there is none and that `ends` the run, its error says why.
+    def read(
+        self, messages: Iterable[Message], state: MethodState, ends: bool = False
+    ) -> list[NodeReply]:
+        """Read and return the usable replies; if there is none and that `ends` the run, its error
+        says why.
 
         NotObeyedError if no client has ever done what the method asks for.
         """
@@ -101,32 +108,50 @@ class Round:
     def lose(self, state: MethodState) -> None:
         """Take note that nothing could be used; an error if the run cannot go on."""
         reason = self.refused[0] if self.refused else "no node answered"
-        all_infinite = bool(self.refused) and all(refusal.why is Why.INFINITE for refusal in self.refused)
+        all_infinite = bool(self.refused) and all(
+            refusal.why is Why.INFINITE for refusal in self.refused
+        )
         if not state.ever_trained:
             if all_infinite:
-                raise DivergedError(self.number, f"no node could train ({reason}); {self.circumstances(state)}")
+                raise DivergedError(
+                    self.number, f"no node could train ({reason}); {self.circumstances(state)}"
+                )
             raise CannotTrainError(f"no node could train in round {self.number}: {reason}")
         new = sorted(set(self.expected.binding) - state.obeyed.keys())
         if new and self.refused and not all_infinite:
             asked = ", ".join(new)
             raise CannotTrainError(
-                f"no node could train in round {self.number}, the first that asks for {asked}: {reason}"
+                f"no node could train in round {self.number}, the first that asks for {asked}: "
+                f"{reason}"
             )
         log(WARNING, "Round %d brought no usable reply: the model stays as it was", self.number)
-        state.lost.add(self.number, self.refused, self._count_connected(), self.circumstances(state))
+        state.lost.add(
+            self.number, self.refused, self._count_connected(), self.circumstances(state)
+        )
 
     def refuse_infinite_losses(self, state: MethodState) -> None:
         """End the run if no node's loss is finite, unless this is one node among others."""
-        sent = [loss for reply in self.replies if isinstance(loss := reply.metrics.get(wire.TRAIN_LOSS), float)]
+        sent = [
+            loss
+            for reply in self.replies
+            if isinstance(loss := reply.metrics.get(wire.TRAIN_LOSS), float)
+        ]
         if sent and not any(map(isfinite, sent)) and len(sent) >= min(self._count_connected(), 2):
-            raise DivergedError(self.number, f"no node's training loss is finite; {self.circumstances(state)}")
+            raise DivergedError(
+                self.number, f"no node's training loss is finite; {self.circumstances(state)}"
+            )
 
     def mean_metrics(self, mean: Callable[..., MetricRecord], weighted_by: str) -> MetricRecord:
-        """Return the mean of the replies' metrics, weighted by one of them, as Flower or the user's function has it."""
+        """Return the mean of the replies' metrics, weighted by one of them, as Flower or the user's
+        function has it.
+        """
         if mean is not aggregate_metricrecords:
             return mean([reply.content for reply in self.replies], weighted_by)
         # a metric that some nodes lack has no mean over all
-        shared = set.intersection(*(set(reply.metrics) for reply in self.replies)) - {wire.PARTITION_ID, weighted_by}
+        shared = set.intersection(*(set(reply.metrics) for reply in self.replies)) - {
+            wire.PARTITION_ID,
+            weighted_by,
+        }
         return mean_metrics(self.replies, sorted(shared))
 
     def circumstances(self, state: MethodState) -> str:

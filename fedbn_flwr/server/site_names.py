@@ -1,4 +1,6 @@
-"""Names of sites: here alone, a node's number becomes the name under which the operator has registered its key."""
+"""Names of sites: here alone, a node's number becomes the name under which the operator has
+registered its key.
+"""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,7 +20,9 @@ _NODE = re.compile(r"(site \d+ \()?(?:node )?\b(\d+)\b(?(1)\))", re.IGNORECASE)
 
 
 class SitesByName(PassingGrid):
-    """A grid that knows the names of its nodes, and hides the nodes of all sites but the chosen ones, if any are."""
+    """A grid that knows the names of its nodes, and hides the nodes of all sites but the chosen
+    ones, if any are.
+    """
 
     def __init__(self, grid: Grid, chosen: Sequence[str] = ()) -> None:
         super().__init__(grid)
@@ -28,15 +32,20 @@ class SitesByName(PassingGrid):
         """Return the connected nodes that take part."""
         # older versions of Flower do not tell names
         there: dict[int, str] = {
-            node.node_id: printable(getattr(node, "name", "")) for node in getattr(self._grid, "get_nodes", tuple)()
+            node.node_id: printable(getattr(node, "name", ""))
+            for node in getattr(self._grid, "get_nodes", tuple)()
         }
         there = there or dict.fromkeys(self._grid.get_node_ids(), "")
         if self._chosen and there and not any(there.values()):
-            raise UsageError(f"sites={','.join(self._chosen)!r} chooses by name, and these nodes have no names")
+            raise UsageError(
+                f"sites={','.join(self._chosen)!r} chooses by name, and these nodes have no names"
+            )
         if self._chosen and (idle := {*there.values()} - {*self._chosen, *self._idle}):
             self._idle |= idle
             log(INFO, "Idle, because `sites` does not name them: %s", ", ".join(sorted(idle)))
-        there = {node: name for node, name in there.items() if not self._chosen or name in self._chosen}
+        there = {
+            node: name for node, name in there.items() if not self._chosen or name in self._chosen
+        }
         self.names.update({node: name for node, name in there.items() if name})
         return list(there)
 
@@ -65,7 +74,9 @@ def sites_by_name(grid: Grid, chosen: Sequence[str]) -> Iterator[SitesByName]:
     try:
         yield sites
     except Exception as error:
-        error.args = tuple(with_names(each, sites.names) if isinstance(each, str) else each for each in error.args)
+        error.args = tuple(
+            with_names(each, sites.names) if isinstance(each, str) else each for each in error.args
+        )
         raise
     finally:
         FLOWER_LOGGER.removeFilter(rename)

@@ -1,10 +1,19 @@
-"""Flower's `Grid` without Ray or a network: nodes on this machine, and those that the ServerApp's own process runs.
+"""Flower's `Grid` without Ray or a network: nodes on this machine, and those that the ServerApp's
+own process runs.
 
 `InProcessGrid` trains message by message, `OneByOneGrid` without what a message by itself repeats.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import (
+    Callable,
+    Container,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from contextlib import suppress
 from dataclasses import replace
 from logging import INFO
@@ -75,20 +84,32 @@ class StateFolder(MutableMapping[int, RecordDict]):
 
     def _files(self) -> list[tuple[int, Path]]:
         named = [(path.name.partition(".")[0], path) for path in self._folder.glob(f"*{SUFFIX}*")]
-        return [(int(name), path) for name, path in named if name.isdecimal() and int(name) in self._partitions]
+        return [
+            (int(name), path)
+            for name, path in named
+            if name.isdecimal() and int(name) in self._partitions
+        ]
 
     def _path(self, partition: int) -> Path:
         return self._folder / f"{partition}{SUFFIX}"
 
 
 class LocalGrid(Grid):
-    """A grid that keeps its nodes' contexts: whoever pushes messages finds the replies in `_replies`, by their ids."""
+    """A grid that keeps its nodes' contexts: whoever pushes messages finds the replies in
+    `_replies`, by their ids.
+    """
 
     def __init__(self) -> None:
         self._run = Run.create_empty(run_id=1)
         self._replies: dict[str, Message] = {}
-        if getattr(TaskIdentity, "_run_id", 0) is None:  # Flower reads these when a message is created
-            TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = self._run.run_id, SUPERLINK_NODE_ID, 0
+        if (
+            getattr(TaskIdentity, "_run_id", 0) is None
+        ):  # Flower reads these when a message is created
+            TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = (
+                self._run.run_id,
+                SUPERLINK_NODE_ID,
+                0,
+            )
 
     def set_run(self, run: Run) -> None:
         """Take the run's description."""
@@ -100,7 +121,12 @@ class LocalGrid(Grid):
         return self._run
 
     def create_message(
-        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
+        self,
+        content: RecordDict,
+        message_type: str,
+        dst_node_id: int,
+        group_id: str,
+        ttl: float | None = None,
     ) -> Message:
         """Create a message, as Flower's older interface does."""
         return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
@@ -109,7 +135,9 @@ class LocalGrid(Grid):
         """Hand the replies over, once."""
         return [self._replies.pop(item) for item in message_ids if item in self._replies]
 
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
         """Deliver and collect."""
         return self.pull_messages(self.push_messages(messages))
 
@@ -130,28 +158,33 @@ class LocalGrid(Grid):
     def restore_states(self, folder: Path) -> None:
         """Let all nodes remember what is in a folder, where `save_states` has written it."""
         saved = StateFolder(folder, {node - FIRST_NODE_ID for node in self.get_node_ids()})
-        for partition in {*saved, *(context.node_id - FIRST_NODE_ID for context in self.contexts())}:
+        for partition in {
+            *saved,
+            *(context.node_id - FIRST_NODE_ID for context in self.contexts()),
+        }:
             self.remember(FIRST_NODE_ID + partition, saved.get(partition, RecordDict()))
 
 
-#: trains the clients of many training messages, and yields what they reply, which is packed before the next ones train.
-#: Jobs that fail are not among it: their messages are answered one by one, and say then why
+#: trains the clients of many training messages, and yields what they reply, which is packed before
+#: the next ones train. Jobs that fail are not among it: their messages are answered one by one, and
+#: say then why
 Trainer = Callable[[Sequence[Job]], Iterator[Trained]]
 
 
 class InProcessGrid(LocalGrid):
     """Runs the same ServerApp and ClientApp as Flower's engines do.
 
-    Each node has a `Context` whose state lives as long as the grid: the memory that is needed grows with the nodes that
-    stored something. A message is answered when it is pushed; what the ClientApp raises becomes an error reply, and
-    what it had stored by then is lost, as in Flower.
+    Each node has a `Context` whose state lives as long as the grid: the memory that is needed grows
+    with the nodes that stored something. A message is answered when it is pushed; what the
+    ClientApp raises becomes an error reply, and what it had stored by then is lost, as in Flower.
 
-    With `partitions` only these nodes of all are here. With `state_dir` what nodes store is kept in this folder, a
-    file for each, and not in memory.
+    With `partitions` only these nodes of all are here. With `state_dir` what nodes store is kept in
+    this folder, a file for each, and not in memory.
 
-    A subclass with a trainer hands it the training messages of a push together, if the ClientApp is one of `client_app`
-    without mods. That bypasses the app's handler, and calls its `client_fn` for up to `PORTION` nodes before the first
-    of them trains. A client that fails is asked again, by its message, and is reported if it fails then.
+    A subclass with a trainer hands it the training messages of a push together, if the ClientApp is
+    one of `client_app` without mods. That bypasses the app's handler, and calls its `client_fn` for
+    up to `PORTION` nodes before the first of them trains. A client that fails is asked again, by
+    its message, and is reported if it fails then.
     """
 
     _trainer: Trainer | None = None
@@ -167,7 +200,11 @@ class InProcessGrid(LocalGrid):
         state_dir: Path | None = None,
     ) -> None:
         super().__init__()
-        self._client_app, self._run_id, self._run_config = client_app, self._run.run_id, dict(run_config or {})
+        self._client_app, self._run_id, self._run_config = (
+            client_app,
+            self._run.run_id,
+            dict(run_config or {}),
+        )
         #: by partition, the nodes' ids
         self._nodes: Sequence[int] = range(FIRST_NODE_ID, FIRST_NODE_ID + num_nodes)
         here = range(num_nodes) if partitions is None else partitions
@@ -215,19 +252,27 @@ class InProcessGrid(LocalGrid):
                 self._replies[message_id] = reply
         return ids
 
-    # ---- many messages at once -----------------------------------------------------------------------------------
+    # ---- many messages at once -------------------------------------------------------------------
 
     def _train_together(self, messages: Sequence[Message]) -> dict[int, Message | None]:
-        """Let the trainer answer training messages; return the replies of those that do not fail, by place.
+        """Let the trainer answer training messages.
+
+        Return the replies of those that do not fail, by place.
 
         There is None in the place of a reply that is in the mean at another place.
         """
-        places = [place for place, message in enumerate(messages) if message.metadata.message_type == MessageType.TRAIN]
+        places = [
+            place
+            for place, message in enumerate(messages)
+            if message.metadata.message_type == MessageType.TRAIN
+        ]
         if self._trainer is None or len(places) < 2 or not self._hands_to_clients():
             return {}
         replies, pool = dict[int, Message | None](), ReplyPool(self._average_by)
         for start in range(0, len(places), PORTION):
-            jobs = self._prepare({place: messages[place] for place in places[start : start + PORTION]})
+            jobs = self._prepare(
+                {place: messages[place] for place in places[start : start + PORTION]}
+            )
             for trained in self._trainer(jobs):
                 with suppress(Exception):  # reported when the message is answered
                     replies |= pool.add(trained)
@@ -250,7 +295,7 @@ class InProcessGrid(LocalGrid):
                 jobs.append(Job(place, message, context, client, *received))
         return jobs
 
-    # ---- one message ---------------------------------------------------------------------------------------------
+    # ---- one message -----------------------------------------------------------------------------
 
     def _answer(self, message: Message) -> Message:
         node = message.metadata.dst_node_id
@@ -265,18 +310,24 @@ class InProcessGrid(LocalGrid):
         return reply
 
     def _deliver(self, message: Message) -> Message:
-        """Return the message as a node gets it, to change as it likes: messages of a push share their records."""
+        """Return the message as a node gets it, to change as it likes: messages of a push share
+        their records.
+        """
         if self._hands_to_clients():
             return message
         records: Any = message.content.items()
         copies = {
-            name: lend_record(record) if isinstance(record, ArrayRecord) else type(record)(dict(record))
+            name: lend_record(record)
+            if isinstance(record, ArrayRecord)
+            else type(record)(dict(record))
             for name, record in records
         }
         return with_content(message, RecordDict(copies))
 
     def _hands_to_clients(self) -> bool:
-        """Whether nothing but clients of this project sees messages; they leave them as they are."""
+        """Whether nothing but clients of this project sees messages; they leave them as they
+        are.
+        """
         return isinstance(self._client_app, BNClientApp) and self._client_app.is_plain
 
     def _lend(self, node: int) -> Context:
@@ -317,10 +368,11 @@ def one_by_one(jobs: Sequence[Job]) -> Iterator[Trained]:
 
 
 class OneByOneGrid(InProcessGrid):
-    """Trains the clients of a push one after another, without what `InProcessGrid` repeats for each message.
+    """Trains the clients of a push one after another, without what `InProcessGrid` repeats for each
+    message.
 
-    The grid prepares all clients, then trains all of them, then packs their replies, and unpacks only once what all
-    messages share. Results have the bits of `InProcessGrid`.
+    The grid prepares all clients, then trains all of them, then packs their replies, and unpacks
+    only once what all messages share. Results have the bits of `InProcessGrid`.
     """
 
     _trainer = staticmethod(one_by_one)
@@ -333,7 +385,9 @@ def run_in_process(
     run_config: RunConfig,
     make_grid: Callable[[ClientApp, int, RunConfig], Grid] | None = None,
 ) -> None:
-    """Run a server's main function against in-process nodes, or those of another grid, such as `StackedGrid`."""
+    """Run a server's main function against in-process nodes, or those of another grid, such as
+    `StackedGrid`.
+    """
     grid = (make_grid or InProcessGrid)(client_app, num_nodes, run_config)
     context = Context(grid.run.run_id, SUPERLINK_NODE_ID, {}, RecordDict(), dict(run_config))
     server_main(grid, context)

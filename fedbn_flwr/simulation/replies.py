@@ -1,7 +1,9 @@
-"""What the clients of a push reply: a message of each, or one of all where a strategy only averages.
+"""What the clients of a push reply: a message of each, or one of all where a strategy only
+averages.
 
-With the mean, the server receives as much from 1,000 nodes of a process as from 10, and averages as many replies as
-there are processes. Sums are made in float64, of a stack on its device; the mean has the dtypes of the replies.
+With the mean, the server receives as much from 1,000 nodes of a process as from 10, and averages as
+many replies as there are processes. Sums are made in float64, of a stack on its device; the mean
+has the dtypes of the replies.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,7 +49,9 @@ class Job:
 
 @dataclass(frozen=True)
 class Trained:
-    """Jobs whose clients have trained, and their replies: of one client, or those of a stack without records."""
+    """Jobs whose clients have trained, and their replies: of one client, or those of a stack
+    without records.
+    """
 
     jobs: Sequence[Job]
     replies: Sequence[Reply]
@@ -56,25 +60,36 @@ class Trained:
 
     def messages(self) -> dict[int, Message | None]:
         """Make a message of each client's reply, by place."""
-        groups = {name: FlatState.copies_of(values, len(self.jobs)) for name, values in self.stacked.items()}
+        groups = {
+            name: FlatState.copies_of(values, len(self.jobs))
+            for name, values in self.stacked.items()
+        }
         messages: dict[int, Message | None] = {}
         for row, (job, reply) in enumerate(zip(self.jobs, self.replies, strict=True)):
-            whole = replace(reply, records={**reply.records, **{name: rows[row] for name, rows in groups.items()}})
-            messages[job.place] = make_message(whole, job.message, copy=not changes_nothing(job.client))
+            whole = replace(
+                reply,
+                records={**reply.records, **{name: rows[row] for name, rows in groups.items()}},
+            )
+            messages[job.place] = make_message(
+                whole, job.message, copy=not changes_nothing(job.client)
+            )
         return messages
 
     def rows(self) -> Mapping[str, State]:
         """Return the records with a row for each client, also where there is one client."""
         alone = self.replies[0].records
-        single = {group: {name: value[None] for name, value in values.items()} for group, values in alone.items()}
+        single = {
+            group: {name: value[None] for name, value in values.items()}
+            for group, values in alone.items()
+        }
         return {**single, **self.stacked}
 
 
 class ReplyPool:
     """The sum of the replies to the training messages of a push, where these can be added up.
 
-    Arrays count by `weighting`, the option of strategies, "examples" or "uniform", and metrics by numbers of samples.
-    Without a weighting nothing is added.
+    Arrays count by `weighting`, the option of strategies, "examples" or "uniform", and metrics by
+    numbers of samples. Without a weighting nothing is added.
     """
 
     def __init__(self, weighting: str) -> None:
@@ -89,10 +104,11 @@ class ReplyPool:
         self._totals: dict[str, FlatArrays] = {}
 
     def add(self, trained: Trained) -> dict[int, Message | None]:
-        """Take what clients reply; return messages by place, None where the mean will be the answer.
+        """Take what clients reply; return messages by place, None where the mean will be the
+        answer.
 
-        What the server may have to refuse by name is not added, and neither is a stack with such a reply: numbers that
-        are not finite, a weight of 0, or what is unlike the first replies.
+        What the server may have to refuse by name is not added, and neither is a stack with such a
+        reply: numbers that are not finite, a weight of 0, or what is unlike the first replies.
         """
         counts = [reply.num_examples or 0 for reply in trained.replies]
         are_plain = all(changes_nothing(job.client) for job in trained.jobs)
@@ -105,35 +121,58 @@ class ReplyPool:
         self._first, self._kind = self._first or trained.jobs[0], kind
         self._nodes |= {job.node: job.client.partition_id for job in trained.jobs}
         self._counts |= {job.node: count for job, count in zip(trained.jobs, counts, strict=True)}
-        self._totals = {group: _added(arrays, self._totals.get(group)) for group, arrays in totals.items()}
+        self._totals = {
+            group: _added(arrays, self._totals.get(group)) for group, arrays in totals.items()
+        }
         return {job.place: None for job in trained.jobs}
 
     def mean(self) -> dict[int, Message]:
-        """Return the mean, by the place of the message that it answers; nothing if nothing was added."""
+        """Return the mean, by the place of the message that it answers.
+
+        Nothing if nothing was added.
+        """
         if self._first is None:
             return {}
         count = sum(self._counts.values())
         weight = len(self._counts) if self._weighting == "uniform" else count
-        metrics: Any = {name: mean.tolist() for name, mean in _mean(self._totals.pop(wire.METRICS), count).items()}
-        means: dict[str, State] = {group: _mean(arrays, weight) for group, arrays in self._totals.items()}
+        metrics: Any = {
+            name: mean.tolist()
+            for name, mean in _mean(self._totals.pop(wire.METRICS), count).items()
+        }
+        means: dict[str, State] = {
+            group: _mean(arrays, weight) for group, arrays in self._totals.items()
+        }
         # the least partition is the place of the mean among those of other processes
         metrics[wire.PARTITION_ID] = min(self._nodes.values())
-        message = make_message(Reply(count, metrics, means, self._kind[0]), self._first.message, copy=False)
+        message = make_message(
+            Reply(count, metrics, means, self._kind[0]), self._first.message, copy=False
+        )
         message.content = content = Summed(dict(message.content))
         content.nodes, content.counts = self._nodes, self._counts
         return {self._first.place: message}
 
     def _totals_of(self, trained: Trained, counts: Sequence[int]) -> dict[str, FlatArrays]:
         weights = [1] * len(counts) if self._weighting == "uniform" else counts
-        totals = {group: FlatState.sum_of(rows, tuple(weights)) for group, rows in trained.rows().items()}
-        columns = {name: [reply.metrics[name] for reply in trained.replies] for name in trained.replies[0].metrics}
-        metrics = {name: torch.tensor(column, dtype=torch.float64) for name, column in columns.items()}
+        totals = {
+            group: FlatState.sum_of(rows, tuple(weights)) for group, rows in trained.rows().items()
+        }
+        columns = {
+            name: [reply.metrics[name] for reply in trained.replies]
+            for name in trained.replies[0].metrics
+        }
+        metrics = {
+            name: torch.tensor(column, dtype=torch.float64) for name, column in columns.items()
+        }
         return {**totals, wire.METRICS: FlatState.sum_of(metrics, tuple(counts))}
 
 
 def _are_usable(totals: Mapping[str, FlatArrays]) -> bool:
     """Whether no reply had numbers that are not finite or too large: no weight is below 1."""
-    return all((abs(total) <= LARGEST).all() for arrays in totals.values() for total in arrays.buffers.values())
+    return all(
+        (abs(total) <= LARGEST).all()
+        for arrays in totals.values()
+        for total in arrays.buffers.values()
+    )
 
 
 def _added(arrays: FlatArrays, totals: FlatArrays | None) -> FlatArrays:
@@ -145,10 +184,15 @@ def _added(arrays: FlatArrays, totals: FlatArrays | None) -> FlatArrays:
 
 def _mean(totals: FlatArrays, weight: float) -> FlatState:
     runs = totals.buffers.items()
-    means = {dtype: (total / weight).astype(dtype) if dtype.kind == "f" else total for dtype, total in runs}
+    means = {
+        dtype: (total / weight).astype(dtype) if dtype.kind == "f" else total
+        for dtype, total in runs
+    }
     return FlatState(totals.layout, means)
 
 
 def changes_nothing(client: BNClient) -> bool:
-    """Whether a client surely changes no tensor that it received or replied, so that none needs to be copied."""
+    """Whether a client surely changes no tensor that it received or replied, so that none needs to
+    be copied.
+    """
     return type(client) is BNClient

@@ -1,4 +1,6 @@
-"""A model's state as named arrays: between PyTorch and Flower, loaded, copied, and its entries in groups."""
+"""A model's state as named arrays: between PyTorch and Flower, loaded, copied, and its entries in
+groups.
+"""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
@@ -22,7 +24,8 @@ Arrays = dict[str, NDArray[Any]]
 def to_record(state: Mapping[str, Tensor], *, copy: bool = True) -> ArrayRecord:
     """Pack tensors by name, each with its own dtype and shape: a 0-d int64 counter stays one.
 
-    With `copy=False` the record shares the memory of a `FlatState`, which nobody may change any more.
+    With `copy=False` the record shares the memory of a `FlatState`, which nobody may change any
+    more.
     """
     flat = state if isinstance(state, FlatState) and not copy else FlatState.copy_of(state)
     return record_of(FlatArrays(flat.layout, flat.buffers))
@@ -44,7 +47,9 @@ def view_record(record: ArrayRecord) -> State:
 
 def arrays_to_record(arrays: Mapping[str, NDArray[Any]]) -> ArrayRecord:
     """Pack copies of arrays for a message."""
-    return record_of(FlatArrays.copy_of({name: np.asarray(value) for name, value in arrays.items()}))
+    return record_of(
+        FlatArrays.copy_of({name: np.asarray(value) for name, value in arrays.items()})
+    )
 
 
 def arrays_of(packed: ArrayRecord) -> Arrays:
@@ -57,12 +62,19 @@ def arrays_of(packed: ArrayRecord) -> Arrays:
 def view_arrays(packed: ArrayRecord) -> FlatArrays:
     """The arrays of a message, without copies where they were never serialized: to be read only."""
     flat = flat_of(packed)
-    return FlatArrays.copy_of({name: view_array(array) for name, array in packed.items()}) if flat is None else flat
+    return (
+        FlatArrays.copy_of({name: view_array(array) for name, array in packed.items()})
+        if flat is None
+        else flat
+    )
 
 
 @torch.no_grad()
 def load(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Overwrite the whole state. ValueError names an entry that is missing, unknown or of another shape."""
+    """Overwrite the whole state.
+
+    ValueError names an entry that is missing, unknown or of another shape.
+    """
     if target := check_fit(model, state):
         values = dict(to_device(state, target).items())
         torch._foreach_copy_(list(target.values()), [values[name] for name in target])
@@ -72,9 +84,13 @@ def check_fit(model: nn.Module, state: Mapping[str, Tensor]) -> Mapping[str, Ten
     """Compare names and shapes with the model's own state, and return the latter."""
     target, values = model.state_dict(), dict(state.items())
     if missing := sorted(target.keys() - values.keys()):
-        raise ValueError(f"{len(missing)} entries of the model were not received, the first is {missing[0]!r}")
+        raise ValueError(
+            f"{len(missing)} entries of the model were not received, the first is {missing[0]!r}"
+        )
     if unknown := sorted(values.keys() - target.keys()):
-        raise ValueError(f"{len(unknown)} received arrays are not of the model, the first is {unknown[0]!r}")
+        raise ValueError(
+            f"{len(unknown)} received arrays are not of the model, the first is {unknown[0]!r}"
+        )
     for name, value in target.items():
         if value.shape != values[name].shape:
             due, shape = tuple(value.shape), tuple(values[name].shape)
@@ -85,11 +101,15 @@ def check_fit(model: nn.Module, state: Mapping[str, Tensor]) -> Mapping[str, Ten
 def snapshot(model: nn.Module, names: Collection[str] | None = None) -> FlatState:
     """Copy the state, or the named entries of it, into the CPU's memory."""
     state = model.state_dict()
-    return FlatState.copy_of({name: value for name, value in state.items() if names is None or name in names})
+    return FlatState.copy_of(
+        {name: value for name, value in state.items() if names is None or name in names}
+    )
 
 
 def group_keys(model: nn.Module, group: str) -> set[str]:
-    """Return the state-dict entries of one of `wire.GROUPS`, found by the type of the layer that holds them."""
+    """Return the state-dict entries of one of `wire.GROUPS`, found by the type of the layer that
+    holds them.
+    """
     if group not in _GROUPS:
         raise ValueError(f"unknown group of entries {group!r}; known: {', '.join(_GROUPS)}")
     return with_all_names(model, {name for keys in _GROUPS[group] for name in keys(model)})
@@ -103,10 +123,16 @@ def with_all_names(model: nn.Module, names: set[str]) -> set[str]:
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Return the further names of entries that have several, each with the first name of the entry."""
+    """Return the further names of entries that have several, each with the first name of the
+    entry.
+    """
     first: dict[int, str] = {}
     entries = model.state_dict(keep_vars=True).items()
-    return {name: first[id(value)] for name, value in entries if first.setdefault(id(value), name) != name}
+    return {
+        name: first[id(value)]
+        for name, value in entries
+        if first.setdefault(id(value), name) != name
+    }
 
 
 #: the functions that name the entries of each group

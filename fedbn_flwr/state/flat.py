@@ -1,6 +1,8 @@
-"""States as one buffer for each dtype: an operation on a whole state is then one call, not hundreds.
+"""States as one buffer for each dtype: an operation on a whole state is then one call, not
+hundreds.
 
-This makes packing, averaging and reading several times faster (docs/benchmarks.md, "Choices in the code").
+This makes packing, averaging and reading several times faster (docs/benchmarks.md, "Choices in the
+code").
 """
 
 from abc import abstractmethod
@@ -29,7 +31,10 @@ V = TypeVar("V")
 
 
 class Layout:
-    """Names, dtypes and shapes of a state. States of equal entries share one object, while `Layout.of` remembers it."""
+    """Names, dtypes and shapes of a state.
+
+    States of equal entries share one object, while `Layout.of` remembers it.
+    """
 
     def __init__(self, entries: tuple[Entry, ...]) -> None:
         self.entries = entries
@@ -51,7 +56,10 @@ class Layout:
 
 
 class Flat(Mapping[str, V], Generic[V]):
-    """A state whose entries are views of its buffers. Do not write to them: others may hold the same memory."""
+    """A state whose entries are views of its buffers.
+
+    Do not write to them: others may hold the same memory.
+    """
 
     def __init__(self, layout: Layout, buffers: Buffers) -> None:
         self.layout, self.buffers = layout, buffers
@@ -95,7 +103,9 @@ class FlatArrays(Flat[NDArray[Any]]):
     @staticmethod
     def layout_of(arrays: Mapping[str, NDArray[Any]]) -> Layout:
         """Return the layout of arrays."""
-        return Layout.of(tuple([(name, array.dtype, array.shape) for name, array in arrays.items()]))
+        return Layout.of(
+            tuple([(name, array.dtype, array.shape) for name, array in arrays.items()])
+        )
 
     @cached_property
     def tensors(self) -> "FlatState":
@@ -126,14 +136,21 @@ class FlatState(Flat[Tensor]):
 
     @classmethod
     def copies_of(cls, stacked: Mapping[str, Tensor], clients: int) -> list[Self]:
-        """Split stacked tensors, of shape (clients, ...), into one state per client. The states share buffers."""
+        """Split stacked tensors, of shape (clients, ...), into one state per client.
+
+        The states share buffers.
+        """
         whole = _from_rows(stacked, clients, lambda rows: rows)
-        rows = ({dtype: buffer[client] for dtype, buffer in whole.buffers.items()} for client in range(clients))
+        rows = (
+            {dtype: buffer[client] for dtype, buffer in whole.buffers.items()}
+            for client in range(clients)
+        )
         return [cls(whole.layout, buffers) for buffers in rows]
 
     @staticmethod
     def sum_of(stacked: Mapping[str, Tensor], weights: tuple[float, ...]) -> FlatArrays:
-        """Add up the rows of stacked tensors under weights, in float64 on their device; of other dtypes the largest.
+        """Add up the rows of stacked tensors under weights, in float64 on their device; of other
+        dtypes the largest.
 
         The sums stand under the dtypes of the tensors.
         """
@@ -141,23 +158,34 @@ class FlatState(Flat[Tensor]):
 
     @staticmethod
     def stacked(states: Sequence["FlatState"]) -> "FlatState":
-        """Return states of one layout as one, whose tensors have a row for each: what `copies_of` splits."""
-        rows = {dtype: np.stack([state.buffers[dtype] for state in states]) for dtype in states[0].buffers}
+        """Return states of one layout as one, whose tensors have a row for each: what `copies_of`
+        splits.
+        """
+        rows = {
+            dtype: np.stack([state.buffers[dtype] for state in states])
+            for dtype in states[0].buffers
+        }
         return FlatState(states[0].layout, rows)
 
     @staticmethod
     def _split(buffer: NDArray[Any], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
         parts = torch.as_tensor(buffer).split([prod(shape) for shape in shapes], -1)
-        return [part.view((*part.shape[:-1], *shape)) for part, shape in zip(parts, shapes, strict=True)]
+        return [
+            part.view((*part.shape[:-1], *shape)) for part, shape in zip(parts, shapes, strict=True)
+        ]
 
 
 def to_device(state: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return a state on the device of another one: itself if it is there, or with one copy for each dtype."""
+    """Return a state on the device of another one: itself if it is there, or with one copy for each
+    dtype.
+    """
     device = next((value.device for value in like.values()), CPU)
     if device == CPU or all(value.device == device for value in state.values()):
         return state
     flat = state if isinstance(state, FlatState) else FlatState.copy_of(state)
-    moved: Any = {dtype: torch.from_numpy(buffer).to(device) for dtype, buffer in flat.buffers.items()}
+    moved: Any = {
+        dtype: torch.from_numpy(buffer).to(device) for dtype, buffer in flat.buffers.items()
+    }
     return FlatState(flat.layout, moved)._views
 
 
@@ -167,7 +195,9 @@ def portions(buffer: NDArray[Any]) -> list[slice]:
 
 
 def _join(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenate tensors of one dtype along their last dimension; on the CPU, unless all are on another device."""
+    """Concatenate tensors of one dtype along their last dimension; on the CPU, unless all are on
+    another device.
+    """
     away = [part for part in parts if part.device.type != "cpu"]
     if 0 < len(away) < len(parts):
         here = iter(torch.cat(away, -1).cpu().split([part.shape[-1] for part in away], -1))
@@ -175,11 +205,19 @@ def _join(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(parts), -1)
 
 
-def _from_rows(stacked: Mapping[str, Tensor], clients: int, change: Callable[[Tensor], Tensor]) -> FlatArrays:
-    """Return what becomes of stacked tensors, those of a dtype as one tensor with a row for each client."""
+def _from_rows(
+    stacked: Mapping[str, Tensor], clients: int, change: Callable[[Tensor], Tensor]
+) -> FlatArrays:
+    """Return what becomes of stacked tensors, those of a dtype as one tensor with a row for each
+    client.
+    """
     layout = _layout_of_tensors({name: value[0] for name, value in stacked.items()})
     buffers = {
-        dtype: _to_host(change(_join([stacked[name].reshape(clients, prod(shape)) for name, _, shape in entries])))
+        dtype: _to_host(
+            change(
+                _join([stacked[name].reshape(clients, prod(shape)) for name, _, shape in entries])
+            )
+        )
         for dtype, entries in layout.by_dtype.items()
     }
     return FlatArrays(layout, buffers)
@@ -193,10 +231,17 @@ def _sum_rows(weights: tuple[float, ...], rows: Tensor) -> Tensor:
 
 
 def _to_host(values: Tensor) -> NDArray[Any]:
-    """Return numbers in the CPU's memory; those of a GPU come into pinned memory, if they can, which is faster."""
+    """Return numbers in the CPU's memory.
+
+    Those of a GPU come into pinned memory, if they can, which is faster.
+    """
     if values.device.type == "cpu" or not pins():
         return values.numpy(force=True)
-    return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values).numpy(force=True)
+    return (
+        torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        .copy_(values)
+        .numpy(force=True)
+    )
 
 
 def _layout_of_tensors(state: Mapping[str, Tensor]) -> Layout:
@@ -206,5 +251,8 @@ def _layout_of_tensors(state: Mapping[str, Tensor]) -> Layout:
 @lru_cache(maxsize=1024)
 def _layout_of(entries: tuple[tuple[str, torch.dtype, torch.Size], ...]) -> Layout:
     return Layout.of(
-        tuple((name, torch.empty(0, dtype=dtype).numpy().dtype, tuple(shape)) for name, dtype, shape in entries)
+        tuple(
+            (name, torch.empty(0, dtype=dtype).numpy().dtype, tuple(shape))
+            for name, dtype, shape in entries
+        )
     )

@@ -17,15 +17,21 @@ from fedbn_flwr.state.flat import FlatArrays
 class InMemoryArray(Array):
     """An `Array` that holds its numbers as they are.
 
-    Flower serializes an array when it is made and parses it whenever it is read, which within one process is most of
-    what a message costs. This one makes `data` when it is asked for. Whatever leaves the process is a plain `Array`:
-    pickled it is one, and on a wire it has a plain one's content and id. `value` belongs to the array, and whoever
-    reads it without a copy (`view_array`) must leave it as it is.
+    Flower serializes an array when it is made and parses it whenever it is read, which within one
+    process is most of what a message costs. This one makes `data` when it is asked for. Whatever
+    leaves the process is a plain `Array`: pickled it is one, and on a wire it has a plain one's
+    content and id. `value` belongs to the array, and whoever reads it without a copy (`view_array`)
+    must leave it as it is.
     """
 
     def __init__(self, value: NDArray[Any]) -> None:
         # around `Array.__setattr__`, which is for changes
-        fields = {"_value": value, "dtype": _name(value.dtype), "shape": value.shape, "stype": SType.NUMPY}
+        fields = {
+            "_value": value,
+            "dtype": _name(value.dtype),
+            "shape": value.shape,
+            "stype": SType.NUMPY,
+        }
         self.__dict__.update(fields)
 
     def __getattr__(self, name: str) -> Any:
@@ -60,7 +66,9 @@ class InMemoryArray(Array):
         return super().numpy() if value is None else np.array(value, order="A")
 
     def deflate(self) -> bytes:
-        """The content of a plain array: its first word is the name of a class that the receiver must know."""
+        """The content of a plain array: its first word is the name of a class that the receiver
+        must know.
+        """
         plain = Array(*_fields(self))
         plain.__dict__["_chunks"] = self.slice_array()
         return plain.deflate()
@@ -82,7 +90,9 @@ def record_of(state: FlatArrays) -> ArrayRecord:
 
 
 def lend_record(record: ArrayRecord) -> ArrayRecord:
-    """Make a record of the same arrays, whose entries can be changed without changing the first one's."""
+    """Make a record of the same arrays, whose entries can be changed without changing the first
+    one's.
+    """
     if (state := flat_of(record)) is not None:
         return record_of(state)
     lent = ArrayRecord()
@@ -149,12 +159,17 @@ class Members(MutableMapping[str, Array]):
 
 
 def array_records(content: RecordDict) -> dict[str, ArrayRecord]:
-    """Return the records of arrays, as a plain dictionary: `content.array_records` takes longer to make."""
+    """Return the records of arrays, as a plain dictionary:
+
+    `content.array_records` takes longer to make.
+    """
     return {name: record for name, record in content.items() if isinstance(record, ArrayRecord)}
 
 
 def view_array(array: Array) -> NDArray[Any]:
-    """The numbers of an array, to be read only: others may hold the same memory; ValueError if there are none."""
+    """The numbers of an array, to be read only: others may hold the same memory; ValueError if
+    there are none.
+    """
     value: NDArray[Any] | None = array.__dict__.get("_value")
     return _parse(array) if value is None else value
 
@@ -167,10 +182,18 @@ def _parse(array: Array) -> NDArray[Any]:
     file = BytesIO(array.data)
     np.lib.format.read_magic(file)
     shape, in_columns, dtype = np.lib.format.read_array_header_1_0(file)
-    sound = (np.dtype(array.dtype), array.shape, array.stype) == (dtype, shape, SType.NUMPY) and dtype.kind in "biufc"
+    sound = (np.dtype(array.dtype), array.shape, array.stype) == (
+        dtype,
+        shape,
+        SType.NUMPY,
+    ) and dtype.kind in "biufc"
     if not sound or len(array.data) != file.tell() + prod(shape) * dtype.itemsize:
-        raise ValueError(f"{len(array.data)} bytes of {dtype} {shape} are not {array.dtype} {array.shape}")
-    values = np.ndarray(shape, dtype, bytearray(array.data), file.tell(), order="F" if in_columns else "C")
+        raise ValueError(
+            f"{len(array.data)} bytes of {dtype} {shape} are not {array.dtype} {array.shape}"
+        )
+    values = np.ndarray(
+        shape, dtype, bytearray(array.data), file.tell(), order="F" if in_columns else "C"
+    )
     return values.astype(dtype.newbyteorder("="), copy=False)
 
 
@@ -191,6 +214,12 @@ def _name(dtype: np.dtype[Any]) -> str:
 
 
 def payload_bytes(array: Array) -> int:
-    """The bytes of an array's numbers: those after 10 bytes, and a header whose length the last two of these are."""
+    """The bytes of an array's numbers: those after 10 bytes, and a header whose length the last two
+    of these are.
+    """
     value: NDArray[Any] | None = array.__dict__.get("_value")
-    return max(len(array.data) - 10 - int.from_bytes(array.data[8:10], "little"), 0) if value is None else value.nbytes
+    return (
+        max(len(array.data) - 10 - int.from_bytes(array.data[8:10], "little"), 0)
+        if value is None
+        else value.nbytes
+    )

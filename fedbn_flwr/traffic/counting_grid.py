@@ -35,7 +35,9 @@ class Traffic:
     paper: int = 0
 
     def __sub__(self, other: "Traffic") -> "Traffic":
-        return Traffic(*(getattr(self, name) - getattr(other, name) for name in self.__dataclass_fields__))
+        return Traffic(
+            *(getattr(self, name) - getattr(other, name) for name in self.__dataclass_fields__)
+        )
 
     def copy(self) -> "Traffic":
         """The numbers as they are now."""
@@ -53,7 +55,9 @@ class CountedTransport:
     In such a message, the one array is the tensor of the answer or the request.
     """
 
-    def __init__(self, transport: NodesTransport, grid: "CountingGrid", messages: Sequence[Message]) -> None:
+    def __init__(
+        self, transport: NodesTransport, grid: "CountingGrid", messages: Sequence[Message]
+    ) -> None:
         self._transport, self._grid, self._messages = transport, grid, messages
         self._traffic, self._before = grid.training, grid.training.copy()
 
@@ -73,7 +77,11 @@ class CountedTransport:
             # what goes to several nodes counts once
             self._traffic.paper += answer.tensor.nbytes
         # a row each, whichever workers have pooled
-        received = 0 if requests is None else requests.clients * requests.tensor[0].numel() * requests.dtype.itemsize
+        received = (
+            0
+            if requests is None
+            else requests.clients * requests.tensor[0].numel() * requests.dtype.itemsize
+        )
         self._traffic.payload_up += received
         self._traffic.paper += received
         return requests
@@ -85,7 +93,10 @@ class CountedTransport:
         return replies
 
     def abandon(self) -> None:
-        """Abandon the step, and count nothing of it, as it is taken by messages; an attempt that nodes fail counts."""
+        """Abandon the step, and count nothing of it, as it is taken by messages.
+
+        An attempt that nodes fail counts.
+        """
         if not isinstance(sys.exception(), NodesFailedError):
             vars(self._traffic).update(vars(self._before))
         self._transport.abandon()
@@ -97,7 +108,9 @@ class CountingGrid(PassingGrid):
     Asking nodes who they are is neither: a run that is resumed does it again.
     """
 
-    def __init__(self, grid: Grid, training: Traffic | None = None, evaluation: Traffic | None = None) -> None:
+    def __init__(
+        self, grid: Grid, training: Traffic | None = None, evaluation: Traffic | None = None
+    ) -> None:
         """Count into these, or from 0."""
         super().__init__(grid)
         self.training, self.evaluation = training or Traffic(), evaluation or Traffic()
@@ -156,16 +169,22 @@ def _record_sizes(record: ArrayRecord) -> Sizes:
 
 @lru_cache(maxsize=1024)
 def _flat_sizes(layout: Layout) -> Sizes:
-    return _sum_sizes((prod(shape) * dtype.itemsize, str(dtype)) for _, dtype, shape in layout.entries)
+    return _sum_sizes(
+        (prod(shape) * dtype.itemsize, str(dtype)) for _, dtype, shape in layout.entries
+    )
 
 
 def _sum_sizes(arrays: Iterable[tuple[int, str]]) -> Sizes:
     sizes = list(arrays)
-    return Sizes(sum(size for size, _ in sizes), sum(size for size, dtype in sizes if _is_measured(dtype)))
+    return Sizes(
+        sum(size for size, _ in sizes), sum(size for size, dtype in sizes if _is_measured(dtype))
+    )
 
 
 def paper_bytes(messages: Sequence[Message]) -> int:
-    """Return the bytes that papers count of what a server sends: equal arrays of one name once, and no counters."""
+    """Return the bytes that papers count of what a server sends: equal arrays of one name once, and
+    no counters.
+    """
     groups: dict[str, dict[int, ArrayRecord]] = {}
     for message in messages:
         for group, record in array_records(message.content).items():
@@ -176,7 +195,10 @@ def paper_bytes(messages: Sequence[Message]) -> int:
 def _distinct_bytes(records: Sequence[ArrayRecord]) -> int:
     if len(records) == 1:
         return _record_sizes(records[0]).paper
-    states = [flat_of(record) or {name: view_array(array) for name, array in record.items()} for record in records]
+    states = [
+        flat_of(record) or {name: view_array(array) for name, array in record.items()}
+        for record in records
+    ]
     total = 0
     for name in {name for state in states for name in state}:
         values = [state[name] for state in states if name in state]

@@ -1,8 +1,9 @@
 """The nodes' end of a layer-wise step by messages.
 
-Between two messages a step waits in this process (`SuspendedStep`), and catches up if other processes had messages in
-between. Where none waits, it is replayed from what the node has kept (`StepLog`).
-The server's end is in `message_server.py`, the records of the messages in `message_records.py`.
+Between two messages a step waits in this process (`SuspendedStep`), and catches up if other
+processes had messages in between. Where none waits, it is replayed from what the node has kept
+(`StepLog`). The server's end is in `message_server.py`, the records of the messages in
+`message_records.py`.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,12 +23,20 @@ from fedbn_flwr.layerwise import Answer, Exchange, Requests, SuspendedStep
 from fedbn_flwr.layerwise.steps import Replicas
 from fedbn_flwr.state import State
 from fedbn_flwr.state.records import payload_bytes
-from fedbn_flwr.transports.message_records import ANSWERS, COUNTS, LACKS_ARRAYS, REQUEST, StepPosition, read_answers
+from fedbn_flwr.transports.message_records import (
+    ANSWERS,
+    COUNTS,
+    LACKS_ARRAYS,
+    REQUEST,
+    StepPosition,
+    read_answers,
+)
 from fedbn_flwr.wire import Instruction
 
 #: most steps that wait in this process, where nobody says that there is room for more
 MAX_STEPS = 32
-#: most bytes of received arrays that a node keeps in its state to replay a step; it asks for larger ones again
+#: most bytes of received arrays that a node keeps in its state to replay a step; it asks for larger
+#: ones again
 REPLAY_LIMIT = 16 * 2**20
 _REPLICAS = Replicas()
 _PREFIX = "layerwise/"
@@ -38,7 +47,9 @@ LayerwiseClient = BNClient | OwnLoopClient
 
 @dataclass
 class HeldStep:
-    """A client's whole local training, which waits in this process for the answer to an exchange."""
+    """A client's whole local training, which waits in this process for the answer to an
+    exchange.
+    """
 
     client: LayerwiseClient
     step: SuspendedStep[Reply]
@@ -46,30 +57,40 @@ class HeldStep:
     place: tuple[str, int] = "", 0
 
 
-#: by run and node, the steps of this process; of the module, because Flower may make a ClientApp for every message
+#: by run and node, the steps of this process; of the module, because Flower may make a ClientApp
+#: for every message
 STEPS: dict[tuple[int, int], HeldStep] = {}
 
 
 def handle_layerwise_message(
-    content: RecordDict, context: Context, make_client: Callable[[Context], LayerwiseClient], max_steps: int = 0
+    content: RecordDict,
+    context: Context,
+    make_client: Callable[[Context], LayerwiseClient],
+    max_steps: int = 0,
 ) -> Reply:
-    """Answer a message of a layer-wise step: with the client's next request, and at the end of the step with its model.
+    """Answer a message of a layer-wise step: with the client's next request, and at the end of the
+    step with its model.
 
-    The run's steps of earlier rounds and attempts end: a server that gives a step up says nothing. As many steps as
-    `max_steps` may wait in this process, if that is above `MAX_STEPS`.
+    The run's steps of earlier rounds and attempts end: a server that gives a step up says nothing.
+    As many steps as `max_steps` may wait in this process, if that is above `MAX_STEPS`.
     """
     position = StepPosition.of(content)
     config: Any = content[wire.CONFIG]
     # to make the client may import the module that registers a rule: until then, fields alone
     server_round = Instruction.from_config(config).server_round
     step_log = StepLog(Memory(context.state), f"{server_round}.{position.attempt}")
-    for key in [key for key, other in STEPS.items() if key[0] == context.run_id and other.place[0] != step_log.attempt]:
+    for key in [
+        key
+        for key, other in STEPS.items()
+        if key[0] == context.run_id and other.place[0] != step_log.attempt
+    ]:
         STEPS.pop(key, None)  # a step that nobody holds ends
     held = STEPS.pop(_key(context), None)
     if held is not None and held.place[1] >= position.index:
         held = None
     step_log.add(content)
-    # the message brings the answer before its index, and another process may have had the messages before this one
+    # the message brings the answer before its index, and another process may have had the messages
+    # before this one
     first = held.place[1] if held else 0
     known = read_answers(content) if held and first == position.index - 1 else step_log.answers()
     numbers = [str(number) for number in range(first, position.index)]
@@ -89,11 +110,14 @@ def handle_layerwise_message(
     if not isinstance(outcome, Requests):
         step_log.clear()
         return outcome.result
-    # without room the new step ends: clients take turns, and without the oldest, none would have its step next time
+    # without room the new step ends: clients take turns, and without the oldest, none would have
+    # its step next time
     if len(STEPS) < max(MAX_STEPS, max_steps):
         held.place = step_log.attempt, position.index
         STEPS[_key(context)] = held
-    reply = held.client.reply({}, read_instruction(config), {REQUEST: {outcome.layer: outcome.tensor[0]}})
+    reply = held.client.reply(
+        {}, read_instruction(config), {REQUEST: {outcome.layer: outcome.tensor[0]}}
+    )
     reply.report |= {"kind": outcome.kind, "count": outcome.counts[0]}
     return reply
 
@@ -108,9 +132,14 @@ def _key(context: Context) -> tuple[int, int]:
 
 
 def _train(
-    client: LayerwiseClient, received: Mapping[str, State], instruction: Instruction, exchange: Exchange
+    client: LayerwiseClient,
+    received: Mapping[str, State],
+    instruction: Instruction,
+    exchange: Exchange,
 ) -> Reply:
-    """Let a client train on a copy of its model: the steps of several clients alternate, and these may share one."""
+    """Let a client train on a copy of its model: the steps of several clients alternate, and these
+    may share one.
+    """
     shared, client.model = client.model, _REPLICAS.take(client.model)
     reply = client.train(received, instruction, exchange)
     _REPLICAS.give_back(shared, client.model)
@@ -118,9 +147,11 @@ def _train(
 
 
 class StepLog:
-    """The arrays and answers that a node has received in one attempt at a step; they are in its `Context.state`.
+    """The arrays and answers that a node has received in one attempt at a step; they are in its
+    `Context.state`.
 
-    `attempt` names the round and the attempt. More than `REPLAY_LIMIT` bytes of arrays are not kept.
+    `attempt` names the round and the attempt. More than `REPLAY_LIMIT` bytes of arrays are not
+    kept.
     """
 
     def __init__(self, memory: Memory, attempt: str) -> None:
@@ -128,11 +159,16 @@ class StepLog:
         self._received, self._answers = f"{_PREFIX}{attempt}/received/", f"{_PREFIX}{attempt}/log/"
 
     def add(self, content: RecordDict) -> None:
-        """Keep the arrays and answers of a message; arrays begin a new step, so everything before is forgotten."""
+        """Keep the arrays and answers of a message.
+
+        Arrays begin a new step, so everything before is forgotten.
+        """
         received = _received(content)
         if received:
             self.clear()
-            size = sum(payload_bytes(array) for record in received.values() for array in record.values())
+            size = sum(
+                payload_bytes(array) for record in received.values() for array in record.values()
+            )
             for name, record in received.items() if size <= REPLAY_LIMIT else ():
                 self._memory.keep(f"{self._received}{name}", record)
         kept: dict[str, Any] = dict(self._memory.kept(self._answers))
@@ -145,7 +181,9 @@ class StepLog:
                 self._memory.keep(f"{self._answers}{group}", new.copy())
 
     def received(self, content: RecordDict) -> dict[str, State] | None:
-        """Return the groups of arrays that the step starts from, of this message or kept; None if there are none."""
+        """Return the groups of arrays that the step starts from, of this message or kept; None if
+        there are none.
+        """
         records = _received(content) or dict(self._memory.kept(self._received))
         return {name: state.from_record(record) for name, record in records.items()} or None
 
@@ -159,7 +197,9 @@ class StepLog:
 
 
 def _received(content: RecordDict) -> dict[str, Any]:
-    """Return a message's groups of arrays, as plain training has them; none if it does not bring arrays."""
+    """Return a message's groups of arrays, as plain training has them; none if it does not bring
+    arrays.
+    """
     if wire.ARRAYS not in content:
         return {}
     return {name: record for name, record in content.array_records.items() if name != ANSWERS}

@@ -2,8 +2,8 @@
 
 A message holds
 
-- what a training message holds: always the instruction; the arrays only in the first message of a step, and where a
-  node asks for them,
+- what a training message holds: always the instruction; the arrays only in the first message of a
+  step, and where a node asks for them,
 - ConfigRecord `position`: `attempt` and `index` (see `StepPosition`),
 - ArrayRecord `answers`: by their number, the answers that the node does not have yet,
 - with it a ConfigRecord `answers-counts`: how many values are behind an answer,
@@ -12,9 +12,10 @@ A message holds
 
 At the end of the step, a reply is that of plain training. Before, a reply holds
 
-- ArrayRecord `request`: under the name of the layer, the tensor of the client's request, and ConfigRecord `report` with
-  the request's `kind` and `count`,
-- or nothing but `lacks-arrays` in the report: the message must be sent again, with the arrays and all answers,
+- ArrayRecord `request`: under the name of the layer, the tensor of the client's request, and
+  ConfigRecord `report` with the request's `kind` and `count`,
+- or nothing but `lacks-arrays` in the report: the message must be sent again, with the arrays and
+  all answers,
 - or nothing but `unreachable` in the report: why the node cannot use the side channel,
 - or nothing in the report: the server has ended the attempt, and waits for no reply.
 """
@@ -72,7 +73,10 @@ def read_answers(content: Mapping[str, Any]) -> dict[str, Answer]:
     if ANSWERS not in content:
         return {}
     counts = content[COUNTS]
-    return {number: Answer(tensor, counts[number]) for number, tensor in state.from_record(content[ANSWERS]).items()}
+    return {
+        number: Answer(tensor, counts[number])
+        for number, tensor in state.from_record(content[ANSWERS]).items()
+    }
 
 
 def read_request(content: Mapping[str, Any]) -> Requests:

@@ -13,7 +13,14 @@ from fedbn_flwr import wire
 from fedbn_flwr.layerwise import Answer, Requests
 from fedbn_flwr.layerwise.exchange import ExchangeError, check_requests, join
 from fedbn_flwr.server.grids import ask_nodes, passing
-from fedbn_flwr.server.replies import Expected, Refusal, leave_out, log_refused, parse_replies, read_each
+from fedbn_flwr.server.replies import (
+    Expected,
+    Refusal,
+    leave_out,
+    log_refused,
+    parse_replies,
+    read_each,
+)
 from fedbn_flwr.transports import NodesFailedError, Participant
 from fedbn_flwr.transports.message_records import (
     LACKS_ARRAYS,
@@ -30,10 +37,12 @@ Replies = Mapping[int, Message]
 
 @dataclass
 class MessageTransport:
-    """A `NodesTransport` over messages, in one attempt of a round, in which every node must take part until the end.
+    """A `NodesTransport` over messages, in one attempt of a round, in which every node must take
+    part until the end.
 
-    `advance` raises NodesFailedError if nodes fail, are late, or send what cannot be combined. A node that fails only
-    in the last exchange has no final reply, and the step ends without the node.
+    `advance` raises NodesFailedError if nodes fail, are late, or send what cannot be combined. A
+    node that fails only in the last exchange has no final reply, and the step ends without the
+    node.
     """
 
     grid: Grid
@@ -66,63 +75,91 @@ class MessageTransport:
         return self._final
 
     def abandon(self) -> None:
-        """End the attempt; the steps that wait on nodes end with the first message of the next one."""
+        """End the attempt; the steps that wait on nodes end with the first message of the next
+        one.
+        """
         if front := passing(self.grid):
             front.end_attempt()
 
     def _ask(self) -> Replies:
-        """Send the latest answer and wait for the replies; a node that lacks arrays is sent everything again."""
+        """Send the latest answer and wait for the replies.
+
+        A node that lacks arrays is sent everything again.
+        """
         number = len(self._answers)
         position = StepPosition(self.attempt, number)
         latest = pack_answers({str(number - 1): self._answers[-1]}) if self._answers else {}
         self.sent = self._messages(position, self.contents, latest, whole=number == 0)
         replies = ask_nodes(self.grid, self.sent, self.timeout)
         answers = {node: reply for node, reply in replies.items() if reply.has_content()}
-        lacking = [node for node, reply in answers.items() if LACKS_ARRAYS in reply.content.get(wire.REPORT, {})]
+        lacking = [
+            node
+            for node, reply in answers.items()
+            if LACKS_ARRAYS in reply.content.get(wire.REPORT, {})
+        ]
         if not lacking:
             return replies
         every = pack_answers({str(index): answer for index, answer in enumerate(self._answers)})
         again = self._messages(position, lacking, every, whole=True)
         completed = ask_nodes(self.grid, again, self.timeout)
         self.sent = [*self.sent, *again]
-        return {**{node: reply for node, reply in replies.items() if node not in lacking}, **completed}
+        return {
+            **{node: reply for node, reply in replies.items() if node not in lacking},
+            **completed,
+        }
 
     def _messages(
         self, position: StepPosition, nodes: Iterable[int], answers: Content, whole: bool = False
     ) -> list[Message]:
-        """Return the messages to nodes: the instruction and answers, with the arrays too if they are to be `whole`."""
+        """Return the messages to nodes: the instruction and answers, with the arrays too if they
+        are to be `whole`.
+        """
         messages = []
         for node in nodes:
             content = self.contents[node]
-            records = RecordDict({**(content if whole else content.config_records), **position.pack(), **answers})
+            records = RecordDict(
+                {**(content if whole else content.config_records), **position.pack(), **answers}
+            )
             messages.append(Message(records, dst_node_id=node, message_type=wire.LAYERWISE))
         return messages
 
     def _read_requests(self, replies: Replies) -> Requests:
         """Return every node's request, in the order of `participants`.
 
-        NodesFailedError names the nodes whose requests are missing, cannot be read, or cannot be combined with the
-        others'.
+        NodesFailedError names the nodes whose requests are missing, cannot be read, or cannot be
+        combined with the others'.
         """
-        reasons = [leave_out(node, "it did not answer in time") for node in self.contents.keys() - replies.keys()]
+        reasons = [
+            leave_out(node, "it did not answer in time")
+            for node in self.contents.keys() - replies.keys()
+        ]
         usable, refused = parse_replies(replies.values(), self.sent, self.expected)
-        requests, unread = read_each(((reply.node, reply.content) for reply in usable), lambda _, it: read_request(it))
+        requests, unread = read_each(
+            ((reply.node, reply.content) for reply in usable), lambda _, it: read_request(it)
+        )
         log_refused([*refused, *unread])
         if missing := self.contents.keys() - requests.keys():
             raise NodesFailedError(missing, [*reasons, *refused, *unread])
         joined = _join(requests)
         if not self.participants:
-            self.participants = [Participant(reply.partition, reply.node, reply.num_examples) for reply in usable]
+            self.participants = [
+                Participant(reply.partition, reply.node, reply.num_examples) for reply in usable
+            ]
         return joined
 
     def _final_replies(self, replies: Replies) -> list[Message]:
-        """Return the replies with models, and errors; a node without is left out, as in plain training."""
+        """Return the replies with models, and errors.
+
+        A node without is left out, as in plain training.
+        """
         for node in self.contents.keys() - replies.keys():
             leave_out(node, "it did not answer in time")
         for node, reply in replies.items():
             if reply.has_content() and REQUEST in reply.content:
                 leave_out(node, "it is at a BN layer where the others are at their end")
-        return [reply for reply in replies.values() if reply.has_error() or REQUEST not in reply.content]
+        return [
+            reply for reply in replies.values() if reply.has_error() or REQUEST not in reply.content
+        ]
 
 
 def _is_at_end(replies: Replies) -> bool:
@@ -133,7 +170,9 @@ def _is_at_end(replies: Replies) -> bool:
 
 
 def _join(requests: Mapping[int, Requests]) -> Requests:
-    """Return all nodes' requests as one batch; NodesFailedError names every node that is in the way of it."""
+    """Return all nodes' requests as one batch; NodesFailedError names every node that is in the way
+    of it.
+    """
     sound, refused = dict(requests), list[Refusal]()
     while sound:
         try:

@@ -1,4 +1,5 @@
-"""The nodes' end of a side channel: the messages of a layer-wise step come, and requests go, over one gRPC stream.
+"""The nodes' end of a side channel: the messages of a layer-wise step come, and requests go, over
+one gRPC stream.
 
 The server's end is in `side_channel_grid.py`, the frames of both in `side_channel_frames.py`.
 """
@@ -19,9 +20,13 @@ from fedbn_flwr.transports.message_client import holds_step
 from fedbn_flwr.transports.message_records import ADDRESS, SIDE_CHANNEL, TOKEN, UNREACHABLE
 from fedbn_flwr.wire.packed import with_content
 
-#: where a site names the address by which it reaches the server's side channel, in place of the server's own, and the
-#: certificates that it trusts: a file, `none` for a channel without TLS; without it, those that gRPC trusts
-SITE_ADDRESS_VARIABLE, CERTIFICATES_VARIABLE = "FEDBN_FLWR_EXCHANGE_ADDRESS", "FEDBN_FLWR_EXCHANGE_CA"
+#: where a site names the address by which it reaches the server's side channel, in place of the
+#: server's own, and the certificates that it trusts: a file, `none` for a channel without TLS;
+#: without it, those that gRPC trusts
+SITE_ADDRESS_VARIABLE, CERTIFICATES_VARIABLE = (
+    "FEDBN_FLWR_EXCHANGE_ADDRESS",
+    "FEDBN_FLWR_EXCHANGE_CA",
+)
 #: seconds within which the server must be reached
 PATIENCE = 10.0
 
@@ -40,13 +45,18 @@ class AttemptOverError(RuntimeError):
     """The server has ended the attempt: another node failed."""
 
 
-def answer_by_channel(message: Message, context: Context, answer: Callable[[Message, Context], Message]) -> Message:
-    """Answer the message that begins a layer-wise step, and over a side channel all others, as if they were messages.
+def answer_by_channel(
+    message: Message, context: Context, answer: Callable[[Message, Context], Message]
+) -> Message:
+    """Answer the message that begins a layer-wise step, and over a side channel all others, as if
+    they were messages.
 
     The reply is the one that ends the step. Without a channel, the reply says so.
     """
     record: Any = message.content[SIDE_CHANNEL]
-    content = RecordDict({name: each for name, each in message.content.items() if name != SIDE_CHANNEL})
+    content = RecordDict(
+        {name: each for name, each in message.content.items() if name != SIDE_CHANNEL}
+    )
     report: dict[str, Any] = {}
     try:
         with Stream(record[ADDRESS], record[TOKEN]) as stream:
@@ -63,7 +73,9 @@ def answer_by_channel(message: Message, context: Context, answer: Callable[[Mess
 
 
 class Stream:
-    """A stream to the server's side channel, which is open inside the block; UnreachableError if it cannot be."""
+    """A stream to the server's side channel, which is open inside the block; UnreachableError if it
+    cannot be.
+    """
 
     def __init__(self, address: str, token: str) -> None:
         self._outgoing: SimpleQueue[bytes | None] = SimpleQueue()
@@ -73,7 +85,9 @@ class Stream:
         try:
             _await_ready(self._connection, target)
             stream = self._connection.stream_stream(f"/{frames.SERVICE}/{frames.METHOD}")
-            self._call = stream(frames.frames_to_send(self._outgoing), metadata=((frames.TOKEN, token),))
+            self._call = stream(
+                frames.frames_to_send(self._outgoing), metadata=((frames.TOKEN, token),)
+            )
             _await_admission(self._call, target)
         except BaseException:
             self._connection.close()
@@ -89,7 +103,9 @@ class Stream:
                 frame = self._incoming.get(timeout=frames.SILENCE)
             except Empty:
                 self._call.cancel()
-                raise ConnectionError(f"the server's side channel was silent for {frames.SILENCE:g} s") from None
+                raise ConnectionError(
+                    f"the server's side channel was silent for {frames.SILENCE:g} s"
+                ) from None
             if isinstance(frame, Exception):
                 raise frame
             if frame != frames.ALIVE:
@@ -119,7 +135,9 @@ class Stream:
         except grpc.RpcError:
             code, details = self._call.code(), self._call.details()
             over = code == grpc.StatusCode.ABORTED
-            self._incoming.put(AttemptOverError(details) if over else ConnectionError(f"{code.name}: {details}"))
+            self._incoming.put(
+                AttemptOverError(details) if over else ConnectionError(f"{code.name}: {details}")
+            )
 
 
 def _connect(target: str, address: str) -> Any:
@@ -129,17 +147,23 @@ def _connect(target: str, address: str) -> Any:
     try:
         roots = Path(trusted).read_bytes() if trusted else None
     except OSError as error:
-        raise UnreachableError(f"{CERTIFICATES_VARIABLE}={trusted!r} cannot be read: {error.strerror}") from error
+        raise UnreachableError(
+            f"{CERTIFICATES_VARIABLE}={trusted!r} cannot be read: {error.strerror}"
+        ) from error
     # whichever way the site takes, the certificate must be that of the server
     name = ("grpc.ssl_target_name_override", address.rpartition(":")[0].strip("[]"))
-    return grpc.secure_channel(target, grpc.ssl_channel_credentials(roots), options=[*_OPTIONS, name])
+    return grpc.secure_channel(
+        target, grpc.ssl_channel_credentials(roots), options=[*_OPTIONS, name]
+    )
 
 
 def _await_ready(connection: Any, target: str) -> None:
     try:
         grpc.channel_ready_future(connection).result(timeout=PATIENCE)
     except grpc.FutureTimeoutError:
-        raise UnreachableError(f"{target} cannot be reached within {PATIENCE:g} s: {_why_not(connection)}") from None
+        raise UnreachableError(
+            f"{target} cannot be reached within {PATIENCE:g} s: {_why_not(connection)}"
+        ) from None
 
 
 def _why_not(connection: Any) -> str:
@@ -148,7 +172,11 @@ def _why_not(connection: Any) -> str:
         connection.unary_unary(f"/{frames.SERVICE}/{frames.METHOD}")(b"", timeout=1)
     except grpc.RpcError as error:
         answer: Any = error
-        return "no answer" if answer.code() == grpc.StatusCode.DEADLINE_EXCEEDED else str(answer.details())
+        return (
+            "no answer"
+            if answer.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+            else str(answer.details())
+        )
     return "it is something else"
 
 
@@ -162,4 +190,6 @@ def _await_admission(call: Any, target: str) -> None:
     finally:
         timer.cancel()
     if not call.is_active():
-        raise UnreachableError(f"{target} does not admit this node: {call.code().name}: {call.details()}")
+        raise UnreachableError(
+            f"{target} does not admit this node: {call.code().name}: {call.details()}"
+        )

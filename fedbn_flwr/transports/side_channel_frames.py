@@ -1,7 +1,8 @@
-"""The frames of a side channel: the content of a message or of a reply as bytes, or nothing, as a sign of life.
+"""The frames of a side channel: the content of a message or of a reply as bytes, or nothing, as a
+sign of life.
 
-Nothing that is received is believed. A frame has a bounded size, and what is in it is read as messages are: an array's
-bytes are looked at before memory is taken for its numbers.
+Nothing that is received is believed. A frame has a bounded size, and what is in it is read as
+messages are: an array's bytes are looked at before memory is taken for its numbers.
 """
 
 from collections.abc import Iterator
@@ -17,13 +18,15 @@ SERVICE, METHOD = "fedbn.SideChannel", "Messages"
 TOKEN = "token"
 #: a sign of life
 ALIVE = b""
-#: the record of a node's last frame: its `reason` says why the node failed, and is empty if its reply comes by Flower
+#: the record of a node's last frame: its `reason` says why the node failed, and is empty if its
+#: reply comes by Flower
 END, REASON = "end", "reason"
 #: bytes of a frame: no BN layer has more than 65,536 channels, of two numbers of 8 bytes each
 FRAME_LIMIT = 2**20 + 2**13
 #: what gRPC lets through, so that a frame that is too large can be named, and not only refused
 TRANSPORT_LIMIT = 4 * FRAME_LIMIT
-#: seconds after which an end that has nothing to say says that it is there, and after which the other end is given up
+#: seconds after which an end that has nothing to say says that it is there, and after which the
+#: other end is given up
 BEAT, SILENCE = 3.0, 15.0
 #: characters of a reason
 _LONGEST_REASON = 500
@@ -34,7 +37,9 @@ class FrameError(ValueError):
 
 
 def frames_to_send(outgoing: "SimpleQueue[bytes | None]") -> Iterator[bytes]:
-    """Iterate over the frames of a queue until there is None, with signs of life wherever none comes for a while."""
+    """Iterate over the frames of a queue until there is None, with signs of life wherever none
+    comes for a while.
+    """
     while True:
         try:
             frame = outgoing.get(timeout=BEAT)
@@ -49,7 +54,9 @@ def pack_frame(content: RecordDict) -> bytes:
     """Return the frame of a content; FrameError if it would be too large."""
     frame = pack_records(content)
     if len(frame) > FRAME_LIMIT:
-        raise FrameError(f"a frame of {len(frame)} bytes is too large; at most {FRAME_LIMIT} are allowed")
+        raise FrameError(
+            f"a frame of {len(frame)} bytes is too large; at most {FRAME_LIMIT} are allowed"
+        )
     return frame
 
 
@@ -62,7 +69,9 @@ def last_frame(reason: str = "") -> bytes:
 def read_frame(frame: bytes) -> RecordDict:
     """Return the content of a frame; FrameError if it has none."""
     if len(frame) > FRAME_LIMIT:
-        raise FrameError(f"it sent a frame of {len(frame)} bytes; at most {FRAME_LIMIT} are allowed")
+        raise FrameError(
+            f"it sent a frame of {len(frame)} bytes; at most {FRAME_LIMIT} are allowed"
+        )
     try:
         return unpack_records(frame)
     except Exception as error:  # what was sent may be anything

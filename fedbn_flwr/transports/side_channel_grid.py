@@ -1,12 +1,14 @@
-"""The server's end of layer-wise steps over a side channel: a grid that takes messages to nodes another way.
+"""The server's end of layer-wise steps over a side channel: a grid that takes messages to nodes
+another way.
 
-There is one gRPC stream a node, for one attempt at a layer-wise step. A node is admitted by a token, which it has from
-an ordinary Flower message. A token opens one stream, and is worth nothing when the attempt has ended. The nodes' end is
-in `side_channel_client.py`.
+There is one gRPC stream a node, for one attempt at a layer-wise step. A node is admitted by a
+token, which it has from an ordinary Flower message. A token opens one stream, and is worth nothing
+when the attempt has ended. The nodes' end is in `side_channel_client.py`.
 
-Both ends say `alive`, in place of gRPC's keepalive. There, what counts is not `grpc.keepalive_timeout_ms` but
-`grpc.http2.ping_timeout_ms`, a minute unless it is set (gRPC 1.85: a cut connection was noticed after 60 s with 4 s and
-2 s asked for, after 2 s with this option); and a proxy answers pings for a node that is gone.
+Both ends say `alive`, in place of gRPC's keepalive. There, what counts is not
+`grpc.keepalive_timeout_ms` but `grpc.http2.ping_timeout_ms`, a minute unless it is set (gRPC 1.85:
+a cut connection was noticed after 60 s with 4 s and 2 s asked for, after 2 s with this option); and
+a proxy answers pings for a node that is gone.
 """
 
 import hashlib
@@ -32,13 +34,21 @@ from flwr.serverapp import Grid
 from fedbn_flwr import wire
 from fedbn_flwr.server.grids import PassingGrid, identify, question_of
 from fedbn_flwr.transports import side_channel_frames as frames
-from fedbn_flwr.transports.message_records import ADDRESS, SIDE_CHANNEL, TOKEN, UNREACHABLE, StepPosition
+from fedbn_flwr.transports.message_records import (
+    ADDRESS,
+    SIDE_CHANNEL,
+    TOKEN,
+    UNREACHABLE,
+    StepPosition,
+)
 
-#: where a deployment's server names what a run does not: the port to listen on, the address by which sites reach it,
-#: and certificate and private key, or `none` if a proxy in front of it has them
+#: where a deployment's server names what a run does not: the port to listen on, the address by
+#: which sites reach it, and certificate and private key, or `none` if a proxy in front of it has
+#: them
 PORT_VARIABLE, ADDRESS_VARIABLE = "FEDBN_FLWR_EXCHANGE_PORT", "FEDBN_FLWR_EXCHANGE_ADDRESS"
 CERTIFICATE_VARIABLE, KEY_VARIABLE = "FEDBN_FLWR_EXCHANGE_CERTIFICATE", "FEDBN_FLWR_EXCHANGE_KEY"
-#: seconds after which the grid looks for Flower's replies, which may be errors of nodes that others wait for
+#: seconds after which the grid looks for Flower's replies, which may be errors of nodes that others
+#: wait for
 _LOOK = 0.25
 _OPTIONS = [
     ("grpc.max_receive_message_length", frames.TRANSPORT_LIMIT),
@@ -62,9 +72,11 @@ class SideChannelOptions:
 
     @classmethod
     def of(cls, port: int, address: str, connect_timeout: float) -> "SideChannelOptions | None":
-        """Return the options of a run, completed from the environment; None if there is to be no channel.
+        """Return the options of a run, completed from the environment; None if there is to be no
+        channel.
 
-        `port` is -1 where the environment decides, and 0 for none. ValueError names what is missing.
+        `port` is -1 where the environment decides, and 0 for none. ValueError names what is
+        missing.
         """
         port = int(os.environ.get(PORT_VARIABLE, 0)) if port < 0 else port
         if not port:
@@ -72,20 +84,23 @@ class SideChannelOptions:
         address = address or os.environ.get(ADDRESS_VARIABLE, "")
         host, _, number = address.rpartition(":")
         if not host or not number.isdecimal():
-            raise ValueError(f"exchange-address must be HOST:PORT as the sites see the server, got {address!r}")
+            raise ValueError(
+                f"exchange-address must be HOST:PORT as the sites see the server, got {address!r}"
+            )
         return cls(port, address, _certificates(), connect_timeout)
 
 
 class SideChannelGrid(PassingGrid):
     """A grid in front of Flower's own, which must run all nodes at the same time.
 
-    The message that begins an attempt at a layer-wise step goes by Flower, and tells the node where the side channel
-    is. All other messages of the attempt go over the side channel, until the reply that ends the step, which comes by
-    Flower. If no node reaches the side channel, or the port cannot be had, all messages go by Flower, and the log says
-    once why. A node whose stream fails has an error as its reply.
+    The message that begins an attempt at a layer-wise step goes by Flower, and tells the node where
+    the side channel is. All other messages of the attempt go over the side channel, until the reply
+    that ends the step, which comes by Flower. If no node reaches the side channel, or the port
+    cannot be had, all messages go by Flower, and the log says once why. A node whose stream fails
+    has an error as its reply.
 
-    Ids of what goes over the channel are of messages that Flower never sees. `ask_nodes`, which pushes and pulls, uses
-    the channel; `send_and_receive` goes by Flower.
+    Ids of what goes over the channel are of messages that Flower never sees. `ask_nodes`, which
+    pushes and pulls, uses the channel; `send_and_receive` goes by Flower.
     """
 
     def __init__(self, grid: Grid, options: SideChannelOptions) -> None:
@@ -95,7 +110,9 @@ class SideChannelGrid(PassingGrid):
         self._has_failed = False
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Send messages; those of a layer-wise step over the side channel, to the nodes that it leads to."""
+        """Send messages; those of a layer-wise step over the side channel, to the nodes that it
+        leads to.
+        """
         messages = list(messages)
         if not messages or messages[0].metadata.message_type != wire.LAYERWISE:
             return self._grid.push_messages(messages)
@@ -109,7 +126,10 @@ class SideChannelGrid(PassingGrid):
         return self._grid.push_messages(messages)
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Return the replies that are there; those over the side channel are waited for, but not for long."""
+        """Return the replies that are there.
+
+        Those over the side channel are waited for, but not for long.
+        """
         ids = list(message_ids)
         asked = self._attempt.asked.keys() & ids if self._attempt else set[str]()
         replies = self._attempt.pull(asked) if self._attempt and asked else []
@@ -123,12 +143,18 @@ class SideChannelGrid(PassingGrid):
             attempt.end()
 
     def _begin(self, messages: Sequence[Message]) -> "_Attempt | None":
-        """Return an attempt whose nodes are there, or have failed; None if no node can use the side channel."""
+        """Return an attempt whose nodes are there, or have failed; None if no node can use the side
+        channel.
+        """
         try:
             return _Attempt(self._grid, messages, self._options)
         except UnusableError as error:
             if not self._has_failed:
-                log(WARNING, "Layer-wise steps go by messages, the side channel cannot be used: %s", error)
+                log(
+                    WARNING,
+                    "Layer-wise steps go by messages, the side channel cannot be used: %s",
+                    error,
+                )
             self._has_failed = True
             return None
 
@@ -143,11 +169,14 @@ class _Attempt:
     Its nodes are there, or have failed. UnusableError if there can be no side channel.
     """
 
-    def __init__(self, grid: Grid, messages: Sequence[Message], options: SideChannelOptions) -> None:
+    def __init__(
+        self, grid: Grid, messages: Sequence[Message], options: SideChannelOptions
+    ) -> None:
         self._grid = grid
         #: by their ids, the messages without a reply
         self.asked: dict[str, Message] = {}
-        #: by Flower's ids of the messages that began the attempt, the nodes whose reply by Flower has not come
+        #: by Flower's ids of the messages that began the attempt, the nodes whose reply by Flower
+        #: has not come
         self._awaited: dict[str, int] = {}
         self._by_flower: dict[int, Message] = {}
         #: from a message to the replies of all nodes
@@ -165,7 +194,9 @@ class _Attempt:
             raise
 
     def _connect(self, messages: Sequence[Message], options: SideChannelOptions) -> None:
-        """Tell the nodes where the channel is, and wait until they are there; UnusableError if none can come."""
+        """Tell the nodes where the channel is, and wait until they are there; UnusableError if none
+        can come.
+        """
         invitations = []
         for message in messages:
             node = message.metadata.dst_node_id
@@ -175,14 +206,23 @@ class _Attempt:
         ids, links = self._grid.push_messages(invitations), self._channel.links
         self._awaited = dict(zip(ids, links, strict=True))
         deadline = time.monotonic() + options.connect_timeout
-        while not self._channel.wait(lambda link: link.has_come, _LOOK) and time.monotonic() < deadline:
+        while (
+            not self._channel.wait(lambda link: link.has_come, _LOOK)
+            and time.monotonic() < deadline
+        ):
             self._look()
         out_of_reach = [link for link in links.values() if not link.has_come]
         for link in out_of_reach:
-            link.fail(f"it did not connect to the side channel within {options.connect_timeout:g} s")
-        out_of_reach += [links[node] for node, reply in self._by_flower.items() if _why_unreachable(reply)]
+            link.fail(
+                f"it did not connect to the side channel within {options.connect_timeout:g} s"
+            )
+        out_of_reach += [
+            links[node] for node, reply in self._by_flower.items() if _why_unreachable(reply)
+        ]
         if out_of_reach and not any(link.is_connected for link in links.values()):
-            reasons = [f"node {node}: {wire.printable(link.failure)}" for node, link in links.items()]
+            reasons = [
+                f"node {node}: {wire.printable(link.failure)}" for node, link in links.items()
+            ]
             raise UnusableError("; ".join(reasons))
 
     def expect_reply(self, message: Message) -> str:
@@ -192,7 +232,9 @@ class _Attempt:
         return message.metadata.message_id
 
     def send(self, message: Message) -> str:
-        """Send a node a message, and return its id; by Flower, if the side channel does not lead to the node."""
+        """Send a node a message, and return its id; by Flower, if the side channel does not lead to
+        the node.
+        """
         link = self._channel.links[message.metadata.dst_node_id]
         if not link.is_open:
             (sent,) = self._grid.push_messages([message])
@@ -212,7 +254,9 @@ class _Attempt:
         return list(replies.values())
 
     def end(self) -> None:
-        """End every node's stream; the first message of the next attempt ends a step that is still open there."""
+        """End every node's stream; the first message of the next attempt ends a step that is still
+        open there.
+        """
         self._channel.close()
         if spent := self._seconds[1:]:
             text = "%d exchanges over the side channel in %.3f s, the median of them in %.2f ms"
@@ -222,15 +266,21 @@ class _Attempt:
         node = message.metadata.dst_node_id
         link, by_flower = self._channel.links[node], self._by_flower.get(node)
         if link.failure:
-            return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, link.failure), reply_to=message)
+            return Message(
+                Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, link.failure), reply_to=message
+            )
         if link.reply is not None:
             return Message(link.reply, reply_to=message)
         if by_flower is None:
             return None
-        return Message(by_flower.error if by_flower.has_error() else by_flower.content, reply_to=message)
+        return Message(
+            by_flower.error if by_flower.has_error() else by_flower.content, reply_to=message
+        )
 
     def _look(self) -> None:
-        """Read the replies that have come by Flower: of nodes that are done with the side channel, or cannot use it."""
+        """Read the replies that have come by Flower: of nodes that are done with the side channel,
+        or cannot use it.
+        """
         for reply in self._grid.pull_messages(list(self._awaited)):
             if not (question := question_of(reply, self._awaited)):
                 continue
@@ -258,12 +308,14 @@ def _certificates() -> tuple[bytes, bytes] | None:
         return Path(key).read_bytes(), Path(certificate).read_bytes()
     except OSError as error:
         raise ValueError(
-            f"exchange-port needs {CERTIFICATE_VARIABLE} and {KEY_VARIABLE} in the ServerApp's environment, the files "
-            f"of its certificate and private key ({CERTIFICATE_VARIABLE}=none where a proxy has them): {error}"
+            f"exchange-port needs {CERTIFICATE_VARIABLE} and {KEY_VARIABLE} in the ServerApp's "
+            "environment, the files "
+            f"of its certificate and private key ({CERTIFICATE_VARIABLE}=none where a proxy has "
+            f"them): {error}"
         ) from error
 
 
-# ---- the streams -----------------------------------------------------------------------------------------------------
+# ---- the streams ---------------------------------------------------------------------------------
 
 
 class NodeLink:
@@ -332,7 +384,9 @@ class NodeLink:
         self.outgoing.put(frame)
 
     def fail(self, reason: str) -> None:
-        """Note why the node cannot go on, and end its stream; only the first reason counts, and none after its end."""
+        """Note why the node cannot go on, and end its stream; only the first reason counts, and
+        none after its end.
+        """
         with self._changed:
             if not (self.failure or self.is_done):
                 self.failure = reason
@@ -346,21 +400,28 @@ class NodeLink:
 
 
 class SideChannel:
-    """Listens on a port, and admits the nodes of one attempt; without certificates it speaks no TLS.
+    """Listens on a port, and admits the nodes of one attempt; without certificates it speaks no
+    TLS.
 
     RuntimeError if the port cannot be had.
     """
 
-    def __init__(self, nodes: Sequence[int], address: str, certificates: tuple[bytes, bytes] | None) -> None:
+    def __init__(
+        self, nodes: Sequence[int], address: str, certificates: tuple[bytes, bytes] | None
+    ) -> None:
         self._changed = threading.Condition()
         self.links = {node: NodeLink(self._changed) for node in nodes}
         self.tokens = {node: secrets.token_urlsafe(32) for node in nodes}
-        #: by the digests of their tokens, the nodes that have not come yet: how long a look-up takes says nothing then
+        #: by the digests of their tokens, the nodes that have not come yet: how long a look-up
+        #: takes says nothing then
         self._awaited = {_digest(token): self.links[node] for node, token in self.tokens.items()}
-        # a few more, for peers that are not admitted; where these come in hundreds, nodes wait for their turn
+        # a few more, for peers that are not admitted; where these come in hundreds, nodes wait for
+        # their turn
         streams = len(nodes) + 16
         self._server = grpc.server(
-            ThreadPoolExecutor(streams, "side-channel"), options=_OPTIONS, maximum_concurrent_rpcs=streams + 1000
+            ThreadPoolExecutor(streams, "side-channel"),
+            options=_OPTIONS,
+            maximum_concurrent_rpcs=streams + 1000,
         )
         handler = grpc.stream_stream_rpc_method_handler(self._serve)
         self._server.add_generic_rpc_handlers(
@@ -369,19 +430,29 @@ class SideChannel:
         if certificates is None:
             self.port: int = self._server.add_insecure_port(address)
         else:
-            self.port = self._server.add_secure_port(address, grpc.ssl_server_credentials([certificates]))
+            self.port = self._server.add_secure_port(
+                address, grpc.ssl_server_credentials([certificates])
+            )
         self._server.start()
 
     def wait(self, is_over: Callable[[NodeLink], bool], seconds: float) -> bool:
-        """Return whether it is over for every node, after at most so many seconds; nodes that are silent fail."""
+        """Return whether it is over for every node, after at most so many seconds.
+
+        Nodes that are silent fail.
+        """
         with self._changed:
-            is_over_for_all = self._changed.wait_for(lambda: all(map(is_over, self.links.values())), seconds)
+            is_over_for_all = self._changed.wait_for(
+                lambda: all(map(is_over, self.links.values())), seconds
+            )
         for link in self.links.values():
             link.fail_if_silent()
         return is_over_for_all
 
     def close(self) -> None:
-        """End every stream, and stop listening; a node that is not done learns that the attempt is over."""
+        """End every stream, and stop listening.
+
+        A node that is not done learns that the attempt is over.
+        """
         with self._changed:
             self._awaited = {}
         for link in self.links.values():
@@ -397,7 +468,10 @@ class SideChannel:
         """Take a node's stream: its frames in a thread of their own, answers in this one."""
         link = self._admit(dict(context.invocation_metadata()).get(frames.TOKEN, ""))
         if link is None:
-            context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is unknown, used, or of an earlier attempt")
+            context.abort(
+                grpc.StatusCode.UNAUTHENTICATED,
+                "the token is unknown, used, or of an earlier attempt",
+            )
         assert link is not None
         if not context.add_callback(lambda: link.fail("its side channel broke")):
             link.fail("its side channel broke")

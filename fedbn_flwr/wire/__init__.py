@@ -1,20 +1,22 @@
 """The wire format: the keys that a strategy and a client exchange.
 
-A strategy's orders for a round travel as an `Instruction`, packed into the message's ConfigRecord under the
-kebab-case names of its fields (`server-round` is Flower's own name). Fields at their default are not sent. The keys of
-rules travel beside them; each rule declares its own (see `register_rule`). How to train (`lr`, `batch-size`) is
-the user's to write; what changes the method has names that start with `fedbn.`, so that a user's own `freeze` is
-theirs. The reply holds
+A strategy's orders for a round travel as an `Instruction`, packed into the message's ConfigRecord
+under the kebab-case names of its fields (`server-round` is Flower's own name). Fields at their
+default are not sent. The keys of rules travel beside them; each rule declares its own (see
+`register_rule`). How to train (`lr`, `batch-size`) is the user's to write; what changes the method
+has names that start with `fedbn.`, so that a user's own `freeze` is theirs. The reply holds
 
-- ArrayRecord `arrays`: the entries of the state dict that leave the client, by name, with their dtype,
+- ArrayRecord `arrays`: the entries of the state dict that leave the client, by name, with their
+  dtype,
 - further ArrayRecords for what a method adds (`momentum`, `control-variates`, ...),
 - MetricRecord `metrics`: `num-examples`, `partition-id`, `train-loss`, ...
 - ConfigRecord `report`: `obeyed`, the binding keys that the client acted upon.
 
-A layer-wise step takes several messages a round (`train.layerwise`, see `transports/message_records.py`).
+A layer-wise step takes several messages a round (`train.layerwise`, see
+`transports/message_records.py`).
 
-A *binding* key changes the method: a client that ignores it would turn the method into another one in silence, so
-a strategy refuses a reply that does not list every binding key it sent.
+A *binding* key changes the method: a client that ignores it would turn the method into another one
+in silence, so a strategy refuses a reply that does not list every binding key it sent.
 """
 
 from collections.abc import Collection, Mapping
@@ -39,7 +41,8 @@ STAYS = "stays"
 NUM_EXAMPLES = "num-examples"
 PARTITION_ID = "partition-id"
 STATISTICS_CHANGE = "statistics-change-variance"
-#: before the name of a BN layer: its change, its distance from the global statistics, its variance in a window
+#: before the name of a BN layer: its change, its distance from the global statistics, its variance
+#: in a window
 DYNAMICS = "dynamics-"
 TRAIN_LOSS = "train-loss"
 LOCAL_LOSS = "local-loss"
@@ -104,7 +107,8 @@ class Instruction:
     #: `float32`, `tf32` (TF32 products and convolutions on GPUs) or `bf16` (bfloat16 autocast)
     precision: str = field(default="float32", metadata={"any type": True})
 
-    #: what a model must have, or the method is another one: `bn`, `affine`, `statistics`, `all-statistics` or `no-bn`
+    #: what a model must have, or the method is another one: `bn`, `affine`, `statistics`,
+    #: `all-statistics` or `no-bn`
     bn_needed: str = "none"
     #: part of BN that is frozen during training: one of FREEZES
     freeze: str = _binding("none")
@@ -118,7 +122,8 @@ class Instruction:
     layerwise: str = _binding("none")
     #: samples from which statistics are gathered, in one batch; 0: all
     gather_samples: int = 0
-    #: in an evaluation, `own`: with BN statistics of the node's own training data, which it then keeps
+    #: in an evaluation, `own`: with BN statistics of the node's own training data, which it then
+    #: keeps
     statistics: str = _binding("running")
     #: in an evaluation, also send the entries that stay on the client
     send_personal: bool = _binding(False)
@@ -126,25 +131,32 @@ class Instruction:
     report_local_loss: bool = _binding(False)
     #: comma-separated metrics per class that an evaluation also reports
     class_metrics: str = ""
-    #: report how every BN layer's mini-batch statistics change, with their variance over this many rounds; 0: off
+    #: report how every BN layer's mini-batch statistics change, with their variance over this many
+    #: rounds; 0: off
     dynamics_window: int = 0
-    #: comma-separated binding keys of later rounds: a client that does not know them is refused at once
+    #: comma-separated binding keys of later rounds: a client that does not know them is refused at
+    #: once
     later: str = _binding("")
     #: what clients' rules are asked for: wire keys and values, sorted by key; see `with_rule`
     rule_keys: tuple[tuple[str, Scalar], ...] = ()
 
     @classmethod
     def from_config(
-        cls, config: ConfigRecord | dict[str, Any], rule_keys: Mapping[str, Scalar] = MappingProxyType({})
+        cls,
+        config: ConfigRecord | dict[str, Any],
+        rule_keys: Mapping[str, Scalar] = MappingProxyType({}),
     ) -> Self:
-        """Read the fields, and the keys of rules that this process knows, given with their defaults.
+        """Read the fields, and the keys of rules that this process knows, given with their
+        defaults.
 
-        Other keys are left alone: they may be a user's own. So may `precision`, which users of Lightning give as a
-        number: only a `BNClient` reads it, and refuses what it does not know.
+        Other keys are left alone: they may be a user's own. So may `precision`, which users of
+        Lightning give as a number: only a `BNClient` reads it, and refuses what it does not know.
         """
         known = ((item, on_wire(key)) for key, item in _BY_KEY.items() if on_wire(key) in config)
         values: dict[str, Any] = {
-            item.name: config[key] if "any type" in item.metadata else _typed(key, config[key], item.default)
+            item.name: config[key]
+            if "any type" in item.metadata
+            else _typed(key, config[key], item.default)
             for item, key in known
         }
         keys = sorted(key for key in rule_keys.keys() - _BY_KEY.keys() if on_wire(key) in config)
@@ -157,10 +169,12 @@ class Instruction:
         return frozenset(map(on_wire, _BY_KEY))
 
     def with_rule(self, **keys: Scalar) -> Self:
-        """Return a copy that also asks clients for a rule, by the rule's keys: `with_rule(proximal_mu=0.1)`.
+        """Return a copy that also asks clients for a rule, by the rule's keys:
 
-        These keys are binding. A client that has no rule with such a key does not acknowledge the key, and its replies
-        are not used (see `fedbn_flwr.client.register_rule`).
+        `with_rule(proximal_mu=0.1)`.
+
+        These keys are binding. A client that has no rule with such a key does not acknowledge the
+        key, and its replies are not used (see `fedbn_flwr.client.register_rule`).
         """
         asked = {wire_key(name): value for name, value in keys.items()}
         if clash := asked.keys() & _BY_KEY.keys():
@@ -168,17 +182,28 @@ class Instruction:
         return replace(self, rule_keys=tuple(sorted((dict(self.rule_keys) | asked).items())))
 
     def values_of(self, defaults: Mapping[str, Scalar]) -> dict[str, Scalar]:
-        """Return the values of rules' keys; a key may also be a field, and one that was not sent has its default."""
-        fields_among = {key: getattr(self, _BY_KEY[key].name) for key in defaults.keys() & _BY_KEY.keys()}
+        """Return the values of rules' keys.
+
+        A key may also be a field, and one that was not sent has its default.
+        """
+        fields_among = {
+            key: getattr(self, _BY_KEY[key].name) for key in defaults.keys() & _BY_KEY.keys()
+        }
         return {**defaults, **fields_among, **dict(self.rule_keys)}
 
     def to_config(self, always: Collection[str] = ()) -> ConfigRecord:
-        """Pack the fields that differ from their defaults or have one of these wire keys, and the keys of rules."""
+        """Pack the fields that differ from their defaults or have one of these wire keys, and the
+        keys of rules.
+        """
         values = {key: getattr(self, item.name) for key, item in _BY_KEY.items()}
         sent = {
-            key: values[key] for key, item in _BY_KEY.items() if on_wire(key) in always or values[key] != item.default
+            key: values[key]
+            for key, item in _BY_KEY.items()
+            if on_wire(key) in always or values[key] != item.default
         }
-        return ConfigRecord({on_wire(key): value for key, value in {**sent, **dict(self.rule_keys)}.items()})
+        return ConfigRecord(
+            {on_wire(key): value for key, value in {**sent, **dict(self.rule_keys)}.items()}
+        )
 
     @property
     def waits_for_others(self) -> bool:
@@ -192,7 +217,9 @@ class Instruction:
 
 
 def printable(text: str, longest: int = 500) -> str:
-    """Return a text of others as logs and terminals may show it: in one line of at most so many signs."""
+    """Return a text of others as logs and terminals may show it: in one line of at most so many
+    signs.
+    """
     return "".join(sign if sign.isprintable() else " " for sign in text[:longest])
 
 
@@ -207,7 +234,9 @@ def on_wire(key: str) -> str:
 
 
 #: an instruction's fields by the wire's names
-_BY_KEY: dict[str, Field[Any]] = {wire_key(item.name): item for item in fields(Instruction) if item.name != "rule_keys"}
+_BY_KEY: dict[str, Field[Any]] = {
+    wire_key(item.name): item for item in fields(Instruction) if item.name != "rule_keys"
+}
 
 #: those that change the method
 BINDING = {key: item for key, item in _BY_KEY.items() if item.metadata.get("binding")}
@@ -217,7 +246,10 @@ _PLAIN = _BY_KEY.keys() - BINDING.keys()
 
 
 def _typed(key: str, value: Any, default: Any) -> Any:
-    """Return the value if its type is the default's; an int is also accepted where a float is meant."""
+    """Return the value if its type is the default's.
+
+    An int is also accepted where a float is meant.
+    """
     kind = type(default)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
@@ -239,7 +271,8 @@ def record_names(content: RecordDict) -> tuple[str, str]:
 
 
 def _one_of(content: RecordDict, kind: type[ArrayRecord | ConfigRecord], usual: str) -> str:
-    # every message is asked, and `content.array_records` would make a new collection of all records each time
+    # every message is asked, and `content.array_records` would make a new collection of all records
+    # each time
     if isinstance(content.get(usual), kind):
         return usual
     return next((name for name, record in content.items() if isinstance(record, kind)), usual)

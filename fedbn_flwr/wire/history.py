@@ -1,4 +1,6 @@
-"""The history of a run that was resumed: nodes that keep states of their own must know which of them still count."""
+"""The history of a run that was resumed: nodes that keep states of their own must know which of
+them still count.
+"""
 
 from dataclasses import dataclass, replace
 from typing import Self
@@ -21,30 +23,45 @@ def path_number(name: str, value: object) -> int:
 
 
 def site_number(context: Context) -> int:
-    """Return a site's number; without one that of its node, which is another one after a restart without a key."""
+    """Return a site's number; without one that of its node, which is another one after a restart
+    without a key.
+    """
     return path_number("partition-id", context.node_config.get("partition-id", context.node_id))
 
 
 @dataclass(frozen=True)
 class History:
-    """The runs that went on with each other, oldest first, each up to the round from which the next one went on."""
+    """The runs that went on with each other, oldest first, each up to the round from which the next
+    one went on.
+    """
 
     earlier: tuple[tuple[str, int], ...]
     present: str
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read what `to_text` returned; the number of a run is the history of a run from the start."""
+        """Read what `to_text` returned.
+
+        The number of a run is the history of a run from the start.
+        """
         *earlier, present = text.split(",")
-        words = [[path_number(STATE_HISTORY, word) for word in part.partition(":")[::2]] for part in earlier]
-        return cls(tuple((str(run), last) for run, last in words), str(path_number(STATE_HISTORY, present)))
+        words = [
+            [path_number(STATE_HISTORY, word) for word in part.partition(":")[::2]]
+            for part in earlier
+        ]
+        return cls(
+            tuple((str(run), last) for run, last in words), str(path_number(STATE_HISTORY, present))
+        )
 
     @classmethod
     def read(cls, config: ConfigRecord, context: Context) -> Self:
         """Read what the server says of the present run."""
         history = cls.parse(str(config.get(STATE_HISTORY) or context.run_id))
         if history.present != str(context.run_id):
-            raise UsageError(f"{STATE_HISTORY} is that of run {history.present}, and this is run {context.run_id}")
+            raise UsageError(
+                f"{STATE_HISTORY} is that of run {history.present}, and this is run "
+                f"{context.run_id}"
+            )
         return history
 
     def to_text(self) -> str:
@@ -53,7 +70,9 @@ class History:
 
     def then(self, server_round: int, run: int) -> Self:
         """Return the history of another run that goes on after a round of this one."""
-        return replace(self, earlier=(*self.earlier, (self.present, server_round)), present=str(run))
+        return replace(
+            self, earlier=(*self.earlier, (self.present, server_round)), present=str(run)
+        )
 
     @property
     def first(self) -> str:
@@ -61,7 +80,9 @@ class History:
         return self.earlier[0][0] if self.earlier else self.present
 
     def place(self, run: str, server_round: int) -> tuple[int, int] | None:
-        """Return what sorts the rounds that count; None for a round that was done again, or of a run beside."""
+        """Return what sorts the rounds that count; None for a round that was done again, or of a
+        run beside.
+        """
         for index, (number, last) in enumerate(self.earlier):
             if number == run:
                 return (index, server_round) if server_round <= last else None

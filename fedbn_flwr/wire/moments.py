@@ -22,7 +22,9 @@ def under_all_names(model: nn.Module, by_layer: Mapping[str, V]) -> Iterator[tup
 
 
 def pack(model: nn.Module, seen: Mapping[str, Moments]) -> State:
-    """Name the moments; a layer that the model lists under several names is sent under each of them."""
+    """Name the moments; a layer that the model lists under several names is sent under each of
+    them.
+    """
     packed: dict[str, Tensor] = {}
     for name, moments in under_all_names(model, seen):
         packed[f"{name}/count"] = torch.tensor(float(moments.count), dtype=torch.float64)
@@ -36,19 +38,26 @@ def unpack(arrays: Mapping[str, NDArray[Any]]) -> dict[str, Moments]:
     values = {name: torch.from_numpy(array) for name, array in arrays.items()}
     layers = dict.fromkeys(name.rpartition("/")[0] for name in values)
     return {
-        layer: Moments(int(values[f"{layer}/count"]), values[f"{layer}/mean"], values[f"{layer}/variance"])
+        layer: Moments(
+            int(values[f"{layer}/count"]), values[f"{layer}/mean"], values[f"{layer}/variance"]
+        )
         for layer in layers
     }
 
 
 def own_statistics(model: nn.Module, seen: Mapping[str, Moments]) -> State:
-    """Return a model's running statistics as these moments have them, by all names and in the model's numbers."""
+    """Return a model's running statistics as these moments have them, by all names and in the
+    model's numbers.
+    """
     entries, values = running_statistics(dict(under_all_names(model, seen))), model.state_dict()
     return {name: value.to(values[name]) for name, value in entries.items()}
 
 
 def running_statistics(pooled: Mapping[str, Moments]) -> State:
-    """Pooled moments as the state-dict entries of BN layers; variances are corrected by n / (n - 1)."""
+    """Pooled moments as the state-dict entries of BN layers.
+
+    Variances are corrected by n / (n - 1).
+    """
     entries: dict[str, Tensor] = {}
     for layer, moments in pooled.items():
         prefix = f"{layer}." if layer else ""

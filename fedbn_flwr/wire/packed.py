@@ -1,7 +1,8 @@
 """The arrays of a message as a few long ones: Flower sends every array by requests of its own.
 
-A packed group holds one array for each dtype. The ConfigRecord `packed` has the layout of each group that is packed:
-names, dtypes and shapes, as text. A message with this record asks for a packed reply.
+A packed group holds one array for each dtype. The ConfigRecord `packed` has the layout of each
+group that is packed: names, dtypes and shapes, as text. A message with this record asks for a
+packed reply.
 """
 
 import json
@@ -14,7 +15,13 @@ from flwr.common.constant import SType
 
 from fedbn_flwr.state import view_arrays
 from fedbn_flwr.state.flat import Entry, FlatArrays, Layout
-from fedbn_flwr.state.records import InMemoryArray, array_records, make_record, record_of, view_array
+from fedbn_flwr.state.records import (
+    InMemoryArray,
+    array_records,
+    make_record,
+    record_of,
+    view_array,
+)
 
 PACKED = "packed"
 #: a record, its packed one, and the layout
@@ -31,13 +38,19 @@ def asking(content: RecordDict) -> RecordDict:
 
 
 def is_packed(content: RecordDict) -> bool:
-    """Return whether `pack` has made this; a node that knows nothing of it may send back what only asked."""
+    """Return whether `pack` has made this.
+
+    A node that knows nothing of it may send back what only asked.
+    """
     record: Any = content.get(PACKED, {})
     return _ASKED not in record and bool(record)
 
 
 def pack(content: RecordDict, known: dict[int, Packed] | None = None) -> RecordDict:
-    """Return a message's content with packed arrays; `known` has the records that several messages share, by id."""
+    """Return a message's content with packed arrays.
+
+    `known` has the records that several messages share, by id.
+    """
     records: dict[str, Any] = dict(content.items())
     layouts: dict[str, str] = {}
     known = {} if known is None else known
@@ -51,7 +64,9 @@ def pack(content: RecordDict, known: dict[int, Packed] | None = None) -> RecordD
 
 
 def unpack(content: RecordDict) -> RecordDict:
-    """Return a message's content as it was before it was packed; ValueError if the layouts do not fit."""
+    """Return a message's content as it was before it was packed; ValueError if the layouts do not
+    fit.
+    """
     records: dict[str, Any] = {name: record for name, record in content.items() if name != PACKED}
     layouts: Any = content[PACKED]
     for name, text in layouts.items():
@@ -66,7 +81,10 @@ def with_content(message: Message, content: RecordDict) -> Message:
 
 
 def _packed(record: ArrayRecord) -> tuple[ArrayRecord, str]:
-    """Return the packed record and its layout; the record itself, and none, where nothing is won, or not of numbers."""
+    """Return the packed record and its layout.
+
+    The record itself, and none, where nothing is won, or not of numbers.
+    """
     for array in record.values():
         dtype = np.dtype(array.dtype)
         if array.stype != SType.NUMPY or dtype.kind not in "biufc" or not dtype.isnative:
@@ -74,8 +92,12 @@ def _packed(record: ArrayRecord) -> tuple[ArrayRecord, str]:
     flat = view_arrays(record)
     if len(flat.buffers) >= len(flat):
         return record, ""
-    packed = make_record({dtype.str: InMemoryArray(values) for dtype, values in flat.buffers.items()})
-    return packed, json.dumps([(key, dtype.str, shape) for key, dtype, shape in flat.layout.entries])
+    packed = make_record(
+        {dtype.str: InMemoryArray(values) for dtype, values in flat.buffers.items()}
+    )
+    return packed, json.dumps(
+        [(key, dtype.str, shape) for key, dtype, shape in flat.layout.entries]
+    )
 
 
 def _unpacked(record: object, text: str) -> ArrayRecord:
@@ -87,7 +109,10 @@ def _unpacked(record: object, text: str) -> ArrayRecord:
             raise ValueError("two entries have one name")
         buffers = {np.dtype(dtype): view_array(array) for dtype, array in record.items()}
         found = {dtype: (values.dtype, values.shape) for dtype, values in buffers.items()}
-        sizes = {dtype: sum(prod(shape) for _, _, shape in rows) for dtype, rows in layout.by_dtype.items()}
+        sizes = {
+            dtype: sum(prod(shape) for _, _, shape in rows)
+            for dtype, rows in layout.by_dtype.items()
+        }
         due = {dtype: (dtype, (size,)) for dtype, size in sizes.items()}
         if found != due:
             raise ValueError(f"{found} where {due} are due")
@@ -98,6 +123,10 @@ def _unpacked(record: object, text: str) -> ArrayRecord:
 
 def _entry(name: str, dtype: str, shape: list[int]) -> Entry:
     """Return an entry of a layout; ValueError if it is none."""
-    if not isinstance(name, str) or len(shape) > _DIMENSIONS or not all(type(n) is int and n >= 0 for n in shape):
+    if (
+        not isinstance(name, str)
+        or len(shape) > _DIMENSIONS
+        or not all(type(n) is int and n >= 0 for n in shape)
+    ):
         raise ValueError(f"{name!r} of the shape {shape}")
     return name, np.dtype(dtype), tuple(shape)

@@ -6,7 +6,10 @@ from flwr.app import RecordDict
 
 
 class Summed(RecordDict):
-    """The content of a reply that is the mean of several nodes' replies; nothing that was received is one."""
+    """The content of a reply that is the mean of several nodes' replies.
+
+    Nothing that was received is one.
+    """
 
     #: by node, the partition that it named, and the number of its examples
     nodes: Mapping[int, int] = {}

@@ -1,4 +1,6 @@
-"""What a site says of its own data before round 1, and what it is told that all sites have agreed on."""
+"""What a site says of its own data before round 1, and what it is told that all sites have agreed
+on.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +16,8 @@ from fedbn_flwr.wire import METRICS, PARTITION_ID, REPORT, printable
 SITE_DATA = "query.data"
 #: in a report: why the site's data cannot be used
 PROBLEM = "problem"
-#: in the configuration of messages: the numbers that images are normalized with, as text, and an image's shape
+#: in the configuration of messages: the numbers that images are normalized with, as text, and an
+#: image's shape
 DATA_MEAN, DATA_STD, DATA_SHAPE = "data-mean", "data-std", "data-shape"
 
 _CLASS_NAMES, _TRAIN, _TEST = "class-names", "train-counts", "test-counts"
@@ -56,9 +59,15 @@ class SiteData:
             numbers = [tuple(metrics[key]) for key in (_TRAIN, _TEST, _SHAPE, _MEAN, _VARIANCE)]
             site = cls(metrics[PARTITION_ID], tuple(report[_CLASS_NAMES]), *numbers)
             [*zip(dict.fromkeys(site.class_names), site.train, site.test, strict=True)]
-            whole, moments = (site.site, *site.train, *site.test, *site.shape), (*site.mean, *site.variance)
+            whole, moments = (
+                (site.site, *site.train, *site.test, *site.shape),
+                (*site.mean, *site.variance),
+            )
             # pixels are from 0 to 1, other samples as they are; of ids there are no means
-            largest, channels = 1 if len(site.shape) == 3 else LARGEST, site.shape[0] if site.mean else 0
+            largest, channels = (
+                1 if len(site.shape) == 3 else LARGEST,
+                site.shape[0] if site.mean else 0,
+            )
             if not (
                 1 <= len(site.shape) <= 4
                 and all(len(name) <= 500 for name in site.class_names)

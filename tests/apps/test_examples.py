@@ -1,4 +1,6 @@
-"""The projects of apps/examples, before and after: in this process, and with `flwr run` on the built wheel."""
+"""The projects of apps/examples, before and after: in this process, and with `flwr run` on the
+built wheel.
+"""
 
 import re
 import sys
@@ -39,18 +41,28 @@ def copied(project: str, target: Path, kind: str = "after") -> Path:
 @pytest.mark.parametrize("project", ALL)
 def test_models_data_and_loops_are_not_touched(project: str, tmp_path: Path) -> None:
     before, after = copied(project, tmp_path / "before", "before"), EXAMPLES / project
-    changed = {path.name for path in before.glob("*.*") if path.read_text() != (after / path.name).read_text()}
+    changed = {
+        path.name
+        for path in before.glob("*.*")
+        if path.read_text() != (after / path.name).read_text()
+    }
     assert changed == {"client_app.py", "server_app.py"}
     assert not any("fedbn_flwr" in path.read_text() for path in before.glob("*.py"))
 
 
-# ---- another method, in this process ---------------------------------------------------------------------------------
+# ---- another method, in this process -------------------------------------------------------------
 
 NODES = 3
-OPTIONS: dict[str, Any] = {"num-server-rounds": 3, "local-epochs": 1, "learning-rate": 0.05, "batch-size": 32}
+OPTIONS: dict[str, Any] = {
+    "num-server-rounds": 3,
+    "local-epochs": 1,
+    "learning-rate": 0.05,
+    "batch-size": 32,
+}
 #: whose weights would be downloaded
 OPTIONS["pretrained"] = False
-#: strategies, with their options: for a loop of one's own, a head in the node's state, a closure, lists of arrays
+#: strategies, with their options: for a loop of one's own, a head in the node's state, a closure,
+#: lists of arrays
 OBEYED = [
     ("quickstart", "FixBN", "freeze_round=1, "),
     ("advanced", "FedProx", "mu=0.5, "),
@@ -97,32 +109,46 @@ def test_nodes_obey_another_method(
     assert project != "advanced" or heads[0] != heads[1] != heads[2]
 
 
-#: strategies that a loop of one's own does not do everything for, in `advanced`, and what it should do
-LOOPS = [("FedTAN", "", "ask.grid, messages, timeout"), ("FedAvg", 'statistics="exact", ', "gather.arrays")]
+#: strategies that a loop of one's own does not do everything for, in `advanced`, and what it should
+#: do
+LOOPS = [
+    ("FedTAN", "", "ask.grid, messages, timeout"),
+    ("FedAvg", 'statistics="exact", ', "gather.arrays"),
+]
 
 
-@pytest.mark.parametrize(("project", "strategy", "options", "remedy"), [("advanced", *loop) for loop in LOOPS])
-def test_a_loop_of_ones_own_is_told_what_a_method_needs(remedy: str, modules: dict[str, ModuleType]) -> None:
+@pytest.mark.parametrize(
+    ("project", "strategy", "options", "remedy"), [("advanced", *loop) for loop in LOOPS]
+)
+def test_a_loop_of_ones_own_is_told_what_a_method_needs(
+    remedy: str, modules: dict[str, ModuleType]
+) -> None:
     grid = InProcessGrid(modules["client_app"].app, NODES, OPTIONS)
     with pytest.raises(RuntimeError, match=rf"^DecayingFedAvg needs `\w+ = strategy\.{remedy}"):
         modules["server_app"].app(grid, Context(1, 0, {}, RecordDict(), OPTIONS))
 
 
-# ---- on workers, in place of Flower's simulation ---------------------------------------------------------------------
+# ---- on workers, in place of Flower's simulation -------------------------------------------------
 
 #: an argument of the strategy's `start`, before and after
 GRID, WORKERS = "grid=grid,", 'grid=in_workers(grid, context, "client_app:app"),'
 
 
 def seeded(project: str, target: Path, kind: str, grid: str) -> Path:
-    """Copy a project, with this grid; its model and its loops draw from a seed, a node and a round."""
+    """Copy a project, with this grid.
+
+    Its model and its loops draw from a seed, a node and a round.
+    """
     copied(project, target, kind)
     server, client = target / "server_app.py", target / "client_app.py"
     text = server.read_text().replace(GRID, grid).replace(WORKERS, grid)
     text = text.replace("    strategy = ", "    torch.manual_seed(0)\n    strategy = ", 1)
     imported = "" if kind == "after" else "from fedbn_flwr.simulation import in_workers\n"
     server.write_text(text.replace("import torch\n", f"import torch\n{imported}", 1))
-    seed = 'torch.manual_seed(100 * msg.content["config"]["server-round"] + context.node_config["partition-id"])'
+    seed = (
+        'torch.manual_seed(100 * msg.content["config"]["server-round"] + '
+        'context.node_config["partition-id"])'
+    )
     text = client.read_text().replace("    model = Net()\n", f"    {seed}\n    model = Net()\n")
     client.write_text(text.replace("from flwr.app", "import torch\nfrom flwr.app", 1))
     return target
@@ -130,7 +156,11 @@ def seeded(project: str, target: Path, kind: str, grid: str) -> Path:
 
 @pytest.mark.parametrize(("project", "kind"), [("quickstart", "before"), ("advanced", "after")])
 def test_workers_bring_the_results_of_one_process(
-    project: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flower_log: pytest.LogCaptureFixture
+    project: str,
+    kind: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    flower_log: pytest.LogCaptureFixture,
 ) -> None:
     """Before, the project has a plain ClientApp and Flower's FedAvg."""
     folder = seeded(project, tmp_path / project, kind, WORKERS)
@@ -148,12 +178,15 @@ def test_workers_bring_the_results_of_one_process(
     torch.testing.assert_close(models[1], models[0], rtol=1e-6, atol=1e-6)
 
 
-# ---- flwr run, on the wheel ------------------------------------------------------------------------------------------
+# ---- flwr run, on the wheel ----------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An environment with the wheel and what the projects need, and nothing of this checkout; its programs."""
+    """An environment with the wheel and what the projects need, and nothing of this checkout.
+
+    Its programs.
+    """
     folder = tmp_path_factory.mktemp("environment")
     checkout = copy_checkout(folder / "checkout")
     run(BIN / "uv", "build", "--quiet", "--wheel", "--out-dir", folder, cwd=checkout)
@@ -161,7 +194,17 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     python = folder / "env" / "bin" / "python"
     run(BIN / "uv", "venv", "--quiet", "--python", BIN / "python", folder / "env")
     packages = {item for project in ALL for item in needed(EXAMPLES / project)}
-    run(BIN / "uv", "pip", "install", "--quiet", "--python", python, wheel, "flwr[simulation]>=1.38", *sorted(packages))
+    run(
+        BIN / "uv",
+        "pip",
+        "install",
+        "--quiet",
+        "--python",
+        python,
+        wheel,
+        "flwr[simulation]>=1.38",
+        *sorted(packages),
+    )
     return python.parent
 
 
@@ -176,7 +219,9 @@ def flower(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 @pytest.mark.parametrize("kind", ["before", "after"])
 @pytest.mark.parametrize("project", ALL)
 def test_flwr_run_completes(project: str, kind: str, flower: FlowerCommand, tmp_path: Path) -> None:
-    app = copied(project, tmp_path / project, kind)  # Flower refuses underscores in the app's folder
+    app = copied(
+        project, tmp_path / project, kind
+    )  # Flower refuses underscores in the app's folder
     options = ("--federation-config", "num-supernodes=2 client-resources-num-cpus=1")
     config: dict[str, Any] = {"pretrained": False} if project == "lightning" else {}
     shown, status = flower.run(app, *options, num_server_rounds=2, **config)
@@ -189,13 +234,17 @@ def test_flwr_run_completes(project: str, kind: str, flower: FlowerCommand, tmp_
             saved = torch.load(model)
             assert all(torch.isfinite(value).all() for value in saved.values())
             if kind == "after":
-                assert {value.dtype for key, value in saved.items() if "num_batches" in key} == {torch.int64}
+                assert {value.dtype for key, value in saved.items() if "num_batches" in key} == {
+                    torch.int64
+                }
             model.unlink()
 
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("flower on the wheel")
-def test_workers_bring_the_results_of_flowers_simulation(flower: FlowerCommand, tmp_path: Path) -> None:
+def test_workers_bring_the_results_of_flowers_simulation(
+    flower: FlowerCommand, tmp_path: Path
+) -> None:
     models = []
     for name, grid in {"simulation": GRID, "workers": WORKERS}.items():
         app = seeded("quickstart", tmp_path / name, "before", grid)

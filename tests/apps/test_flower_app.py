@@ -27,7 +27,9 @@ def flower(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FlowerCommand]:
         yield flower
 
 
-def test_flwr_run_leaves_the_results_of_the_console_command(app: Path, flower: FlowerCommand, tmp_path: Path) -> None:
+def test_flwr_run_leaves_the_results_of_the_console_command(
+    app: Path, flower: FlowerCommand, tmp_path: Path
+) -> None:
     there, here = tmp_path / "flower", tmp_path / "here"
     options = {"method": "fedbn", "rounds": 2, "evaluate-every": 2, "threads": 1}
     shown, status = flower.run(app, **options, results_dir=str(there))
@@ -60,7 +62,14 @@ def test_fedtan_trains_on_our_workers_with_the_bits_of_the_command(
     app: Path, flower: FlowerCommand, tmp_path: Path
 ) -> None:
     there, here = tmp_path / "flower", tmp_path / "here"
-    options = {"method": "fedtan", "model": "resnet20", "rounds": 2, "evaluate-every": 2, "threads": 1, "workers": 2}
+    options = {
+        "method": "fedtan",
+        "model": "resnet20",
+        "rounds": 2,
+        "evaluate-every": 2,
+        "threads": 1,
+        "workers": 2,
+    }
     shown, status = flower.run(app, **options, results_dir=str(there))
     assert status == "finished:completed", shown
     assert "Engine stacked, the default with exchanges at every BN layer: " in shown
@@ -71,11 +80,13 @@ def test_fedtan_trains_on_our_workers_with_the_bits_of_the_command(
     assert wait_until(lambda: not workers(flower))
 
 
-# ---- what is left behind --------------------------------------------------------------------------------------------
+# ---- what is left behind -------------------------------------------------------------------------
 
 
 def workers(flower: FlowerCommand) -> list[int]:
-    """Return our worker processes, those that they are forked from, and those that watch over them."""
+    """Return our worker processes, those that they are forked from, and those that watch over
+    them.
+    """
     return [
         process
         for process in processes_with("FLWR_HOME", str(flower.home))
@@ -93,12 +104,18 @@ def superlink(flower: FlowerCommand) -> list[int]:
 
 @pytest.mark.parametrize("end", ["stop", "killed SuperLink", "failure"])
 def test_no_worker_outlives_its_run(end: str, app: Path, tmp_path: Path) -> None:
-    """The longest time is that between two heartbeats of Flower, by which a run learns that it was stopped."""
+    """The longest time is that between two heartbeats of Flower, by which a run learns that it was
+    stopped.
+    """
     with flower_command(tmp_path / "home") as flower:
         options = {"method": "fedtan", "rounds": 100_000, "workers": 2, "checkpoint-every": 1}
-        run_id = flower.start(app, **options, results_dir=str(tmp_path / "run"), lr=1e30 if end == "failure" else 0.1)
+        run_id = flower.start(
+            app, **options, results_dir=str(tmp_path / "run"), lr=1e30 if end == "failure" else 0.1
+        )
         assert wait_until(lambda: bool(workers(flower)))
-        if end == "failure":  # Flower's process ends once its Ray has started, however long that takes
+        if (
+            end == "failure"
+        ):  # Flower's process ends once its Ray has started, however long that takes
             assert flower.status(run_id) == "finished:failed"
         else:
             assert wait_until(lambda: checkpoint_round(tmp_path / "run") > 1)

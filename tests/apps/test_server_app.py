@@ -14,7 +14,10 @@ from fedbn_flwr.simulation.in_process import InProcessGrid
 
 @pytest.mark.parametrize(
     ("options", "named"),
-    [({"dataset": "nonsense"}, "unknown data set 'nonsense'"), ({"lr": 1e30, "rounds": 1}, "training diverged")],
+    [
+        ({"dataset": "nonsense"}, "unknown data set 'nonsense'"),
+        ({"lr": 1e30, "rounds": 1}, "training diverged"),
+    ],
 )
 def test_a_run_that_cannot_work_ends_with_one_line_in_flowers_log(
     options: dict[str, Any], named: str, tmp_path: Path
@@ -29,7 +32,9 @@ def test_a_run_that_cannot_work_ends_with_one_line_in_flowers_log(
     with pytest.raises(Exception, match=named) as error:
         server(InProcessGrid(client, 2, given), Context(1, 1, {}, RecordDict(), given))
     # as Flower logs it
-    record = logging.LogRecord("flwr", logging.ERROR, "", 0, "ServerApp raised an exception", (), None)
+    record = logging.LogRecord(
+        "flwr", logging.ERROR, "", 0, "ServerApp raised an exception", (), None
+    )
     record.exc_info = (type(error.value), error.value, error.value.__traceback__)
     lines = logging.Formatter().format(record).splitlines()
     assert len(lines) == 2

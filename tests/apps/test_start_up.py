@@ -1,4 +1,6 @@
-"""What a node imports for a message: its process is a new one each time, and imports are nearly all of its cost."""
+"""What a node imports for a message: its process is a new one each time, and imports are nearly all
+of its cost.
+"""
 
 import json
 import pickle
@@ -28,10 +30,12 @@ OPTIONS: dict[str, Any] = {
     "partition": "classes:5",
 }
 METHODS = ("fedavg", "fixbn:freeze-round=1", "fedbn", "fedtan", "scaffold", "fedavg+gn")
-#: what a message may import beside Flower's own command and PyTorch: `import torch` alone takes 3 CPU seconds, each of
-#: torch._dynamo, scikit-learn and torchvision takes as long again, and matplotlib, SciPy and pandas a second or two
+#: what a message may import beside Flower's own command and PyTorch: `import torch` alone takes 3
+#: CPU seconds, each of torch._dynamo, scikit-learn and torchvision takes as long again, and
+#: matplotlib, SciPy and pandas a second or two
 ALLOWED = {"apps", "fedbn_flwr", "filelock", "strategies", "safetensors"}
-#: prints the modules that were imported for each run's messages in a file, after what every ClientApp's process has
+#: prints the modules that were imported for each run's messages in a file, after what every
+#: ClientApp's process has
 CODE = """
 import json, pickle, sys
 from flwr.supernode.cli import flwr_clientapp
@@ -53,14 +57,21 @@ print(json.dumps(imported))
 @pytest.mark.slow
 @pytest.mark.usefixtures("only_composed")
 def test_messages_import_nothing_that_takes_seconds(tmp_path: Path) -> None:
-    """Of every method, and of a site with images; one process for all, because each would take as long."""
+    """Of every method, and of a site with images.
+
+    One process for all, because each would take as long.
+    """
     runs: list[tuple[list[Message], dict[str, Any], dict[str, Any]]] = []
     for method in METHODS:
         options = {**OPTIONS, "method": method, "results-dir": str(tmp_path / str(len(runs)))}
         grid = InProcessGrid(client_app(bound_client_fn(resolve(options).config)), 2)
         runs.append((sent(grid, options), options, {}))
     _, folders = write_sites(tmp_path / "images", "iid", 2, 0)
-    given = {"dataset": "sites", "classes": ",".join(CLASSES), "results-dir": str(tmp_path / "results")}
+    given = {
+        "dataset": "sites",
+        "classes": ",".join(CLASSES),
+        "results-dir": str(tmp_path / "results"),
+    }
     options = {**OPTIONS, **given, "partition": ""}
     data = [f"folder:{folder}" for folder in folders]
     runs.append((sent(SitesInProcess(data, options), options), options, {"data": data[0]}))
@@ -68,9 +79,13 @@ def test_messages_import_nothing_that_takes_seconds(tmp_path: Path) -> None:
     shown = run(sys.executable, "-c", CODE, tmp_path / "runs", env=environment(OMP_NUM_THREADS="1"))
     imported: list[list[str]] = json.loads(shown.splitlines()[-1])
     for name, modules in zip((*METHODS, "a site with images"), imported, strict=True):
-        assert not [module for module in modules if module.startswith(("torch._dynamo", "torch._inductor"))], name
+        assert not [
+            module for module in modules if module.startswith(("torch._dynamo", "torch._inductor"))
+        ], name
         allowed = {*ALLOWED, "PIL"} if name == "a site with images" else ALLOWED
-        assert {package for package in foreign(modules) if not package.startswith("_")} <= allowed, name
+        assert {
+            package for package in foreign(modules) if not package.startswith("_")
+        } <= allowed, name
 
 
 def sent(grid: InProcessGrid, options: dict[str, Any]) -> list[Message]:
@@ -91,4 +106,8 @@ def sent(grid: InProcessGrid, options: dict[str, Any]) -> list[Message]:
 
 def foreign(modules: Sequence[str]) -> set[str]:
     """Return the packages beside Python's own, Flower's and PyTorch's."""
-    return {name.partition(".")[0] for name in modules} - sys.stdlib_module_names - {"torch", "flwr", "numpy"}
+    return (
+        {name.partition(".")[0] for name in modules}
+        - sys.stdlib_module_names
+        - {"torch", "flwr", "numpy"}
+    )

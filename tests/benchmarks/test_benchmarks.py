@@ -24,32 +24,62 @@ from tests.helpers.processes import MARK, is_alive, kill_processes, processes_wi
 from tests.helpers.waiting import wait_until
 
 
-def test_engines_stand_beside_the_bare_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_stand_beside_the_bare_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(bench, "count_cores", lambda: 1)
-    words = "--engines bare,stacked --models mlp --methods fixbn:freeze-round=1 --clients 2 --device cpu"
-    assert bench.main([*words.split(), "--repetitions", "1", "--seconds", "0.01", "--results-dir", str(tmp_path)]) == 0
+    words = (
+        "--engines bare,stacked --models mlp --methods fixbn:freeze-round=1 --clients 2 "
+        "--device cpu"
+    )
+    assert (
+        bench.main(
+            [
+                *words.split(),
+                "--repetitions",
+                "1",
+                "--seconds",
+                "0.01",
+                "--results-dir",
+                str(tmp_path),
+            ]
+        )
+        == 0
+    )
     rows = json.loads((tmp_path / "bench.json").read_text())
     assert [(row["engine"], row["method"]) for row in rows] == [
         (engine, "fixbn:freeze-round=1") for engine in ("bare", "stacked")
     ]
-    assert all(min(row["seconds-per-round"], row["ratio"]) > 0 and row["peak-memory-mb"] > 1 for row in rows)
+    assert all(
+        min(row["seconds-per-round"], row["ratio"]) > 0 and row["peak-memory-mb"] > 1
+        for row in rows
+    )
     assert len((tmp_path / "bench.md").read_text().splitlines()) == 4
 
 
 def test_a_row_says_how_it_computes_and_what_it_takes_on_a_gpu() -> None:
     case = Case("mlp", "fedavg", clients=2, precision="tf32", options=(("deterministic", "false"),))
     assert case.experiment().config.deterministic is False
-    measured = Measured("bare", 1, turns=[[0.5]], notes={"peak-memory-mb": 1200.0, "peak-gpu-memory-mb": 70.4})
+    measured = Measured(
+        "bare", 1, turns=[[0.5]], notes={"peak-memory-mb": 1200.0, "peak-gpu-memory-mb": 70.4}
+    )
     cells = [cell.strip() for cell in line_of(*rows_of(case, [measured])).split("|")]
     titles = [cell.strip() for cell in table([]).splitlines()[0].split("|")]
     row = dict(zip(titles, cells, strict=True))
-    assert (row["arithmetic"], row["MiB"], row["GPU MiB"]) == ("tf32, deterministic=false", "1,200", "70")
+    assert (row["arithmetic"], row["MiB"], row["GPU MiB"]) == (
+        "tf32, deterministic=false",
+        "1,200",
+        "70",
+    )
 
 
 def test_a_failure_is_a_row_and_the_others_go_on() -> None:
     # only the bare loop does not need the method's strategy
     case = Case("mlp", "fedavg:robust=nonsense", clients=2, local_steps=1, device="cpu")
-    with EngineProcess("bare", 1, [case]) as bare, EngineProcess("sequential", 1, [case]) as sequential:
+    with (
+        EngineProcess("bare", 1, [case]) as bare,
+        EngineProcess("sequential", 1, [case]) as sequential,
+    ):
         good, bad = rows_of(case, measure(case, [bare, sequential], Effort(1, 0.01, 1)))
     assert good["ratio"] == 1
     assert (bad["engine"], bad["ratio"], bad["seconds-per-round"]) == ("sequential", None, None)
@@ -94,7 +124,9 @@ def test_both_loaders_load_the_images_that_were_made(
 ) -> None:
     monkeypatch.setattr(image_loading, "CLASSES", 3)
     image_loading.main(["make", str(tmp_path), "--images", "60", "--pixels", "24", "16"])
-    image_loading.main(["load", str(tmp_path), "--side", "8", "--batches", "2", "--decoders", "1", "--turns", "2"])
+    image_loading.main(
+        ["load", str(tmp_path), "--side", "8", "--batches", "2", "--decoders", "1", "--turns", "2"]
+    )
     turns = json.loads(capsys.readouterr().out)["turns"]
     assert {name: len(seconds) for name, seconds in turns.items()} == {"imagefolder": 2, "this": 2}
 
@@ -115,13 +147,26 @@ def test_exchanges_have_a_row_for_each_number_of_workers_and_delay(
 
 @pytest.mark.slow
 def test_an_exchange_of_a_deployment_takes_time(tmp_path: Path) -> None:
-    words = ("--transports", "streams", "--nodes", "2", "--rtt", "1", "--models", "small-cnn", "--rounds", "1")
+    words = (
+        "--transports",
+        "streams",
+        "--nodes",
+        "2",
+        "--rtt",
+        "1",
+        "--models",
+        "small-cnn",
+        "--rounds",
+        "1",
+    )
     assert deploy.main([*words, "--results-dir", str(tmp_path)]) == 0
     (row,) = json.loads((tmp_path / "bench-deploy.json").read_text())
     assert min(row["ms-per-exchange"], row["seconds-per-round"]) > 0
 
 
-def test_an_engine_that_does_not_start_is_a_row_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_does_not_start_is_a_row_that_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     case = Case("mlp", "fedavg", clients=2, local_steps=1, device="cpu")
     with EngineProcess("bare", 1, [case]) as bare, ExitStack() as stack:
         bare.ready()  # whose start does not count, however busy the machine is
@@ -152,10 +197,14 @@ signal.pause()
 def test_a_killed_driver_leaves_no_process_behind(tmp_path: Path) -> None:
     environment = {**os.environ, MARK: str(tmp_path)}
     words = (sys.executable, "-c", STOPS, str(tmp_path / "woken"))
-    with subprocess.Popen(words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as started:
+    with subprocess.Popen(
+        words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
+    ) as started:
         assert started.stdout
         assert started.stdout.readline() == "stopped\n"
-        seen = wait_until(lambda: len(processes_with(MARK, str(tmp_path))) > 2)  # new programs have no environment yet
+        seen = wait_until(
+            lambda: len(processes_with(MARK, str(tmp_path))) > 2
+        )  # new programs have no environment yet
         started.kill()
     try:
         assert seen

@@ -26,9 +26,15 @@ from tests.helpers.toys import CLASSES, assert_same_state, random_state, toy_cnn
 INSTRUCTION = Instruction(local_steps=3, batch_size=4, lr=0.05, seed=3)
 
 
-def toy_client(model: nn.Module | None = None, split: Split | None = None, **options: Any) -> BNClient:
+def toy_client(
+    model: nn.Module | None = None, split: Split | None = None, **options: Any
+) -> BNClient:
     model, split = model or toy_cnn(), split or toy_split()
-    return BNClient(model, split, **{"test": toy_split(12, seed=1), "num_classes": CLASSES, "device": "cpu", **options})
+    return BNClient(
+        model,
+        split,
+        **{"test": toy_split(12, seed=1), "num_classes": CLASSES, "device": "cpu", **options},
+    )
 
 
 def start() -> dict[str, Tensor]:
@@ -48,7 +54,7 @@ def arrays(reply: Reply) -> State:
     return reply.records[wire.ARRAYS]
 
 
-# ---- training --------------------------------------------------------------------------------------------------------
+# ---- training ------------------------------------------------------------------------------------
 
 
 OPTIMIZERS: dict[str, tuple[dict[str, Any], Callable[..., torch.optim.Optimizer]]] = {
@@ -61,11 +67,15 @@ OPTIMIZERS: dict[str, tuple[dict[str, Any], Callable[..., torch.optim.Optimizer]
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_it_trains_as_a_plain_loop_over_batches_from_the_clients_own_samples(name: str) -> None:
-    """Its loss is the mean over samples, and not over batches, which are of four samples and of two."""
+    """Its loss is the mean over samples, and not over batches, which are of four samples and of
+    two.
+    """
     split, own = toy_split(), np.array([1, 4, 5, 8, 13, 16])
     options, make = OPTIMIZERS[name]
     asked = {**options, "optimizer": name if name.startswith("adam") else "sgd"}
-    reply = trained(toy_client(split=split, indices=own), start(), local_steps=0, local_epochs=2, **asked)
+    reply = trained(
+        toy_client(split=split, indices=own), start(), local_steps=0, local_epochs=2, **asked
+    )
 
     model = toy_cnn()
     model.load_state_dict(start())
@@ -95,12 +105,20 @@ def test_global_generators_are_left_as_they_were() -> None:
 
 def test_a_single_last_sample_is_trained_with_the_batch_before() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(36, 3), nn.BatchNorm1d(3), nn.Linear(3, CLASSES))
-    reply = trained(toy_client(model, indices=np.arange(5)), random_state(model), local_steps=0, local_epochs=1)
-    assert int(arrays(reply)["2.num_batches_tracked"]) == int(random_state(model)["2.num_batches_tracked"]) + 1
+    reply = trained(
+        toy_client(model, indices=np.arange(5)), random_state(model), local_steps=0, local_epochs=1
+    )
+    assert (
+        int(arrays(reply)["2.num_batches_tracked"])
+        == int(random_state(model)["2.num_batches_tracked"]) + 1
+    )
 
 
 def test_where_bn_stands_still_a_single_last_sample_is_a_batch() -> None:
-    model, sizes = nn.Sequential(nn.Flatten(), nn.Linear(36, 3), nn.BatchNorm1d(3), nn.Linear(3, CLASSES)), []
+    model, sizes = (
+        nn.Sequential(nn.Flatten(), nn.Linear(36, 3), nn.BatchNorm1d(3), nn.Linear(3, CLASSES)),
+        [],
+    )
     model.register_forward_hook(lambda _, inputs, output: sizes.append(len(output)))
     client = toy_client(model, indices=np.arange(5))
     trained(client, random_state(model), local_steps=0, local_epochs=1, freeze="statistics")
@@ -111,34 +129,49 @@ def test_a_bn_layer_of_which_no_parameter_learns_keeps_its_statistics_and_uses_t
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     warn_once.cache_clear()
-    model = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(36), nn.Linear(36, 3), nn.BatchNorm1d(3), nn.Linear(3, CLASSES))
+    model = nn.Sequential(
+        nn.Flatten(), nn.BatchNorm1d(36), nn.Linear(36, 3), nn.BatchNorm1d(3), nn.Linear(3, CLASSES)
+    )
     fixed = model[1].requires_grad_(False)
     values, seen = random_state(model), list[tuple[Tensor, Tensor]]()
     fixed.register_forward_hook(lambda _, inputs, outputs: seen.append((inputs[0], outputs)))
     after = arrays(trained(toy_client(model), values))
     assert all(torch.equal(after[key], values[key]) for key in values if key.startswith("1."))
-    assert not any(torch.equal(after[f"3.{key}"], values[f"3.{key}"]) for key in ("running_mean", "running_var"))
+    assert not any(
+        torch.equal(after[f"3.{key}"], values[f"3.{key}"])
+        for key in ("running_mean", "running_var")
+    )
     inputs, outputs = seen[0]
-    mean, variance, weight, bias = (values[f"1.{key}"] for key in ("running_mean", "running_var", "weight", "bias"))
+    mean, variance, weight, bias = (
+        values[f"1.{key}"] for key in ("running_mean", "running_var", "weight", "bias")
+    )
     torch.testing.assert_close(outputs, (inputs - mean) / (variance + 1e-5).sqrt() * weight + bias)
-    assert caplog.messages == ["1 of 2 BN layers keep their statistics, as none of their parameters learns"]
+    assert caplog.messages == [
+        "1 of 2 BN layers keep their statistics, as none of their parameters learns"
+    ]
 
 
-# ---- one model for all clients of a process --------------------------------------------------------------------------
+# ---- one model for all clients of a process ------------------------------------------------------
 
 
 def test_a_shared_model_carries_nothing_from_one_client_to_the_next() -> None:
     wanted = trained(toy_client(toy_cnn(dropout=0.5), partition_id=1), start(), momentum=0.9)
     model = toy_cnn(dropout=0.5)
     trained(toy_client(model), random_state(model, seed=8), freeze="both", lr=1.0, momentum=0.9)
-    trained(toy_client(model), random_state(model, seed=9), stays="bn", optimizer="adam", rule_keys=PROXIMAL)
+    trained(
+        toy_client(model),
+        random_state(model, seed=9),
+        stays="bn",
+        optimizer="adam",
+        rule_keys=PROXIMAL,
+    )
     toy_client(model).test({wire.ARRAYS: random_state(model, seed=10)}, INSTRUCTION)
     found = trained(toy_client(model, partition_id=1), start(), momentum=0.9)
     assert_same_state(arrays(found), arrays(wanted))
     assert found.metrics == wanted.metrics
 
 
-# ---- freezing --------------------------------------------------------------------------------------------------------
+# ---- freezing ------------------------------------------------------------------------------------
 
 
 def thawed(model: nn.Module) -> None:
@@ -148,7 +181,9 @@ def thawed(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("freeze", FREEZES)
-def test_a_model_in_eval_mode_trains_as_any_other_and_a_freeze_ends_with_the_round(freeze: str) -> None:
+def test_a_model_in_eval_mode_trains_as_any_other_and_a_freeze_ends_with_the_round(
+    freeze: str,
+) -> None:
     client, other = toy_client(), toy_client()
     other.model.eval()
     expected, found = (arrays(trained(each, start(), freeze=freeze)) for each in (client, other))
@@ -159,7 +194,10 @@ def test_a_model_in_eval_mode_trains_as_any_other_and_a_freeze_ends_with_the_rou
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ({"freeze": "everything"}, "unknown freeze 'everything'; known: none, statistics, affine, both"),
+        (
+            {"freeze": "everything"},
+            "unknown freeze 'everything'; known: none, statistics, affine, both",
+        ),
         ({"stays": "head"}, "unknown group of entries 'head'; known: none, "),
         ({"omit": "head"}, "unknown group of entries 'head'; known: none, "),
         ({"optimizer": "lamb"}, "unknown optimizer 'lamb'; known: sgd, adam, adamw"),
@@ -167,12 +205,14 @@ def test_a_model_in_eval_mode_trains_as_any_other_and_a_freeze_ends_with_the_rou
         ({"augmentation": "mixup"}, "'mixup'"),
     ],
 )
-def test_an_instruction_that_cannot_be_obeyed_is_an_error(option: dict[str, Any], message: str) -> None:
+def test_an_instruction_that_cannot_be_obeyed_is_an_error(
+    option: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         trained(toy_client(), start(), **option)
 
 
-# ---- evaluation and description --------------------------------------------------------------------------------------
+# ---- evaluation and description ------------------------------------------------------------------
 
 
 def test_a_test_uses_the_clients_own_loss() -> None:
@@ -180,7 +220,10 @@ def test_a_test_uses_the_clients_own_loss() -> None:
         return F.cross_entropy(outputs, labels) / 2
 
     clients = toy_client(), toy_client(loss_function=half)
-    losses: list[Any] = [client.test({wire.ARRAYS: start()}, INSTRUCTION).metrics[wire.EVAL_LOSS] for client in clients]
+    losses: list[Any] = [
+        client.test({wire.ARRAYS: start()}, INSTRUCTION).metrics[wire.EVAL_LOSS]
+        for client in clients
+    ]
     assert losses[1] == pytest.approx(losses[0] / 2)
 
 
@@ -198,10 +241,13 @@ class Outputs(nn.Module):
 def test_logits_may_be_in_an_object() -> None:
     plain, other = toy_client(), toy_client(Outputs())
     named = {f"net.{name}": value for name, value in start().items()}
-    found = {name.removeprefix("net."): value for name, value in arrays(trained(other, named)).items()}
+    found = {
+        name.removeprefix("net."): value for name, value in arrays(trained(other, named)).items()
+    }
     assert_same_state(found, arrays(trained(plain, start())))
     measured, wanted = (
-        client.test({wire.ARRAYS: given}, INSTRUCTION).metrics for client, given in ((other, named), (plain, start()))
+        client.test({wire.ARRAYS: given}, INSTRUCTION).metrics
+        for client, given in ((other, named), (plain, start()))
     )
     assert measured == wanted
 
@@ -213,7 +259,9 @@ def test_a_client_without_test_data_says_so() -> None:
 
 def test_a_description_says_who_the_node_is() -> None:
     split = toy_split(8, domains=[0, 0, 0, 0, 1, 1, 1, 1])
-    at_home, everywhere = (toy_client(split=split, indices=np.array(own), partition_id=2) for own in ([5, 6], [3, 4]))
+    at_home, everywhere = (
+        toy_client(split=split, indices=np.array(own), partition_id=2) for own in ([5, 6], [3, 4])
+    )
     reply = at_home.describe()
     assert (reply.num_examples, reply.metrics) == (2, {"partition-id": 2, "domain": 1})
     assert everywhere.describe().metrics[wire.DOMAIN] == -1
@@ -222,7 +270,7 @@ def test_a_description_says_who_the_node_is() -> None:
     assert reply.records == {}
 
 
-# ---- devices ---------------------------------------------------------------------------------------------------------
+# ---- devices -------------------------------------------------------------------------------------
 
 
 def test_the_device_is_the_gpu_where_there_is_one() -> None:
@@ -237,12 +285,18 @@ def test_a_device_that_is_not_there_is_named(name: str) -> None:
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_devices_count_from_0(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    there = {"is_available": True, "current_accelerator": torch.device("cuda"), "device_count": count}
+    there = {
+        "is_available": True,
+        "current_accelerator": torch.device("cuda"),
+        "device_count": count,
+    }
     for name, value in there.items():
         monkeypatch.setattr(torch.accelerator, name, lambda value=value: value)
     names = ["cuda", *(f"cuda:{index}" for index in range(count))]
     assert [pick_device(name).index for name in names] == [None, *range(count)]
-    with pytest.raises(ValueError, match=rf"'cuda:{count}' is not available here: {count} of the kind"):
+    with pytest.raises(
+        ValueError, match=rf"'cuda:{count}' is not available here: {count} of the kind"
+    ):
         pick_device(f"cuda:{count}")
 
 
@@ -255,7 +309,7 @@ def test_training_on_a_gpu_agrees_with_the_cpu_and_leaves_its_generator_alone() 
         torch.testing.assert_close(value, arrays(on_cpu)[name], rtol=1e-4, atol=1e-5)
 
 
-# ---- what a node keeps between messages ------------------------------------------------------------------------------
+# ---- what a node keeps between messages ----------------------------------------------------------
 
 
 KEPT = {"weight": torch.tensor([1.0, 2.0]), "counter": torch.tensor(7)}

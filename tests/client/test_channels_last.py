@@ -39,8 +39,18 @@ class Own(nn.Module):
 @pytest.mark.parametrize(
     ("name", "size", "wanted"),
     [
-        *(("small-cnn", 32, True), ("small-cnn", 28, False), ("resnet20", 32, True), ("mobilenetv2", 64, True)),
-        *(("resnet18", 64, False), ("lenet", 32, False), ("mlp", 32, False), ("timm:test_resnet", 32, True)),
+        *(
+            ("small-cnn", 32, True),
+            ("small-cnn", 28, False),
+            ("resnet20", 32, True),
+            ("mobilenetv2", 64, True),
+        ),
+        *(
+            ("resnet18", 64, False),
+            ("lenet", 32, False),
+            ("mlp", 32, False),
+            ("timm:test_resnet", 32, True),
+        ),
     ],
 )
 def test_models_of_this_project(name: str, size: int, wanted: bool) -> None:
@@ -49,7 +59,9 @@ def test_models_of_this_project(name: str, size: int, wanted: bool) -> None:
 
 def test_a_layer_that_may_need_the_usual_order_keeps_it() -> None:
     assert is_last(channels_last(images(), chain()))
-    assert is_last(channels_last(images(), nn.Sequential(*chain()[:-1], nn.Dropout(), nn.Linear(CHANNELS, 4))))
+    assert is_last(
+        channels_last(images(), nn.Sequential(*chain()[:-1], nn.Dropout(), nn.Linear(CHANNELS, 4)))
+    )
     for layer in (nn.GroupNorm(2, CHANNELS), nn.Dropout(), nn.Dropout2d(), Own()):
         given = images()
         assert channels_last(given, chain(layer)) is given
@@ -65,7 +77,9 @@ def trained(kind: type[BNClient]) -> tuple[BNClient, Any, list[bool]]:
     model, seen = models.build("small-cnn", 10, 3, SIDE), list[bool]()
     model[3].register_forward_pre_hook(lambda _, inputs: seen.append(is_last(inputs[0])))  # type: ignore[index]
     client = kind(model, Split(images(), torch.arange(5)), device="cpu")
-    reply = client.train({wire.ARRAYS: snapshot(model)}, Instruction(local_steps=3, batch_size=4, lr=0.1))
+    reply = client.train(
+        {wire.ARRAYS: snapshot(model)}, Instruction(local_steps=3, batch_size=4, lr=0.1)
+    )
     return client, reply.records[wire.ARRAYS], seen
 
 

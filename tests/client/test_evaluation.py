@@ -22,9 +22,13 @@ from tests.helpers.toys import CLASSES, assert_same_state, toy_cnn, toy_split
 
 
 def random_task(count: int = 60, domains: int = 3) -> tuple[Tensor, Split]:
-    """Logits that mean nothing, as the inputs of a model that only flattens, with labels and domains."""
+    """Logits that mean nothing, as the inputs of a model that only flattens, with labels and
+    domains.
+    """
     generator = torch.Generator().manual_seed(0)
-    labels, places = (torch.randint(high, (count,), generator=generator) for high in (CLASSES, domains))
+    labels, places = (
+        torch.randint(high, (count,), generator=generator) for high in (CLASSES, domains)
+    )
     logits = torch.randn(count, CLASSES, generator=generator)
     return logits, Split(logits[:, :, None, None], labels, places if domains > 1 else None)
 
@@ -44,7 +48,9 @@ def test_all_of_it_agrees_with_torchmetrics(domains: int) -> None:
         here = places == domain
         wanted = multiclass_confusion_matrix(predicted[here], split.labels[here], CLASSES)
         assert torch.equal(result.confusion[domain], wanted)
-        accuracy = float(multiclass_accuracy(predicted[here], split.labels[here], CLASSES, average="micro"))
+        accuracy = float(
+            multiclass_accuracy(predicted[here], split.labels[here], CLASSES, average="micro")
+        )
         assert result.domain_accuracy[domain] == pytest.approx(accuracy)
 
 
@@ -55,7 +61,11 @@ def test_a_prediction_of_no_class_counts_as_wrong(domains: int) -> None:
     generator = torch.Generator().manual_seed(1)
     logits, (_, split) = torch.randn(60, width, generator=generator), random_task(domains=domains)
     found = evaluate(
-        nn.Flatten(), replace(split, inputs=logits[:, :, None, None]), CLASSES, "cpu", metrics=["f1", "auc"]
+        nn.Flatten(),
+        replace(split, inputs=logits[:, :, None, None]),
+        CLASSES,
+        "cpu",
+        metrics=["f1", "auc"],
     )
     predicted = logits.argmax(1)
     whole = multiclass_confusion_matrix(predicted, split.labels, width)
@@ -71,7 +81,10 @@ def test_a_prediction_of_no_class_counts_as_wrong(domains: int) -> None:
     f1 = multiclass_f1_score(predicted, split.labels, width, average=None)[:CLASSES].tolist()
     assert found.by_class["f1"] == pytest.approx(f1)
     shown = logits.softmax(1)
-    auc = [float(binary_auroc(shown[:, label], (split.labels == label).long())) for label in range(CLASSES)]
+    auc = [
+        float(binary_auroc(shown[:, label], (split.labels == label).long()))
+        for label in range(CLASSES)
+    ]
     assert found.by_class["auc"] == pytest.approx(auc)
 
 
@@ -139,7 +152,9 @@ def test_a_nodes_own_accuracy_weighs_by_its_shares(
     confusion: list[list[list[int]]], domains: list[float], classes: list[float], wanted: float
 ) -> None:
     result = Evaluation(loss=0.0, confusion=torch.tensor(confusion))
-    assert result.accuracy_for(torch.tensor(domains).double(), torch.tensor(classes).double()) == pytest.approx(wanted)
+    assert result.accuracy_for(
+        torch.tensor(domains).double(), torch.tensor(classes).double()
+    ) == pytest.approx(wanted)
 
 
 def test_shares_are_those_of_the_nodes_own_samples() -> None:

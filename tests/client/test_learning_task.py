@@ -1,4 +1,6 @@
-"""Tasks: the pixel-wise loss and the mean IoU against torch and torchmetrics, and what a task refuses."""
+"""Tasks: the pixel-wise loss and the mean IoU against torch and torchmetrics, and what a task
+refuses.
+"""
 
 import numpy as np
 import pytest
@@ -68,7 +70,9 @@ def test_the_mean_iou_is_that_of_torchmetrics_on_all_pixels() -> None:
 
 def test_a_class_that_nowhere_is_does_not_count() -> None:
     # IoU by hand: 5 / (6 + 7 - 5), 3 / (5 + 4 - 3), no pixel of the third
-    assert mean_iou(torch.tensor([[5, 1, 0], [2, 3, 0], [0, 0, 0]])) == pytest.approx((5 / 8 + 3 / 6) / 2)
+    assert mean_iou(torch.tensor([[5, 1, 0], [2, 3, 0], [0, 0, 0]])) == pytest.approx(
+        (5 / 8 + 3 / 6) / 2
+    )
 
 
 def test_predictions_of_no_class_lower_the_mean_iou_and_are_no_class() -> None:
@@ -97,15 +101,23 @@ def test_an_evaluation_counts_pixels_by_city(batch_size: int) -> None:
     by_city = []
     for city in range(2):
         here = slice(4 * city, 4 * city + 4)
-        own = multiclass_accuracy(predicted[here], targets[here], 5, average="micro", ignore_index=IGNORED)
+        own = multiclass_accuracy(
+            predicted[here], targets[here], 5, average="micro", ignore_index=IGNORED
+        )
         assert result.domain_accuracy[city] == pytest.approx(float(own))
-        by_city.append(float(multiclass_jaccard_index(predicted[here], targets[here], 5, ignore_index=IGNORED)))
+        by_city.append(
+            float(multiclass_jaccard_index(predicted[here], targets[here], 5, ignore_index=IGNORED))
+        )
     # a node that has 3/4 of its images from the first city, and one from a city without test images
     mixed = result.score_for(mean_iou, torch.tensor([0.75, 0.25]))
     assert mixed == pytest.approx(0.75 * by_city[0] + 0.25 * by_city[1], rel=1e-5)
     elsewhere = evaluate(Grey(), data.test, 5, "cpu", batch_size, 3, SEGMENTATION)
-    assert elsewhere.score_for(mean_iou, torch.tensor([0.0, 0.0, 1.0])) == pytest.approx(float(wanted), rel=1e-5)
-    assert elsewhere.score_for(mean_iou, torch.tensor([0.0, 0.5, 0.5])) == pytest.approx(by_city[1], rel=1e-5)
+    assert elsewhere.score_for(mean_iou, torch.tensor([0.0, 0.0, 1.0])) == pytest.approx(
+        float(wanted), rel=1e-5
+    )
+    assert elsewhere.score_for(mean_iou, torch.tensor([0.0, 0.5, 0.5])) == pytest.approx(
+        by_city[1], rel=1e-5
+    )
     assert int(result.confusion.sum()) == int((targets != IGNORED).sum()) < targets.numel()
     assert result.loss == pytest.approx(
         mean_loss(Grey(), data.test, np.arange(8), "cpu", SEGMENTATION.loss, batch_size)
@@ -116,7 +128,8 @@ def test_an_augmentation_that_leaves_label_maps_where_they_were_is_refused() -> 
     for spec in ("none", "random-crop", "flip-rotate:degrees=10", "resized-crop-flip"):
         SEGMENTATION.check_augmentation(spec)
     with pytest.raises(
-        ValueError, match="'crop-flip' would move the images and not their label maps; there are: none,"
+        ValueError,
+        match="'crop-flip' would move the images and not their label maps; there are: none,",
     ):
         SEGMENTATION.check_augmentation("crop-flip")
     CLASSIFICATION.check_augmentation("crop-flip")
@@ -124,11 +137,14 @@ def test_an_augmentation_that_leaves_label_maps_where_they_were_is_refused() -> 
 
 def test_a_registered_task_is_found_by_its_name() -> None:
     with registries_restored():
-        task = register_task("of-a-test", LearningTask(measures={"cells": lambda confusion: float(confusion.sum())}))
+        task = register_task(
+            "of-a-test", LearningTask(measures={"cells": lambda confusion: float(confusion.sum())})
+        )
         assert task_of("of-a-test") is task
         with pytest.raises(ValueError, match="task 'of-a-test' is there already"):
             register_task("of-a-test", LearningTask())
     with pytest.raises(
-        ValueError, match="unknown task 'of-a-test'; there are: classification, regression, segmentation"
+        ValueError,
+        match="unknown task 'of-a-test'; there are: classification, regression, segmentation",
     ):
         task_of("of-a-test")

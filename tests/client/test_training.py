@@ -59,7 +59,9 @@ def _usual_products() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_usual_products")
 @pytest.mark.parametrize("before", [["none", "tf32", "tf32"], ["tf32"] * 3])
-@pytest.mark.parametrize(("precision", "wanted"), [("float32", "ieee"), ("bf16", "ieee"), ("tf32", "tf32")])
+@pytest.mark.parametrize(
+    ("precision", "wanted"), [("float32", "ieee"), ("bf16", "ieee"), ("tf32", "tf32")]
+)
 def test_a_gpu_multiplies_as_asked_for_until_every_step_is_done(
     before: list[str], precision: str, wanted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,12 +95,14 @@ def test_older_settings_of_products_can_be_read_during_and_after_a_step(
         assert (CUDNN.allow_tf32, torch.get_float32_matmul_precision()) == (True, before)
 
 
-# ---- one sample ------------------------------------------------------------------------------------------------------
+# ---- one sample ----------------------------------------------------------------------------------
 
 
 def test_bn_without_pixels_says_in_one_line_that_it_cannot() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(36, 3), nn.BatchNorm1d(3), nn.Linear(3, CLASSES))
-    with pytest.raises(ValueError, match=r"cannot train on a mini-batch of 1 sample.*larger batch-size") as caught:
+    with pytest.raises(
+        ValueError, match=r"cannot train on a mini-batch of 1 sample.*larger batch-size"
+    ) as caught:
         trained(model, toy_batches(steps=1, size=1), Instruction())
     assert "\n" not in str(caught.value)
 

@@ -26,7 +26,9 @@ class Evaluated(Federation):
 
             def test(*received: object) -> object:
                 reply = evaluate(*received)  # type: ignore[arg-type]
-                self.models[partition] = {name: value.clone() for name, value in client.model.state_dict().items()}
+                self.models[partition] = {
+                    name: value.clone() for name, value in client.model.state_dict().items()
+                }
                 return reply
 
             client.test = test  # type: ignore[method-assign, assignment]
@@ -39,7 +41,9 @@ class Evaluated(Federation):
 
 
 @pytest.mark.parametrize("strategy", [FedBN, SiloBN])
-def test_is_the_model_that_the_node_evaluates(strategy: Callable[..., BaseStrategy], tmp_path: Path) -> None:
+def test_is_the_model_that_the_node_evaluates(
+    strategy: Callable[..., BaseStrategy], tmp_path: Path
+) -> None:
     nodes = Evaluated()
     final = state.to_record(nodes.run(strategy(fraction_evaluate=1.0), 3))
     exported = []
@@ -49,7 +53,10 @@ def test_is_the_model_that_the_node_evaluates(strategy: Callable[..., BaseStrate
             own = state.from_record(export_personal(final, kept))
             wanted = nodes.models[int(context.node_config["partition-id"])]
             assert list(own) == list(wanted)
-            assert all(torch.equal(own[name], wanted[name]) and own[name].dtype == wanted[name].dtype for name in own)
+            assert all(
+                torch.equal(own[name], wanted[name]) and own[name].dtype == wanted[name].dtype
+                for name in own
+            )
         exported.append(own)
     name = norm.statistics_keys(nodes.model)[0]
     assert len({tuple(own[name].tolist()) for own in exported}) == len(exported)
@@ -67,11 +74,17 @@ def test_entries_that_a_mod_keeps_are_exported() -> None:
 def test_a_node_that_keeps_nothing_or_something_else_is_an_error() -> None:
     nodes = Federation(make_model())
     final = state.to_record(nodes.run(FedBN(fraction_evaluate=0.0), 1))
-    with pytest.raises(ValueError, match="the node keeps no entries of the model: it never trained"):
+    with pytest.raises(
+        ValueError, match="the node keeps no entries of the model: it never trained"
+    ):
         export_personal(final, RecordDict())
     context = nodes.grid.context(1000)
-    with pytest.raises(ValueError, match=r"keeps 'net\.1\.bias', which is not an entry of the server's model"):
+    with pytest.raises(
+        ValueError, match=r"keeps 'net\.1\.bias', which is not an entry of the server's model"
+    ):
         export_personal(ArrayRecord({"other": torch.zeros(1)}), context.state)
     wider = {name: torch.zeros(2, *value.shape) for name, value in state.from_record(final).items()}
-    with pytest.raises(ValueError, match=r"keeps 'net\.1\.\w+' with shape \(4,\), the model has \(2, 4\)"):
+    with pytest.raises(
+        ValueError, match=r"keeps 'net\.1\.\w+' with shape \(4,\), the model has \(2, 4\)"
+    ):
         export_personal(ArrayRecord(wider), context.state)

@@ -1,4 +1,6 @@
-"""What a node keeps in a folder of its site outlives its SuperNode, and a server's resumed run finds what counts."""
+"""What a node keeps in a folder of its site outlives its SuperNode, and a server's resumed run
+finds what counts.
+"""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -26,7 +28,9 @@ FORGETFUL = 1002
 
 
 class Restarting(InProcessGrid):
-    """A grid that forgets what one node remembers after each of its messages, as if its SuperNode started again."""
+    """A grid that forgets what one node remembers after each of its messages, as if its SuperNode
+    started again.
+    """
 
     def _keep(self, node: int, context: Context) -> None:
         super()._keep(node, replace(context, state=RecordDict()) if node == FORGETFUL else context)
@@ -49,7 +53,9 @@ def test_a_node_that_starts_again_goes_on_with_its_state(name: str, tmp_path: Pa
         Federation(make_model()),
         Federation(make_model(), grid=Restarting, mods=[keep_states_in(tmp_path)]),
     )
-    one, other = (nodes.run(REGISTRY[name](**METHODS[name]), 5, momentum=0.5) for nodes in (whole, restarted))
+    one, other = (
+        nodes.run(REGISTRY[name](**METHODS[name]), 5, momentum=0.5) for nodes in (whole, restarted)
+    )
     assert all(torch.equal(one[key], other[key]) for key in one)
     assert not restarted.grid.context(FORGETFUL).state
     (file,) = tmp_path.glob("*/2/*.records")
@@ -58,7 +64,9 @@ def test_a_node_that_starts_again_goes_on_with_its_state(name: str, tmp_path: Pa
 
 def test_states_are_kept_whatever_the_order_of_mods_is(tmp_path: Path) -> None:
     whole = Federation(make_model(), mods=[keep_local("1.*")])
-    restarted = Federation(make_model(), grid=Restarting, mods=[keep_local("1.*"), keep_states_in(tmp_path)])
+    restarted = Federation(
+        make_model(), grid=Restarting, mods=[keep_local("1.*"), keep_states_in(tmp_path)]
+    )
     one, other = (nodes.run(REGISTRY["fedavg"](), 3) for nodes in (whole, restarted))
     assert all(torch.equal(one[key], other[key]) for key in one)
     (file,) = tmp_path.glob("*/2/*.records")
@@ -81,7 +89,9 @@ class Watched(FedBN):
 
 
 class Unaddressed(Restarting):
-    """Its nodes' mods answer without saying which message, and in the middle of a round a second time."""
+    """Its nodes' mods answer without saying which message, and in the middle of a round a second
+    time.
+    """
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         asked = list(message_ids)
@@ -99,10 +109,18 @@ def test_a_node_without_its_state_is_named_and_trains_in_the_same_round(
     nodes.run(strategy, 3)
     assert strategy.trained == [[1000, 1001, 1002, 1003]] * 3
     named = [text for text in caplog.messages if "have lost the entries that stay on them" in text]
-    assert named == [f"Nodes [{FORGETFUL}] have lost the entries that stay on them: they get the whole model"] * 2
+    assert (
+        named
+        == [
+            f"Nodes [{FORGETFUL}] have lost the entries that stay on them: they get the whole model"
+        ]
+        * 2
+    )
 
 
-def test_who_has_failed_gets_the_whole_model_next_time_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_has_failed_gets_the_whole_model_next_time_as_well(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     train = BNClient.train
 
     def failing(client: BNClient, received: Any, instruction: Instruction) -> Reply:
@@ -115,7 +133,9 @@ def test_who_has_failed_gets_the_whole_model_next_time_as_well(monkeypatch: pyte
     nodes.run(strategy, 2)
     assert strategy.trained == [[1000, 1001, 1002, 1003], [1000, 1002, 1003]]
     packages = strategy.package(list(nodes.grid.get_node_ids()), nodes.initial)
-    assert [node for node, groups in packages.items() if "net.1.weight" in groups["arrays"]] == [1001]
+    assert [node for node, groups in packages.items() if "net.1.weight" in groups["arrays"]] == [
+        1001
+    ]
 
 
 def test_it_starts_from_the_servers_values_of_what_it_lost() -> None:
@@ -132,10 +152,15 @@ def test_it_starts_from_the_servers_values_of_what_it_lost() -> None:
     nodes.run(strategy, 2)
     first, asked, again = seen
     assert asked.keys() < again.keys() == first.keys()
-    assert all(torch.equal(again[name], torch.from_numpy(value)) for name, value in strategy.began[1].items())
+    assert all(
+        torch.equal(again[name], torch.from_numpy(value))
+        for name, value in strategy.began[1].items()
+    )
 
 
-def test_an_evaluation_without_the_state_is_left_out_by_name(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_evaluation_without_the_state_is_left_out_by_name(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     strategy = FedBN(fraction_evaluate=1.0, min_evaluate_nodes=1)
     Federation(make_model(), grid=Restarting).run(strategy, 1)
     assert [reply.node for reply in strategy.evaluation.replies] == [1000, 1001, 1003]
@@ -143,7 +168,7 @@ def test_an_evaluation_without_the_state_is_left_out_by_name(caplog: pytest.LogC
     assert text in caplog.messages
 
 
-# ---- which states count ----------------------------------------------------------------------------------------------
+# ---- which states count --------------------------------------------------------------------------
 
 
 class Site:
@@ -153,12 +178,18 @@ class Site:
         self.folder = folder
 
     def states(self, server_round: int, history: str, checkpoint: int) -> KeptStates:
-        config = ConfigRecord({"server-round": server_round, "state-history": history, "checkpoint": checkpoint})
+        config = ConfigRecord(
+            {"server-round": server_round, "state-history": history, "checkpoint": checkpoint}
+        )
         run = int(History.parse(history).present)
-        return KeptStates(self.folder, Context(run, 9, {"partition-id": 4}, RecordDict(), {}), config)
+        return KeptStates(
+            self.folder, Context(run, 9, {"partition-id": 4}, RecordDict(), {}), config
+        )
 
     def train(self, server_round: int, history: str, checkpoint: int = 0) -> int:
-        """Take part in a round; returns the round that the node remembers having taken part in before."""
+        """Take part in a round; returns the round that the node remembers having taken part in
+        before.
+        """
         states = self.states(server_round, history, checkpoint)
         before = states.recall()
         states.keep(RecordDict({"m": MetricRecord({"round": server_round})}))
@@ -178,10 +209,14 @@ def test_only_the_latest_state_is_kept_and_that_of_the_checkpoint(tmp_path: Path
     assert site.names == ["3-71.records", "6-71.records"]
     assert site.train(9, "71", checkpoint=8) == 6
     assert site.names == ["6-71.records", "9-71.records"]
-    assert [path.relative_to(tmp_path).parts[:2] for path in tmp_path.rglob("*.records")] == [("71", "4")] * 2
+    assert [path.relative_to(tmp_path).parts[:2] for path in tmp_path.rglob("*.records")] == [
+        ("71", "4")
+    ] * 2
 
 
-def test_a_resumed_run_goes_on_with_the_checkpoints_state_and_forgets_what_came_after(tmp_path: Path) -> None:
+def test_a_resumed_run_goes_on_with_the_checkpoints_state_and_forgets_what_came_after(
+    tmp_path: Path,
+) -> None:
     site = Site(tmp_path)
     for number in (1, 2, 3, 4):
         site.train(number, "71", checkpoint=2 * (number > 2))
@@ -209,7 +244,7 @@ def test_a_state_that_did_not_change_is_not_written(tmp_path: Path) -> None:
     assert site.names == ["1-71.records"]
 
 
-# ---- where a site names its folder -----------------------------------------------------------------------------------
+# ---- where a site names its folder ---------------------------------------------------------------
 
 
 def count(message: Message, context: Context) -> Message:
@@ -219,9 +254,13 @@ def count(message: Message, context: Context) -> Message:
 
 
 def ask(folder: str | None, config: dict[str, int]) -> int:
-    message = Message(RecordDict({"config": ConfigRecord(dict(config))}), dst_node_id=1, message_type="train")
+    message = Message(
+        RecordDict({"config": ConfigRecord(dict(config))}), dst_node_id=1, message_type="train"
+    )
     place = {} if folder is None else {"state-dir": folder}
-    reply = keep_states(message, Context(1, 9, {"partition-id": 4, **place}, RecordDict(), {}), count)
+    reply = keep_states(
+        message, Context(1, 9, {"partition-id": 4, **place}, RecordDict(), {}), count
+    )
     return int(reply.content.metric_records["n"]["n"])  # type: ignore[arg-type]
 
 
@@ -248,11 +287,17 @@ def test_the_node_configuration_or_the_environment_name_the_folder(
         ("1", "../x", "partition-id must be a number from 0 on, got '../x'"),
     ],
 )
-def test_what_is_not_a_number_names_no_folder(history: str, partition: Any, named: str, tmp_path: Path) -> None:
-    app = client_app(lambda _: pytest.fail("no client is due"), mods=[keep_states_in(tmp_path / "states")])
+def test_what_is_not_a_number_names_no_folder(
+    history: str, partition: Any, named: str, tmp_path: Path
+) -> None:
+    app = client_app(
+        lambda _: pytest.fail("no client is due"), mods=[keep_states_in(tmp_path / "states")]
+    )
     config = ConfigRecord({"server-round": 1, "state-history": history})
     message = Message(RecordDict({"config": config}), dst_node_id=1, message_type="train")
-    reason = str(app(message, Context(1, 9, {"partition-id": partition}, RecordDict(), {})).error.reason)
+    reason = str(
+        app(message, Context(1, 9, {"partition-id": partition}, RecordDict(), {})).error.reason
+    )
     assert named in reason
     assert "\n" not in reason
     assert not list(tmp_path.iterdir())

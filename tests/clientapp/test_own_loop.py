@@ -1,4 +1,6 @@
-"""A training loop of a user's own obeys every strategy: the same models as `BNClient` on the same batches."""
+"""A training loop of a user's own obeys every strategy: the same models as `BNClient` on the same
+batches.
+"""
 
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -69,7 +71,9 @@ def plain_loop(
     return total / samples
 
 
-def loop_over_parts(model: nn.Module, batches: Iterator[Batch], lr: float, momentum: float) -> float:
+def loop_over_parts(
+    model: nn.Module, batches: Iterator[Batch], lr: float, momentum: float
+) -> float:
     """Train by calling the model's layers, and never the whole, as LightningModules may."""
     net: Any = model.net
 
@@ -93,7 +97,8 @@ def own_app(
     evaluates: bool = True,
     **options: Any,
 ) -> FlowerClientApp:
-    """Return a user's app: it loads, trains by the loop, and replies, and knows nothing of this project's methods.
+    """Return a user's app: it loads, trains by the loop, and replies, and knows nothing of this
+    project's methods.
 
     (It asks a `BNClient` for the batches that such a client would train on.)
     """
@@ -104,7 +109,9 @@ def own_app(
         model = make()
         model.load_state_dict(message.content.array_records[arrays].to_torch_state_dict())
         config: Any = message.content.config_records[settings]
-        loss = loop(model, batches_of(config, context, make), config["lr"], config.get("momentum", 0.0))
+        loss = loop(
+            model, batches_of(config, context, make), config["lr"], config.get("momentum", 0.0)
+        )
         part = int(context.node_config["partition-id"])
         metrics = MetricRecord({weight_name: factor * SIZES[part], loss_name: loss})
         content = RecordDict({arrays: ArrayRecord(model.state_dict()), "metrics": metrics})
@@ -123,7 +130,9 @@ def own_app(
     return app
 
 
-def batches_of(config: ConfigRecord, context: Context, make: Callable[[], nn.Module]) -> Iterator[Batch]:
+def batches_of(
+    config: ConfigRecord, context: Context, make: Callable[[], nn.Module]
+) -> Iterator[Batch]:
     """Yield the batches that a `BNClient` would train on."""
     part = int(context.node_config["partition-id"])
     asked = BNClient(make(), make_split(), indices=parts()[part], partition_id=part, device="cpu")
@@ -131,7 +140,9 @@ def batches_of(config: ConfigRecord, context: Context, make: Callable[[], nn.Mod
 
 
 #: tells how many examples a node has
-COUNTED: dict[str, Any] = {"num_examples": lambda context: SIZES[int(context.node_config["partition-id"])]}
+COUNTED: dict[str, Any] = {
+    "num_examples": lambda context: SIZES[int(context.node_config["partition-id"])]
+}
 METHODS: dict[str, Callable[[], BaseStrategy]] = {
     "fixbn, statistics and affine": lambda: FixBN(freeze_round=1, freeze="both"),
     "fedbn": FedBN,
@@ -162,7 +173,9 @@ def run_both(method: str, loop: Loop) -> float:
     made = make_without_bn if method == "fedwon" else make
     grid = InProcessGrid(own_app(loop, made, **COUNTED), len(SIZES))
     asked: dict[str, Any] = {"lr": 0.05, "momentum": momentum_of(method)}
-    return distance(Federation(made()).run(METHODS[method](), ROUNDS, grid=grid, **asked), wanted_of(method))
+    return distance(
+        Federation(made()).run(METHODS[method](), ROUNDS, grid=grid, **asked), wanted_of(method)
+    )
 
 
 def momentum_of(method: str) -> float:
@@ -210,12 +223,20 @@ class UsersClient(NumPyClient):
     def __init__(self, part: int) -> None:
         self.part, self.model = part, make()
 
-    def fit(self, parameters: list[Any], config: dict[str, Any]) -> tuple[list[Any], int, dict[str, Any]]:
+    def fit(
+        self, parameters: list[Any], config: dict[str, Any]
+    ) -> tuple[list[Any], int, dict[str, Any]]:
         names = self.model.state_dict()
-        self.model.load_state_dict({name: torch.tensor(value) for name, value in zip(names, parameters, strict=True)})
-        asked = BNClient(make(), make_split(), indices=parts()[self.part], partition_id=self.part, device="cpu")
+        self.model.load_state_dict(
+            {name: torch.tensor(value) for name, value in zip(names, parameters, strict=True)}
+        )
+        asked = BNClient(
+            make(), make_split(), indices=parts()[self.part], partition_id=self.part, device="cpu"
+        )
         batches = iter(asked.plan(read_instruction(config)))
-        loss = plain_loop(self.model, batches, float(config["lr"]), float(config.get("momentum", 0.0)))
+        loss = plain_loop(
+            self.model, batches, float(config["lr"]), float(config.get("momentum", 0.0))
+        )
         # a client may well lose the dtype of a counter
         arrays = [value.numpy().astype(float) for value in self.model.state_dict().values()]
         metrics = {"train_loss": loss, "note": "trained", "stopped": False, "steps": np.int64(3)}
@@ -224,11 +245,17 @@ class UsersClient(NumPyClient):
 
 @pytest.mark.parametrize("method", ["fedbn", "fedprox", "fedtan"])
 def test_a_numpy_client_may_lose_dtypes(method: str) -> None:
-    app = numpy_client_app(lambda context: UsersClient(int(context.node_config["partition-id"])), make, **COUNTED)
-    result = Federation(make()).run(METHODS[method](), ROUNDS, grid=InProcessGrid(app, len(SIZES)), lr=0.05)
+    app = numpy_client_app(
+        lambda context: UsersClient(int(context.node_config["partition-id"])), make, **COUNTED
+    )
+    result = Federation(make()).run(
+        METHODS[method](), ROUNDS, grid=InProcessGrid(app, len(SIZES)), lr=0.05
+    )
     wanted = wanted_of(method)
     assert distance(result, wanted) < EXACT
-    assert {name: value.dtype for name, value in result.items()} == {name: v.dtype for name, v in wanted.items()}
+    assert {name: value.dtype for name, value in result.items()} == {
+        name: v.dtype for name, v in wanted.items()
+    }
 
 
 def test_a_node_evaluates_the_model_that_it_keeps() -> None:
@@ -254,10 +281,19 @@ def test_the_log_says_once_that_a_model_is_evaluated_in_training_mode(
     assert caplog.text.count("the evaluation runs BN in training mode") == (0 if evaluates else 1)
 
 
-def test_the_first_mini_batch_is_that_of_the_model_and_not_of_a_transform(caplog: pytest.LogCaptureFixture) -> None:
-    def transformed(model: nn.Module, batches: Iterator[Batch], lr: float, momentum: float) -> float:
+def test_the_first_mini_batch_is_that_of_the_model_and_not_of_a_transform(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def transformed(
+        model: nn.Module, batches: Iterator[Batch], lr: float, momentum: float
+    ) -> float:
         scale = nn.Identity()
-        return plain_loop(model, ((torch.stack([scale(x) for x in inputs]), y) for inputs, y in batches), lr, momentum)
+        return plain_loop(
+            model,
+            ((torch.stack([scale(x) for x in inputs]), y) for inputs, y in batches),
+            lr,
+            momentum,
+        )
 
     grid = InProcessGrid(own_app(transformed, make), len(SIZES))
     with caplog.at_level("WARNING", logger="flwr"):
@@ -266,23 +302,34 @@ def test_the_first_mini_batch_is_that_of_the_model_and_not_of_a_transform(caplog
 
 
 @pytest.mark.parametrize("strategy", [FedAvg, FedBN, FedTAN])
-def test_a_strategy_may_weigh_by_any_metric_and_then_needs_no_other(strategy: Callable[..., BaseStrategy]) -> None:
+def test_a_strategy_may_weigh_by_any_metric_and_then_needs_no_other(
+    strategy: Callable[..., BaseStrategy],
+) -> None:
     wanted = Federation(make()).run(strategy(), 2, lr=0.05)
     grid = InProcessGrid(own_app(plain_loop, make, weight_name="samples", **COUNTED), len(SIZES))
     strategy_by_samples = strategy(weighted_by_key="samples")
-    assert distance(Federation(make()).run(strategy_by_samples, 2, grid=grid, lr=0.05), wanted) < EXACT
+    assert (
+        distance(Federation(make()).run(strategy_by_samples, 2, grid=grid, lr=0.05), wanted) < EXACT
+    )
     assert len(strategy_by_samples.evaluation.replies) == len(SIZES)
 
 
 def test_scaffolds_share_of_the_clients_compares_numbers_of_one_kind() -> None:
-    """Nodes describe themselves by their examples; if other numbers are their weights, the share is that of nodes."""
+    """Nodes describe themselves by their examples; if other numbers are their weights, the share is
+    that of nodes.
+    """
     ten_times: dict[str, Any] = {"weight_name": "pixels", "factor": 10}
-    runs: list[tuple[dict[str, Any], dict[str, Any]]] = [({}, {}), (ten_times, {"weighted_by_key": "pixels"})]
+    runs: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({}, {}),
+        (ten_times, {"weighted_by_key": "pixels"}),
+    ]
     models = [
         Federation(make()).run(
             Scaffold(fraction_train=0.5, fraction_evaluate=0.0, **options),
             ROUNDS,
-            grid=InProcessGrid(own_app(plain_loop, make, **app, **(COUNTED if app else {})), len(SIZES)),
+            grid=InProcessGrid(
+                own_app(plain_loop, make, **app, **(COUNTED if app else {})), len(SIZES)
+            ),
             lr=0.05,
         )
         for app, options in runs
@@ -305,7 +352,11 @@ def test_the_log_says_once_what_a_loop_shared(flower_log: pytest.LogCaptureFixtu
     grid = InProcessGrid(own_app(in_two_passes, make), len(SIZES))
     Federation(make()).run(FedTAN(), 2, grid=grid, lr=0.05)
     # a record may be caught twice
-    told = {id(record): record.message for record in flower_log.records if "in 2 forward passes" in record.message}
+    told = {
+        id(record): record.message
+        for record in flower_log.records
+        if "in 2 forward passes" in record.message
+    }
     assert len(told) == len(SIZES)
     assert next(iter(told.values())).endswith("(SGD, of 2 of the 9 parameters that learn)")
 
@@ -332,7 +383,7 @@ def test_prepare_puts_in_the_normalizer_that_a_method_names() -> None:
         prepare(make(), "fedwon+gn")
 
 
-# ---- what cannot be obeyed -------------------------------------------------------------------------------------------
+# ---- what cannot be obeyed -----------------------------------------------------------------------
 
 
 def held_loop(model: nn.Module, batches: Iterator[Batch], lr: float, momentum: float) -> float:
@@ -379,7 +430,11 @@ NO_BN = "the method would be another one: the model has no BN layer"
 HELD = "all BN layers are in eval mode in training"
 MISTAKES: list[tuple[Callable[[], BaseStrategy], FlowerClientApp, str]] = [
     *(
-        (strategy, own_app(other_model, make), f"cannot obey {key}.*: the handler trained a Sequential")
+        (
+            strategy,
+            own_app(other_model, make),
+            f"cannot obey {key}.*: the handler trained a Sequential",
+        )
         for strategy, key in (
             (lambda: FixBN(freeze_round=0), "freeze"),
             (lambda: FedProx(mu=0.5), "proximal-mu"),
@@ -388,12 +443,29 @@ MISTAKES: list[tuple[Callable[[], BaseStrategy], FlowerClientApp, str]] = [
     ),
     (lambda: FedProx(mu=0.5), own_app(no_step, make), NO_OPTIMIZER),
     # statistics would be those of before the step: nothing tells when that ends
-    *((each, own_app(by_hand, make), NO_OPTIMIZER) for each in (FedTAN, FedDNA, lambda: FedTAN(carry=True))),
-    *((each, own_app(held_loop, make), HELD) for each in (FedTAN, FedDNA, lambda: FedTAN(carry=True))),
+    *(
+        (each, own_app(by_hand, make), NO_OPTIMIZER)
+        for each in (FedTAN, FedDNA, lambda: FedTAN(carry=True))
+    ),
+    *(
+        (each, own_app(held_loop, make), HELD)
+        for each in (FedTAN, FedDNA, lambda: FedTAN(carry=True))
+    ),
     *((each, own_app(plain_loop, make_bare), NO_BN) for each in (FedBN, FixBN, FedTAN)),
-    (FedWon, own_app(plain_loop, make), r"without BN, and there is 'net.1.running_var'.*prepare\(model, "),
-    *((each, own_app(plain_loop, make), r"the model has BatchNorm2d.*prepare\(model, ") for each in (HBN, HeteroFL)),
-    (FedBS, own_app(plain_loop, make), "lack 'local-loss'; they are num-examples, partition-id, train-loss"),
+    (
+        FedWon,
+        own_app(plain_loop, make),
+        r"without BN, and there is 'net.1.running_var'.*prepare\(model, ",
+    ),
+    *(
+        (each, own_app(plain_loop, make), r"the model has BatchNorm2d.*prepare\(model, ")
+        for each in (HBN, HeteroFL)
+    ),
+    (
+        FedBS,
+        own_app(plain_loop, make),
+        "lack 'local-loss'; they are num-examples, partition-id, train-loss",
+    ),
     (
         lambda: FedBS(loss="running"),
         own_app(plain_loop, make, loss_name="my-loss"),
@@ -402,7 +474,8 @@ MISTAKES: list[tuple[Callable[[], BaseStrategy], FlowerClientApp, str]] = [
     (
         lambda: FedAvg(weighted_by_key="samples"),
         own_app(plain_loop, make),
-        "its metrics lack 'samples', which the strategy weighs by; they are num-examples, train-loss",
+        "its metrics lack 'samples', which the strategy weighs by; they are num-examples, "
+        "train-loss",
     ),
     (
         FedAvg,
@@ -417,4 +490,6 @@ def test_what_cannot_be_obeyed_ends_the_run_by_name(
     strategy: Callable[[], BaseStrategy], app: FlowerClientApp, message: str
 ) -> None:
     with pytest.raises(CannotTrainError, match=message):
-        Federation(cast(ClientApp, app).structure).run(strategy(), 1, grid=InProcessGrid(app, len(SIZES)), lr=0.05)
+        Federation(cast(ClientApp, app).structure).run(
+            strategy(), 1, grid=InProcessGrid(app, len(SIZES)), lr=0.05
+        )

@@ -1,4 +1,6 @@
-"""What projects on Flower do that this one's own experiments do not: keys, mods and clients of their own."""
+"""What projects on Flower do that this one's own experiments do not: keys, mods and clients of
+their own.
+"""
 
 import logging
 from collections.abc import Callable
@@ -37,7 +39,16 @@ from fedbn_flwr.strategies import (
 from fedbn_flwr.wire import Instruction
 from tests.clientapp.test_own_loop import own_app, plain_loop
 from tests.helpers.faults import FaultyReply
-from tests.helpers.harness import CLASSES, INSTRUCTION, SIZES, Federation, distance, make_model, make_split, parts
+from tests.helpers.harness import (
+    CLASSES,
+    INSTRUCTION,
+    SIZES,
+    Federation,
+    distance,
+    make_model,
+    make_split,
+    parts,
+)
 
 NODES = len(SIZES)
 
@@ -48,15 +59,26 @@ def make() -> nn.Module:
 
 def bn_client(context: Context, **options: Any) -> BNClient:
     index = int(context.node_config["partition-id"])
-    known: dict[str, Any] = {"test": make_split(), "num_classes": CLASSES, "memory": context.state, "device": "cpu"}
-    return BNClient(make(), make_split(), indices=parts()[index], **{"partition_id": index, **known, **options})
+    known: dict[str, Any] = {
+        "test": make_split(),
+        "num_classes": CLASSES,
+        "memory": context.state,
+        "device": "cpu",
+    }
+    return BNClient(
+        make(), make_split(), indices=parts()[index], **{"partition_id": index, **known, **options}
+    )
 
 
-def start(strategy: BaseStrategy, app: FlowerClientApp, rounds: int = 2, **config: Any) -> state.State:
+def start(
+    strategy: BaseStrategy, app: FlowerClientApp, rounds: int = 2, **config: Any
+) -> state.State:
     """Run a strategy with a user's own configuration, and return the model."""
     record = ConfigRecord({"local-steps": 2, "batch-size": 5, "lr": 0.05, **config})
     initial = state.to_record(make().state_dict())
-    return state.from_record(strategy.start(InProcessGrid(app, NODES), initial, rounds, train_config=record).arrays)
+    return state.from_record(
+        strategy.start(InProcessGrid(app, NODES), initial, rounds, train_config=record).arrays
+    )
 
 
 def foreign_app(
@@ -70,7 +92,10 @@ def foreign_app(
         seen.append(dict(message.content.config_records[config]))
         values = message.content.array_records[arrays].to_torch_state_dict()
         values[next(iter(values))] += 1
-        content: Any = {arrays: ArrayRecord(values), "metrics": MetricRecord({"num-examples": 3, "train-loss": 1.0})}
+        content: Any = {
+            arrays: ArrayRecord(values),
+            "metrics": MetricRecord({"num-examples": 3, "train-loss": 1.0}),
+        }
         return Message(RecordDict(content), reply_to=message)
 
     @app.query("describe")
@@ -80,17 +105,26 @@ def foreign_app(
     return app
 
 
-# ---- keys ------------------------------------------------------------------------------------------------------------
+# ---- keys ----------------------------------------------------------------------------------------
 
 
 def test_a_users_keys_arrive_as_they_are_whatever_they_are_called() -> None:
     seen: list[dict[str, Any]] = []
-    mine = {"freeze": "backbone", "stays": 7, "omit": [1, 2], "lr": 0.1, "momentum": 0.0, "proximal-mu": "mine"}
+    mine = {
+        "freeze": "backbone",
+        "stays": 7,
+        "omit": [1, 2],
+        "lr": 0.1,
+        "momentum": 0.0,
+        "proximal-mu": "mine",
+    }
     start(FedAvg(fraction_evaluate=0.0), foreign_app(seen), rounds=1, **mine)
     assert {key: seen[0][key] for key in mine} == mine
 
 
-@pytest.mark.parametrize("strategy", [FedAvg, lambda **options: FixBN(freeze_round=1, **options), FedTAN])
+@pytest.mark.parametrize(
+    "strategy", [FedAvg, lambda **options: FixBN(freeze_round=1, **options), FedTAN]
+)
 def test_a_precision_of_a_users_own_may_be_a_number(strategy: Callable[..., BaseStrategy]) -> None:
     seen: list[Any] = []
 
@@ -110,7 +144,9 @@ def test_a_precision_of_a_users_own_may_be_a_number(strategy: Callable[..., Base
     "app", [client_app(bn_client), own_app(plain_loop, make, arrays="weights", settings="settings")]
 )
 @pytest.mark.parametrize("strategy", [FedAvg, Scaffold])
-def test_records_may_have_a_users_names(strategy: Callable[..., BaseStrategy], app: FlowerClientApp) -> None:
+def test_records_may_have_a_users_names(
+    strategy: Callable[..., BaseStrategy], app: FlowerClientApp
+) -> None:
     names = {"arrayrecord_key": "weights", "configrecord_key": "settings"}
     assert distance(start(strategy(**names), app), start(strategy(), client_app(bn_client))) < 1e-12
 
@@ -121,7 +157,11 @@ def test_a_users_mean_of_metrics_sees_whole_replies() -> None:
     @app.train()
     def train(message: Message, context: Context) -> Message:
         metrics = MetricRecord({"num-examples": 2, "hits": [1, 2]})
-        told: Any = {"arrays": message.content["arrays"], "metrics": metrics, "told": ConfigRecord({"site": "north"})}
+        told: Any = {
+            "arrays": message.content["arrays"],
+            "metrics": metrics,
+            "told": ConfigRecord({"site": "north"}),
+        }
         return Message(RecordDict(told), reply_to=message)
 
     def mean(replies: list[RecordDict], weighted_by: str) -> MetricRecord:
@@ -135,12 +175,15 @@ def test_a_users_mean_of_metrics_sees_whole_replies() -> None:
     assert contents[0].config_records["report"]["site"] == "north"
 
 
-# ---- what a client cannot do -----------------------------------------------------------------------------------------
+# ---- what a client cannot do ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("strategy", "key"),
-    [(lambda: FixBN(freeze_round=5), "freeze,omit"), (lambda: FedBS(loss="running"), "proximal-mu")],
+    [
+        (lambda: FixBN(freeze_round=5), "freeze,omit"),
+        (lambda: FedBS(loss="running"), "proximal-mu"),
+    ],
 )
 def test_a_client_that_cannot_do_what_later_rounds_ask_for_is_refused_in_the_first(
     strategy: Callable[[], BaseStrategy], key: str
@@ -152,17 +195,23 @@ def test_a_client_that_cannot_do_what_later_rounds_ask_for_is_refused_in_the_fir
 
 
 def test_a_client_that_cannot_say_what_its_model_holds_is_refused_where_the_model_has_bn() -> None:
-    """Without clipping, FedWon asks for nothing that a client must acknowledge: only the model tells it from FedAvg."""
+    """Without clipping, FedWon asks for nothing that a client must acknowledge: only the model
+    tells it from FedAvg.
+    """
     with pytest.raises(CannotTrainError) as refusal:
         start(FedWon(agc="off", fraction_evaluate=0.0), foreign_app([]), rounds=1)
     assert "FedWon is for models without BN, and there is 'net.1.running_var'" in str(refusal.value)
     seen: list[dict[str, Any]] = []
     prepared = state.to_record(prepare(make(), FedWon).state_dict())
-    FedWon(agc="off", fraction_evaluate=0.0).start(InProcessGrid(foreign_app(seen), NODES), prepared, 1)
+    FedWon(agc="off", fraction_evaluate=0.0).start(
+        InProcessGrid(foreign_app(seen), NODES), prepared, 1
+    )
     assert len(seen) == NODES
 
 
-def test_a_node_with_another_normalizer_is_left_out_by_name(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_node_with_another_normalizer_is_left_out_by_name(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Static BN has the entries of BN, so that nothing else tells them apart."""
 
     def some(context: Context) -> BNClient:
@@ -174,7 +223,10 @@ def test_a_node_with_another_normalizer_is_left_out_by_name(caplog: pytest.LogCa
     start(strategy, client_app(some), rounds=1)
     assert [reply.node for reply in strategy.training.replies] == [*range(1000, 999 + NODES)]
     assert f"Node {999 + NODES} is left out of this round: " in caplog.text
-    assert "brings a normalizer of its own, and the model has BatchNorm2d: make it with `prepare(model" in caplog.text
+    assert (
+        "brings a normalizer of its own, and the model has BatchNorm2d: make it with `prepare(model"
+        in caplog.text
+    )
 
 
 def test_a_silent_node_does_not_keep_the_others_from_a_model_of_the_methods_own() -> None:
@@ -189,11 +241,15 @@ def test_a_mod_may_answer_in_a_nodes_place(flower_log: pytest.LogCaptureFixture)
     def refuse(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         if message.metadata.message_type != "query.describe":
             return call_next(message, context)
-        reply = Message(Error(ErrorCode.MOD_FAILED_PRECONDITION, "no queries here"), reply_to=message)
+        reply = Message(
+            Error(ErrorCode.MOD_FAILED_PRECONDITION, "no queries here"), reply_to=message
+        )
         reply.metadata.__dict__["_reply_to_message_id"] = ""
         return reply
 
-    start(FedAvg(fraction_train=0.4, fraction_evaluate=0.0), foreign_app([], mods=[refuse]), rounds=1)
+    start(
+        FedAvg(fraction_train=0.4, fraction_evaluate=0.0), foreign_app([], mods=[refuse]), rounds=1
+    )
     nodes = ", ".join(map(str, range(1000, 1000 + NODES)))
     assert f"Nodes {nodes} are drawn by id, without a description: no queries" in flower_log.text
 
@@ -202,10 +258,13 @@ def test_says_that_clients_share_a_number(flower_log: pytest.LogCaptureFixture) 
     for client in (bn_client, lambda context: bn_client(context, partition_id=7)):
         assert "several nodes say that they are partition" not in flower_log.text
         start(FedAvg(fraction_evaluate=0.0), client_app(client), rounds=1)
-    assert "several nodes say that they are partition 7: give each client its own partition_id" in flower_log.text
+    assert (
+        "several nodes say that they are partition 7: give each client its own partition_id"
+        in flower_log.text
+    )
 
 
-# ---- mods ------------------------------------------------------------------------------------------------------------
+# ---- mods ----------------------------------------------------------------------------------------
 
 
 def test_flowers_own_mods_work() -> None:
@@ -224,18 +283,26 @@ def test_an_app_with_mods_is_not_bypassed() -> None:
         return call_next(message, context)
 
     initial = state.to_record(make().state_dict())
-    FedAvg(fraction_evaluate=0.0).start(StackedGrid(client_app(bn_client, mods=[watch]), NODES, {}), initial, 2)
+    FedAvg(fraction_evaluate=0.0).start(
+        StackedGrid(client_app(bn_client, mods=[watch]), NODES, {}), initial, 2
+    )
     assert seen == ["train"] * 2 * NODES
 
 
 def test_keep_local_keeps_what_matches_on_the_node() -> None:
     bn = norm.bn_keys(make())
     assert bn
-    kept = start(FedAvg(fraction_evaluate=0.0), client_app(plain_client, mods=[keep_local(*bn)]), rounds=3)
-    wanted = Federation(make()).run(FedBN(fraction_evaluate=0.0), 3, local_steps=2, batch_size=5, lr=0.05, seed=0)
+    kept = start(
+        FedAvg(fraction_evaluate=0.0), client_app(plain_client, mods=[keep_local(*bn)]), rounds=3
+    )
+    wanted = Federation(make()).run(
+        FedBN(fraction_evaluate=0.0), 3, local_steps=2, batch_size=5, lr=0.05, seed=0
+    )
     initial = make().state_dict()
     for name, value in kept.items():
-        torch.testing.assert_close(value, initial[name] if name in bn else wanted[name], rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            value, initial[name] if name in bn else wanted[name], rtol=0, atol=1e-12
+        )
 
 
 def test_keep_local_lets_pass_what_has_no_arrays_and_refuses_layer_wise_steps() -> None:
@@ -278,7 +345,7 @@ def test_count_bytes_counts_what_came_and_went() -> None:
     assert metrics["bytes-up"] == metrics["bytes-down"]
 
 
-# ---- clients ---------------------------------------------------------------------------------------------------------
+# ---- clients -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("grid", [InProcessGrid, StackedGrid])
@@ -289,16 +356,21 @@ def test_a_client_may_bring_its_optimizer(grid: type[InProcessGrid]) -> None:
         made.append(instruction.lr)
         return torch.optim.Adagrad(model.parameters(), lr=instruction.lr)
 
-    nodes, initial = grid(client_app(lambda context: bn_client(context, make_optimizer=adagrad)), NODES, {}), make()
+    nodes, initial = (
+        grid(client_app(lambda context: bn_client(context, make_optimizer=adagrad)), NODES, {}),
+        make(),
+    )
     strategy = FedAvg(fraction_evaluate=0.0, lr_schedule="0.5@1")
     config = ConfigRecord({"local-steps": 1, "lr": 0.2})
     result = strategy.start(nodes, state.to_record(initial.state_dict()), 2, train_config=config)
     assert made == [0.2] * NODES + [0.1] * NODES
     trained = state.from_record(result.arrays)
-    assert not any(torch.equal(trained[name], value) for name, value in initial.state_dict().items())
+    assert not any(
+        torch.equal(trained[name], value) for name, value in initial.state_dict().items()
+    )
 
 
-# ---- Flower's older server -------------------------------------------------------------------------------------------
+# ---- Flower's older server -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ask", ["server", "workflow"])
@@ -310,11 +382,16 @@ def test_flowers_older_server_ends_with_one_line(ask: str) -> None:
         "server": lambda: Server(client_manager=manager, strategy=strategy).fit(1, None),
         "workflow": lambda: workflow(SimpleNamespace(get_node_ids=list), context),
     }
-    with pytest.raises(SystemExit, match=r"^FixBN cannot run .*start_simulation.*: call `strategy\.start\(grid, .*\)`"):
+    with pytest.raises(
+        SystemExit,
+        match=r"^FixBN cannot run .*start_simulation.*: call `strategy\.start\(grid, .*\)`",
+    ):
         runs[ask]()
 
 
-def test_waiting_for_nodes_says_so(flower_log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_nodes_says_so(
+    flower_log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from fedbn_flwr.server import grids
 
     monkeypatch.setattr(grids, "SAY_EVERY", 0.0)

@@ -1,4 +1,6 @@
-"""Augmentations move whole pixels, differently for every sample, and draw from the given generator alone."""
+"""Augmentations move whole pixels, differently for every sample, and draw from the given generator
+alone.
+"""
 
 import pytest
 import torch
@@ -9,7 +11,9 @@ from fedbn_flwr.data import AUGMENTATIONS, parse_augmentation
 from fedbn_flwr.data.augmentation import Crop
 
 
-def augment(spec: str, inputs: torch.Tensor, chances: torch.Generator, *moments: tuple[float, ...]) -> torch.Tensor:
+def augment(
+    spec: str, inputs: torch.Tensor, chances: torch.Generator, *moments: tuple[float, ...]
+) -> torch.Tensor:
     augmentation, size = parse_augmentation(spec), (inputs.shape[-2], inputs.shape[-1])
     if augmentation is None:
         return inputs
@@ -31,7 +35,9 @@ def reference_crop_flip(
     """The slow, obvious way: pad, cut and mirror one image after the other."""
     rows = torch.randint(2 * border + 1, (len(inputs), 1), generator=chances)
     columns = torch.randint(2 * border + 1, (len(inputs), 1), generator=chances)
-    mirrored = torch.rand(len(inputs), 1, generator=chances) < 0.5 if flip else torch.zeros(len(inputs), 1)
+    mirrored = (
+        torch.rand(len(inputs), 1, generator=chances) < 0.5 if flip else torch.zeros(len(inputs), 1)
+    )
     images = []
     for image, row, column, mirror in zip(inputs, rows, columns, mirrored, strict=True):
         side = image.shape[-1]
@@ -43,17 +49,36 @@ def reference_crop_flip(
 
 @settings(max_examples=40)
 @given(
-    *(st.sampled_from(["crop", "crop-flip"]), st.integers(1, 9), st.integers(1, 3), st.sampled_from([4, 8, 28, 32])),
+    *(
+        st.sampled_from(["crop", "crop-flip"]),
+        st.integers(1, 9),
+        st.integers(1, 3),
+        st.sampled_from([4, 8, 28, 32]),
+    ),
     *(st.sampled_from([None, 0, 1, 5]), st.sampled_from([None, 0.0, 0.3, 1.0]), st.integers(0, 99)),
 )
 def test_equal_to_one_image_after_the_other(
-    name: str, count: int, channels: int, side: int, padding: int | None, fill: float | None, seed: int
+    name: str,
+    count: int,
+    channels: int,
+    side: int,
+    padding: int | None,
+    fill: float | None,
+    seed: int,
 ) -> None:
-    """A fill of one value for all channels, in images that were not normalized, is what padding with it gives."""
+    """A fill of one value for all channels, in images that were not normalized, is what padding
+    with it gives.
+    """
     inputs = torch.rand(count, channels, side, side, generator=generator(seed))
-    given = [f":{key}={value}" for key, value in (("padding", padding), ("fill", fill)) if value is not None]
+    given = [
+        f":{key}={value}"
+        for key, value in (("padding", padding), ("fill", fill))
+        if value is not None
+    ]
     border = max(1, side // 8) if padding is None else padding
-    expected = reference_crop_flip(inputs, generator(seed), name == "crop-flip", border, fill or 0.0)
+    expected = reference_crop_flip(
+        inputs, generator(seed), name == "crop-flip", border, fill or 0.0
+    )
     assert torch.equal(augment(name + "".join(given), inputs, generator(seed)), expected)
 
 

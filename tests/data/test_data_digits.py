@@ -7,7 +7,14 @@ from sklearn.datasets import load_digits
 
 from fedbn_flwr.data import load, partition
 from fedbn_flwr.data.augmentation import IGNORED, Edits, FlipRotate
-from fedbn_flwr.data.domains import DOMAINS, TEST_FONTS, TRAIN_FONTS, digits_domains, drawn, real_digits
+from fedbn_flwr.data.domains import (
+    DOMAINS,
+    TEST_FONTS,
+    TRAIN_FONTS,
+    digits_domains,
+    drawn,
+    real_digits,
+)
 
 
 def test_360_of_1797_digits_are_held_out_a_fifth_of_every_class() -> None:
@@ -48,8 +55,13 @@ def test_domains_of_real_digits_show_the_digits_of_their_split() -> None:
     data = load("digits-domains")
     for split, chosen in ((data.train, ~test), (data.test, test)):
         for domain in ("real", "photos", "inverted", "sheared"):
-            assert torch.equal(split.labels[split.domains == DOMAINS.index(domain)], torch.from_numpy(labels[chosen]))
-        inverted = split.inputs[split.domains == DOMAINS.index("inverted")].float().mean(1).flatten(1)
+            assert torch.equal(
+                split.labels[split.domains == DOMAINS.index(domain)],
+                torch.from_numpy(labels[chosen]),
+            )
+        inverted = (
+            split.inputs[split.domains == DOMAINS.index("inverted")].float().mean(1).flatten(1)
+        )
         real = split.inputs[split.domains == DOMAINS.index("real")].float().mean(1).flatten(1)
         # of all inverted images, that of the very same digit resembles it least
         correlation = torch.corrcoef(torch.cat([real[:100], inverted[:100]]))[:100, 100:]
@@ -64,7 +76,7 @@ def test_fonts_draw_every_digit_as_often_and_with_ink() -> None:
     assert (images.flatten(1).std(1) > 0.05).all()
 
 
-# ---- drawn streets ---------------------------------------------------------------------------------------------------
+# ---- drawn streets -------------------------------------------------------------------------------
 
 
 def test_the_same_streets_are_drawn_every_time() -> None:
@@ -95,11 +107,15 @@ def test_cities_go_from_dark_to_bright() -> None:
     light = torch.stack([inputs[data.train.domains == city].mean() for city in range(6)])
     assert light[0] < light[2] < light[5]
     parts = partition("city", data, 6, 0)
-    assert [set(data.train.domains[part].tolist()) for part in parts] == [{city} for city in range(6)]
+    assert [set(data.train.domains[part].tolist()) for part in parts] == [
+        {city} for city in range(6)
+    ]
 
 
 def test_labels_that_are_not_there_divide_nothing() -> None:
-    with pytest.raises(ValueError, match="streets has label maps and no labels: take iid, city, domain or union"):
+    with pytest.raises(
+        ValueError, match="streets has label maps and no labels: take iid, city, domain or union"
+    ):
         partition("classes:2", load("streets"), 6, 0)
 
 

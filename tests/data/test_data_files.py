@@ -35,7 +35,9 @@ def pixels(count: int, *shape: int, seed: int = 0) -> Pixels:
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test reaches the network, and a tiny file passes for the real one, whose checksum it cannot have."""
+    """No test reaches the network, and a tiny file passes for the real one, whose checksum it
+    cannot have.
+    """
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise urllib.error.URLError("no network")
@@ -65,18 +67,31 @@ def write_cifar(home: Path, files: dict[str, int], key: str, meta: str, names: s
     ("name", "folder", "files", "keys", "classes"),
     [
         ("cifar10", "cifar-10-batches-py", CIFAR10, ("labels", "batches.meta", "label_names"), 10),
-        ("cifar100", "cifar-100-python", {"train": 12, "test": 4}, ("fine_labels", "meta", "fine_label_names"), 100),
+        (
+            "cifar100",
+            "cifar-100-python",
+            {"train": 12, "test": 4},
+            ("fine_labels", "meta", "fine_label_names"),
+            100,
+        ),
     ],
 )
 def test_cifar(
-    tmp_path: Path, name: str, folder: str, files: dict[str, int], keys: tuple[str, str, str], classes: int
+    tmp_path: Path,
+    name: str,
+    folder: str,
+    files: dict[str, int],
+    keys: tuple[str, str, str],
+    classes: int,
 ) -> None:
     write_cifar(tmp_path / folder, files, *keys)
     data = load(name, root=str(tmp_path))
     *train, test = files.values()
     assert (len(data.train), len(data.test), data.num_classes) == (sum(train), test, classes)
     # one file after another, stored channels first
-    expected = [pixels(count, 3, 32, 32, seed=number) for number, count in enumerate(files.values())]
+    expected = [
+        pixels(count, 3, 32, 32, seed=number) for number, count in enumerate(files.values())
+    ]
     assert np.array_equal(data.train.inputs.numpy(), np.concatenate(expected[:-1]))
     assert np.array_equal(data.test.inputs.numpy(), expected[-1])
     assert data.train.labels[:4].tolist() == ([0, 1, 3, 4] if train[0] == 2 else [0, 1, 2, 3])
@@ -86,9 +101,14 @@ def write_idx(home: Path, packed: bool = False) -> None:
     """Write the four files of MNIST: six images for training, four for testing."""
     home.mkdir(parents=True, exist_ok=True)
     for role, count in (("train", 6), ("t10k", 4)):
-        images = struct.pack(">4i", 2051, count, 28, 28) + pixels(count, 28, 28, seed=count).tobytes()
+        images = (
+            struct.pack(">4i", 2051, count, 28, 28) + pixels(count, 28, 28, seed=count).tobytes()
+        )
         labels = struct.pack(">2i", 2049, count) + bytes(range(count))
-        for name, content in ((f"{role}-images-idx3-ubyte", images), (f"{role}-labels-idx1-ubyte", labels)):
+        for name, content in (
+            (f"{role}-images-idx3-ubyte", images),
+            (f"{role}-labels-idx1-ubyte", labels),
+        ):
             if packed:
                 (home / f"{name}.gz").write_bytes(gzip.compress(content))
             else:
@@ -106,7 +126,9 @@ def write_idx(home: Path, packed: bool = False) -> None:
 def test_mnist_and_fashion_mnist_as_they_lie(
     tmp_path: Path, name: str, folder: str, packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(mnist.FOLDERS, "fashion-mnist", ("FashionMNIST", tmp_path / "package of Debian"))
+    monkeypatch.setitem(
+        mnist.FOLDERS, "fashion-mnist", ("FashionMNIST", tmp_path / "package of Debian")
+    )
     write_idx(tmp_path / folder, packed)
     data = load(name, root=tmp_path)
     assert (data.train.inputs.shape, data.train.inputs.dtype) == ((6, 1, 28, 28), torch.uint8)
@@ -117,13 +139,17 @@ def test_mnist_and_fashion_mnist_as_they_lie(
 def test_a_path_names_where_a_published_set_is_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(mnist.FOLDERS, "fashion-mnist", ("FashionMNIST", tmp_path / "package of Debian"))
+    monkeypatch.setitem(
+        mnist.FOLDERS, "fashion-mnist", ("FashionMNIST", tmp_path / "package of Debian")
+    )
     write_idx(tmp_path / "here")
     write_idx(tmp_path / "package of Debian")
     data = load(f"fashion-mnist:{tmp_path}/here", root=tmp_path / "elsewhere")
     assert np.array_equal(data.train.inputs[:, 0].numpy(), pixels(6, 28, 28, seed=6))
     assert load(f"fashion-domains:{tmp_path}/here").name == "fashion-domains"
-    write_cifar(tmp_path / "small" / "cifar-10-batches-py", CIFAR10, "labels", "batches.meta", "label_names")
+    write_cifar(
+        tmp_path / "small" / "cifar-10-batches-py", CIFAR10, "labels", "batches.meta", "label_names"
+    )
     assert len(load(f"cifar10:{tmp_path}/small").test) == 3
     for name in ("fashion-mnist", "fashion-domains", "cifar10"):
         with pytest.raises(FileNotFoundError, match=r" is not in \S*nowhere\S* .*or broken: "):
@@ -143,13 +169,23 @@ def test_fashion_mnist_in_four_domains(tmp_path: Path) -> None:
         assert split.labels.tolist() == labels
         assert split.domains.tolist() == domains
         real = split.inputs[split.domains == 0]
-        assert np.array_equal(real.numpy(), pixels(count, 28, 28, seed=count)[::4, None].repeat(3, axis=1))
+        assert np.array_equal(
+            real.numpy(), pixels(count, 28, 28, seed=count)[::4, None].repeat(3, axis=1)
+        )
 
 
 CANNOT = r"^\S*train-images-idx3-ubyte.gz cannot be read: "
 BROKEN: dict[str, tuple[str, Callable[[bytes], bytes], str]] = {
-    "cut": ("train-images-idx3-ubyte", lambda content: content[:-1], "is not a whole IDX file of bytes with 3 dim"),
-    "no header": ("t10k-labels-idx1-ubyte", lambda _: b"", "is not a whole IDX file of bytes with 1 dimension$"),
+    "cut": (
+        "train-images-idx3-ubyte",
+        lambda content: content[:-1],
+        "is not a whole IDX file of bytes with 3 dim",
+    ),
+    "no header": (
+        "t10k-labels-idx1-ubyte",
+        lambda _: b"",
+        "is not a whole IDX file of bytes with 1 dimension$",
+    ),
     "labels of others": (
         "train-labels-idx1-ubyte",
         lambda content: content[:4] + struct.pack(">i", 5) + content[8:13],
@@ -161,7 +197,9 @@ BROKEN: dict[str, tuple[str, Callable[[bytes], bytes], str]] = {
 
 
 @pytest.mark.parametrize(("file", "damage", "message"), BROKEN.values(), ids=BROKEN)
-def test_broken_files_of_mnist(tmp_path: Path, file: str, damage: Callable[[bytes], bytes], message: str) -> None:
+def test_broken_files_of_mnist(
+    tmp_path: Path, file: str, damage: Callable[[bytes], bytes], message: str
+) -> None:
     write_idx(tmp_path, packed=file.endswith(".gz"))
     (tmp_path / file).write_bytes(damage((tmp_path / file).read_bytes()))
     with pytest.raises(ValueError, match=message):
@@ -170,13 +208,17 @@ def test_broken_files_of_mnist(tmp_path: Path, file: str, damage: Callable[[byte
 
 def test_svhn(tmp_path: Path) -> None:
     for role, count in (("train", 5), ("test", 3)):
-        images = pixels(count, 32, 32, 3, seed=count).transpose(1, 2, 3, 0)  # the samples are last on disk
+        images = pixels(count, 32, 32, 3, seed=count).transpose(
+            1, 2, 3, 0
+        )  # the samples are last on disk
         labels = np.array([[10], [1], [9], [2], [3]][:count], dtype=np.uint8)
         scipy.io.savemat(tmp_path / f"{role}_32x32.mat", {"X": images, "y": labels})
     data = load("svhn", root=tmp_path)
     assert data.train.inputs.shape == (5, 3, 32, 32)
     assert data.train.inputs.is_contiguous()
-    assert np.array_equal(data.test.inputs.numpy(), pixels(3, 32, 32, 3, seed=3).transpose(0, 3, 1, 2))
+    assert np.array_equal(
+        data.test.inputs.numpy(), pixels(3, 32, 32, 3, seed=3).transpose(0, 3, 1, 2)
+    )
     assert data.train.labels.tolist() == [0, 1, 9, 2, 3]  # on disk the digit 0 is called 10
 
 
@@ -250,7 +292,9 @@ def test_a_folder_of_images_per_class(tmp_path: Path, fill: Callable[[str], None
     assert data.domain_names == ()
 
 
-def test_links_are_followed_but_not_back_into_their_own_folder(tmp_path: Path, fill: Callable[[str], None]) -> None:
+def test_links_are_followed_but_not_back_into_their_own_folder(
+    tmp_path: Path, fill: Callable[[str], None]
+) -> None:
     fill("")
     paint(tmp_path / "elsewhere" / "c.png", size=(4, 4), grey=50)
     links = {
@@ -285,8 +329,13 @@ def test_a_fifth_of_each_class_of_each_site_is_for_testing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_memory: bool
 ) -> None:
     monkeypatch.setattr("fedbn_flwr.data.files.MOST_IN_MEMORY", 2**20 if in_memory else 1)
-    for site, label, number in ((site, label, number) for site in "nm" for label in "ab" for number in range(10)):
-        paint(tmp_path / site / label / f"{number}.png", grey=100 * "nm".index(site) + 50 * "ab".index(label) + number)
+    for site, label, number in (
+        (site, label, number) for site in "nm" for label in "ab" for number in range(10)
+    ):
+        paint(
+            tmp_path / site / label / f"{number}.png",
+            grey=100 * "nm".index(site) + 50 * "ab".index(label) + number,
+        )
     data = load(f"folder:{tmp_path}", image_workers=0)
     assert (data.domain_names, data.class_names) == (("m", "n"), ("a", "b"))
     greys: list[list[int]] = []
@@ -295,25 +344,38 @@ def test_a_fifth_of_each_class_of_each_site_is_for_testing(
         assert torch.bincount(2 * split.domains + split.labels).tolist() == [count] * 4
         inputs, _ = replace(split, mean=(), std=()).batch(torch.arange(len(split)))
         greys.append((inputs[:, 0, 0, 0] * 255).round().int().tolist())
-        assert [grey // 50 for grey in greys[-1]] == ((1 - split.domains) * 2 + split.labels).tolist()
+        assert [grey // 50 for grey in greys[-1]] == (
+            (1 - split.domains) * 2 + split.labels
+        ).tolist()
     assert len({*greys[0], *greys[1]}) == 40
 
 
-def test_the_images_for_testing_are_the_same_beside_other_sites_and_classes_and_alone(tmp_path: Path) -> None:
+def test_the_images_for_testing_are_the_same_beside_other_sites_and_classes_and_alone(
+    tmp_path: Path,
+) -> None:
     def for_testing(path: Path) -> set[str]:
         (_, test), _, _ = list_folder(path)
         return {str(Path(test.path(row)).relative_to(tmp_path)) for row in range(len(test))}
 
-    for site, label, number in ((site, label, number) for site in "mo" for label in "bd" for number in range(17)):
-        paint(tmp_path / site / label / (f"{number:02}/scan.png" if site == "m" else f"{number}.png"), grey=number)
+    for site, label, number in (
+        (site, label, number) for site in "mo" for label in "bd" for number in range(17)
+    ):
+        paint(
+            tmp_path / site / label / (f"{number:02}/scan.png" if site == "m" else f"{number}.png"),
+            grey=number,
+        )
     before = for_testing(tmp_path)
     assert len(before) == 4 * 3
-    assert {f"m/b/{number:02}/scan.png" for number in range(3)} - before  # not those that come first
+    assert {
+        f"m/b/{number:02}/scan.png" for number in range(3)
+    } - before  # not those that come first
     assert for_testing(tmp_path / "o") == {name for name in before if name.startswith("o/")}
     for site, label in (("a", "b"), ("m", "c"), ("n", "a"), ("z", "b")):
         paint(tmp_path / site / label / "0.png", grey=0)
         paint(tmp_path / site / label / "1.png", grey=0)
-    assert {name for name in for_testing(tmp_path) if name[:3] in ("m/b", "m/d", "o/b", "o/d")} == before
+    assert {
+        name for name in for_testing(tmp_path) if name[:3] in ("m/b", "m/d", "o/b", "o/d")
+    } == before
 
 
 def test_a_folder_of_single_images_is_refused(tmp_path: Path) -> None:
@@ -330,7 +392,9 @@ def test_images_of_16_bits_keep_all_their_values(
     """As 12-bit X-rays: all values are far above 255, and far below the highest of 16 bits."""
     monkeypatch.setattr("fedbn_flwr.data.files.MOST_IN_MEMORY", 2**20 if in_memory else 1)
     deep = np.random.default_rng(0).integers(300, 4096, (4, 8, 8)).astype(np.uint16)
-    for number, name in enumerate(("train/a/0.png", "train/b/1.png", "test/a/2.png", "test/b/3.tif")):
+    for number, name in enumerate(
+        ("train/a/0.png", "train/b/1.png", "test/a/2.png", "test/b/3.tif")
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(deep[number]).save(tmp_path / name)
     data = load(f"folder:{tmp_path}", image_workers=0)
@@ -341,7 +405,9 @@ def test_images_of_16_bits_keep_all_their_values(
         inputs, _ = split.batch(torch.arange(2))
         wanted = np.repeat((expected - truth[:2].mean())[:, None] / truth[:2].std(), 3, axis=1)
         assert np.allclose(inputs.numpy(), wanted, atol=1e-5)
-    paint(tmp_path / "train/b/9.png", grey=51)  # one of 8 bits beside them: both are shares of white
+    paint(
+        tmp_path / "train/b/9.png", grey=51
+    )  # one of 8 bits beside them: both are shares of white
     mixed = load(f"folder:{tmp_path}/.", image_workers=0).train
     inputs, _ = replace(mixed, mean=(), std=()).batch(torch.arange(3))
     assert float(inputs[2].mean()) == pytest.approx(0.2)
@@ -349,16 +415,22 @@ def test_images_of_16_bits_keep_all_their_values(
     paint(tmp_path / "apart/train/a/0.png", grey=51, size=(8, 8))
     paint(tmp_path / "apart/train/b/0.png", grey=102, size=(8, 8))
     shutil.copytree(tmp_path / "test", tmp_path / "apart" / "test")
-    apart = load(f"folder:{tmp_path / 'apart'}", image_workers=0)  # all of 8 bits for training, of 16 for testing
+    apart = load(
+        f"folder:{tmp_path / 'apart'}", image_workers=0
+    )  # all of 8 bits for training, of 16 for testing
     inputs, _ = replace(apart.test, mean=(), std=()).batch(torch.arange(2))
     assert np.allclose(inputs[:, 0].numpy(), truth[2:], atol=1e-5)
     assert apart.train.mean == pytest.approx([0.3] * 3)
     Image.fromarray(truth[0].astype(np.float32)).save(tmp_path / "train/b/10.tif")
-    with pytest.raises(ValueError, match=r"10\.tif has pixels other than whole numbers from 0 to 65535"):
+    with pytest.raises(
+        ValueError, match=r"10\.tif has pixels other than whole numbers from 0 to 65535"
+    ):
         load(f"folder:{tmp_path}/./.", image_workers=0).train.batch(torch.arange(4))
 
 
-def test_images_of_different_sizes_need_an_image_size(tmp_path: Path, fill: Callable[[str], None]) -> None:
+def test_images_of_different_sizes_need_an_image_size(
+    tmp_path: Path, fill: Callable[[str], None]
+) -> None:
     fill("")
     paint(tmp_path / "train" / "dog" / "c.png", size=(7, 7), grey=50)
     with pytest.raises(ValueError, match=r"c\.png is not square or not of the size of the others"):
@@ -386,7 +458,16 @@ def test_a_folder_that_lacks_images(tmp_path: Path, files: tuple[str, ...], mess
 
 
 def test_images_are_those_that_torchvision_finds(tmp_path: Path) -> None:
-    for name in ("b/2.png", "b/10.JPG", "b/sub/1.jpeg", "b/sub/0.webp", "a/x.tif", "a/.png", "b/notes.txt", "c/1.png"):
+    for name in (
+        "b/2.png",
+        "b/10.JPG",
+        "b/sub/1.jpeg",
+        "b/sub/0.webp",
+        "a/x.tif",
+        "a/.png",
+        "b/notes.txt",
+        "c/1.png",
+    ):
         for home in ("train", "test"):
             (tmp_path / home / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / home / name).touch()

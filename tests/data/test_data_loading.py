@@ -37,7 +37,9 @@ def test_threads_that_load_at_once_share_one_object() -> None:
     assert len({id(data) for data in loaded}) == 1
 
 
-@pytest.mark.parametrize("spec", ["no_such_module:data", "no-module:data", "fedbn_flwr.no_such:data", ""])
+@pytest.mark.parametrize(
+    "spec", ["no_such_module:data", "no-module:data", "fedbn_flwr.no_such:data", ""]
+)
 def test_an_unknown_name_is_an_error_that_lists_what_there_is(spec: str) -> None:
     with pytest.raises(ValueError, match="unknown data set") as error:
         load(spec)
@@ -102,8 +104,14 @@ def test_a_users_module_that_misses_a_package_says_which(module: str) -> None:
         ("synthetic:size_=3", r"synthetic: unknown option 'size_'; did you mean 'size'\?"),
         ("digits:size=3", "digits: unknown option 'size'; known: none"),
         ("synthetic:n=many", "synthetic: n must be a whole number, got 'many'"),
-        *((f"synthetic:{option}", "synthetic: ") for option in ("n=5", "test=5", "classes=0", "size=0", "channels=0")),
-        *((f"streets:{option}=0", "cities, images and test at least 1") for option in ("cities", "images", "test")),
+        *(
+            (f"synthetic:{option}", "synthetic: ")
+            for option in ("n=5", "test=5", "classes=0", "size=0", "channels=0")
+        ),
+        *(
+            (f"streets:{option}=0", "cities, images and test at least 1")
+            for option in ("cities", "images", "test")
+        ),
         ("folder:", "folder: needs a path"),
         ("{module}:wrong", r"wrong must return fedbn_flwr.data.Data, not int"),
         ("{module}:number", "has no function 'number'"),
@@ -121,7 +129,9 @@ def test_synthetic_is_balanced_and_a_function_of_its_options() -> None:
     assert data.train.inputs.dtype == torch.uint8
     assert torch.bincount(data.train.labels).tolist() == [201, 201, 201, 200, 200]
     assert len(data.test) == 30
-    same, other = (load(f"synthetic:size=6:n=1003:test=30:channels=2:seed={seed}:classes=5") for seed in (4, 5))
+    same, other = (
+        load(f"synthetic:size=6:n=1003:test=30:channels=2:seed={seed}:classes=5") for seed in (4, 5)
+    )
     assert torch.equal(data.train.inputs, same.train.inputs)
     assert not torch.equal(data.train.inputs, other.train.inputs)
     assert not torch.equal(data.train.inputs[:30], data.test.inputs)
@@ -129,7 +139,9 @@ def test_synthetic_is_balanced_and_a_function_of_its_options() -> None:
 
 def test_synthetic_can_be_learned() -> None:
     data = load("synthetic:n=2000")
-    prototypes = torch.stack([data.train.inputs[data.train.labels == label].float().mean(0) for label in range(10)])
+    prototypes = torch.stack(
+        [data.train.inputs[data.train.labels == label].float().mean(0) for label in range(10)]
+    )
     nearest = torch.cdist(data.test.inputs.flatten(1).float(), prototypes.flatten(1)).argmin(1)
     assert (nearest == data.test.labels).float().mean() > 0.9
 

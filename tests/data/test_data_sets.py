@@ -31,7 +31,9 @@ from tests.helpers.image_sets import (
 def unnormalized(data: Data, index: int) -> torch.Tensor:
     """One training image as bytes, 3 x H x W."""
     inputs, _ = data.train.batch(torch.tensor([index]))
-    mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (data.train.mean, data.train.std))
+    mean, std = (
+        torch.tensor(values).view(-1, 1, 1) for values in (data.train.mean, data.train.std)
+    )
     return ((inputs[0] * std + mean) * 255).round().to(torch.uint8)
 
 
@@ -42,7 +44,8 @@ def test_imagenet(tmp_path: Path) -> None:
     assert (len(data.train), len(data.test), data.num_classes, data.image_size) == (12, 6, 3, 7)
     assert data.train.labels.tolist() == [0] * 4 + [1] * 4 + [2] * 4
     assert data.train.mean == (0.485, 0.456, 0.406)
-    # 16 x 12 pixels become 11 x 8, of which the middle 7 x 7 stay: PyTorch's Resize(8) and CenterCrop(7)
+    # 16 x 12 pixels become 11 x 8, of which the middle 7 x 7 stay: PyTorch's Resize(8) and
+    # CenterCrop(7)
     with Image.open(home / "train" / "n00000001" / "n00000001_2.JPEG") as image:
         wanted = np.asarray(image.resize((11, 8), Image.Resampling.BILINEAR))[0:7, 2:9]
     assert np.array_equal(unnormalized(data, 6).permute(1, 2, 0).numpy(), wanted)
@@ -57,7 +60,10 @@ def test_imagenet_as_in_kaggles_archive(tmp_path: Path) -> None:
         image.rename(inner / "val" / image.name)
     for folder in [path for path in (inner / "val").iterdir() if path.is_dir()]:
         folder.rmdir()
-    with pytest.raises(ValueError, match=r"^\S*LOC_val_solution\.csv is missing: the classes of the images in \S*val$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^\S*LOC_val_solution\.csv is missing: the classes of the images in \S*val$",
+    ):
         load(f"imagenet:{tmp_path}")
     (tmp_path / "LOC_val_solution.csv").write_text("\n".join(rows) + "\n")
     data = load(f"imagenet:{tmp_path}", image_size=8)
@@ -81,7 +87,12 @@ def test_fedbns_lists(tmp_path: Path, chosen: Lists) -> None:
     home = write_domain_lists(tmp_path, chosen)
     data = load(chosen.name, root=tmp_path)
     domains = len(chosen.domains)
-    assert (len(data.train), len(data.test), data.num_classes, data.image_size) == (20 * domains, 10 * domains, 10, 256)
+    assert (len(data.train), len(data.test), data.num_classes, data.image_size) == (
+        20 * domains,
+        10 * domains,
+        10,
+        256,
+    )
     assert data.domain_names == chosen.domains
     assert data.train.domains is not None
     assert data.train.domains.tolist() == [number for number in range(domains) for _ in range(20)]
@@ -120,7 +131,8 @@ def test_cityscapes(tmp_path: Path) -> None:
     assert data.domain_names == ("aachen", "bochum", "frankfurt")
     inputs, maps = data.train.batch(torch.tensor([2, 0]))
     assert inputs.shape == (2, 3, 32, 32)
-    # the middle 32 columns of 64: 16 of the value 7, the class 0, and 16 of the value 33, the class 18
+    # the middle 32 columns of 64: 16 of the value 7, the class 0, and 16 of the value 33, the class
+    # 18
     assert torch.equal(maps, torch.tensor([0] * 16 + [18] * 16).expand(2, 32, 32))
     inputs, maps = data.test.batch(torch.tensor([0]))
     assert inputs.shape == (1, 3, 1024, 2048)
@@ -142,7 +154,9 @@ def test_a_random_crop_cuts_image_and_label_map_at_the_same_place(tmp_path: Path
         Image.fromarray(pixels).save(path)
     data = load(f"cityscapes:{home}", image_size=24)
     seeds = torch.arange(40)
-    ((inputs, maps),) = data.train.batches(torch.zeros(40, dtype=torch.int64), [40], edits=Edits(RandomCrop(), seeds))
+    ((inputs, maps),) = data.train.batches(
+        torch.zeros(40, dtype=torch.int64), [40], edits=Edits(RandomCrop(), seeds)
+    )
     right = inputs[:, 0] > 0
     known = maps != IGNORED
     assert torch.equal(right[known], maps[known] == 18)
@@ -153,7 +167,9 @@ def test_a_hugging_face_data_set(tmp_path: Path) -> None:
     import datasets
 
     pixels = [np.full((8, 8), 10 * number, dtype=np.uint8) for number in range(6)]
-    features = datasets.Features({"img": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])})
+    features = datasets.Features(
+        {"img": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])}
+    )
     columns = {"img": [Image.fromarray(image) for image in pixels], "label": [0, 1, 0, 1, 1, 1]}
     rows = datasets.Dataset.from_dict(columns, features=features)
     both = datasets.DatasetDict({"train": rows, "validation": rows.select([1, 0])})
@@ -161,10 +177,19 @@ def test_a_hugging_face_data_set(tmp_path: Path) -> None:
     (tmp_path / "files").mkdir()
     for name, split in both.items():
         split.to_parquet(str(tmp_path / "files" / f"{name}.parquet"))
-    specs = ["hf:me/saved", f"hf:{tmp_path / 'files'}", f"hf:{tmp_path / 'files'}:image=img:label=label:test=train"]
+    specs = [
+        "hf:me/saved",
+        f"hf:{tmp_path / 'files'}",
+        f"hf:{tmp_path / 'files'}:image=img:label=label:test=train",
+    ]
     for spec, test in zip(specs, (2, 2, 6), strict=True):
         data = load(spec, root=tmp_path, image_workers=0)
-        assert (len(data.train), len(data.test), data.num_classes, data.image_size) == (6, test, 2, 8)
+        assert (len(data.train), len(data.test), data.num_classes, data.image_size) == (
+            6,
+            test,
+            2,
+            8,
+        )
         assert data.train.labels.tolist() == [0, 1, 0, 1, 1, 1]
         assert unnormalized(data, 4).unique().tolist() == [40]
     streamed = load("hf:me/saved", root=tmp_path, image_workers=2, image_size=4)
@@ -220,12 +245,19 @@ def test_a_label_map_with_colours_is_named(tmp_path: Path) -> None:
 def test_a_missing_package_is_not_taken_for_missing_files(
     tmp_path: Path, module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("torchvision.datasets.svhn.check_integrity", lambda path, md5=None: os.path.isfile(path))
+    monkeypatch.setattr(
+        "torchvision.datasets.svhn.check_integrity", lambda path, md5=None: os.path.isfile(path)
+    )
     for role in ("train", "test"):
         (tmp_path / f"{role}_32x32.mat").touch()
     monkeypatch.setitem(sys.modules, module, None)
-    assert main(["run", "--dataset=svhn", f"--data-root={tmp_path}", f"--results-dir={tmp_path}"]) == 2
-    line = f"fedbn-flwr: {module.partition('.')[0]} is not installed: pip install '.[data]' in the clone"
+    assert (
+        main(["run", "--dataset=svhn", f"--data-root={tmp_path}", f"--results-dir={tmp_path}"]) == 2
+    )
+    line = (
+        f"fedbn-flwr: {module.partition('.')[0]} is not installed: pip install '.[data]' in "
+        "the clone"
+    )
     assert capsys.readouterr().err.splitlines() == [line]
 
 
@@ -273,12 +305,15 @@ class Harmful:
         return os.mkdir, (os.environ["HARM"],)
 
 
-def test_a_pickle_file_can_only_hold_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pickle_file_can_only_hold_arrays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HARM", str(tmp_path / "harm"))
     path = WRITERS["digits-five"](tmp_path) / "USPS" / "test.pkl"
     path.write_bytes(pickle.dumps((Harmful(), [1])))
     with pytest.raises(
-        ValueError, match=r"test.pkl is not a pickle file of images and labels: it asks for posix.mkdir"
+        ValueError,
+        match=r"test.pkl is not a pickle file of images and labels: it asks for posix.mkdir",
     ):
         load("digits-five", root=tmp_path)
     assert not (tmp_path / "harm").exists()

@@ -35,7 +35,9 @@ def test_batch_scales_bytes_and_normalizes() -> None:
 def test_batch_of_floats_is_a_copy_and_is_not_scaled() -> None:
     inputs = torch.rand(3, 1, 2, 2)
     before = inputs.clone()
-    batch, _ = Split(inputs, torch.zeros(3, dtype=torch.int64), mean=(0.5,), std=(2.0,)).batch(torch.arange(3))
+    batch, _ = Split(inputs, torch.zeros(3, dtype=torch.int64), mean=(0.5,), std=(2.0,)).batch(
+        torch.arange(3)
+    )
     torch.testing.assert_close(batch, (before - 0.5) / 2)
     assert torch.equal(inputs, before)
 
@@ -61,13 +63,18 @@ def test_standardized_batches_have_mean_zero_and_deviation_one_per_channel() -> 
 
 
 def make_data_of_floats() -> Data:
-    split = Split(torch.rand(30, 2, 4, 4, generator=torch.Generator().manual_seed(1)) * 3, torch.arange(30) % 3)
+    split = Split(
+        torch.rand(30, 2, 4, 4, generator=torch.Generator().manual_seed(1)) * 3,
+        torch.arange(30) % 3,
+    )
     return Data("floats", split, split, 3)
 
 
 def test_both_splits_use_the_moments_of_training() -> None:
     train, test = make_data().train, make_data(20).train
-    data = Data("mixed", Split(train.inputs, train.labels), Split(255 - test.inputs, test.labels), 4).standardized()
+    data = Data(
+        "mixed", Split(train.inputs, train.labels), Split(255 - test.inputs, test.labels), 4
+    ).standardized()
     assert data.test.mean == data.train.mean
     assert data.test.std == data.train.std
 
@@ -80,12 +87,16 @@ def test_a_constant_channel_does_not_divide_by_zero() -> None:
 
 
 def test_resized_changes_the_size_and_keeps_flat_images_and_the_type() -> None:
-    split = Split(torch.full((2, 3, 8, 8), 100, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64))
+    split = Split(
+        torch.full((2, 3, 8, 8), 100, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64)
+    )
     for side in (4, 20):
         data = Data("flat", split, split, 1).resized(side)
         assert data.image_size == side
         assert data.in_channels == 3
-        assert torch.equal(data.train.inputs, torch.full((2, 3, side, side), 100, dtype=torch.uint8))
+        assert torch.equal(
+            data.train.inputs, torch.full((2, 3, side, side), 100, dtype=torch.uint8)
+        )
 
 
 def test_validation_split_is_stratified_by_class_and_domain() -> None:
@@ -101,7 +112,9 @@ def test_validation_split_loses_no_sample_and_is_a_function_of_the_seed() -> Non
     count = 41
     numbered = torch.arange(count, dtype=torch.float32).reshape(count, 1, 1, 1)
     split = Split(numbered, torch.arange(count) % 3)
-    first, second, again = (Data("n", split, split, 3).validation_split(0.25, seed) for seed in (0, 1, 0))
+    first, second, again = (
+        Data("n", split, split, 3).validation_split(0.25, seed) for seed in (0, 1, 0)
+    )
     together = torch.cat([first.train.inputs, first.test.inputs]).flatten().sort().values
     assert torch.equal(together, numbered.flatten())
     assert torch.equal(first.test.inputs, again.test.inputs)
@@ -119,8 +132,14 @@ def test_a_domain_left_out_is_tested_and_not_trained_with() -> None:
     assert torch.equal(unlabeled.inputs, data.train.inputs[domains == 1])
     assert leave_out(data, "second")[0] is left
     # nothing of the other domain is in what inputs are normalized by, unless the data bring that
-    assert (left.test.mean, left.test.std) == left.train.measured() != (data.train.mean, data.train.std)
-    own = replace(data, train=replace(data.train, mean=(0.5,) * 3), test=replace(data.test, mean=(0.5,) * 3))
+    assert (
+        (left.test.mean, left.test.std)
+        == left.train.measured()
+        != (data.train.mean, data.train.std)
+    )
+    own = replace(
+        data, train=replace(data.train, mean=(0.5,) * 3), test=replace(data.test, mean=(0.5,) * 3)
+    )
     assert leave_out(own, "first")[0].train.mean == (0.5,) * 3
 
 
@@ -164,7 +183,9 @@ def test_malformed_data_are_refused(message: str) -> None:
 
 
 @pytest.mark.parametrize("most", [1, 3 * 36 * 4, 2**20])
-def test_batches_one_after_another_are_what_each_is_by_itself(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_one_after_another_are_what_each_is_by_itself(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("fedbn_flwr.data.splits.MOST_TOGETHER", most)
     split = make_data().standardized().train
     indices, sizes = torch.randperm(40), [3, 1, 7, 2, 0, 27]

@@ -1,4 +1,6 @@
-"""A split whose images stay in files gives the same batches as one in memory, from any number of processes."""
+"""A split whose images stay in files gives the same batches as one in memory, from any number of
+processes.
+"""
 
 import os
 import pickle
@@ -29,13 +31,17 @@ AUGMENTATIONS = ["none", "crop-flip", "resized-crop-flip", "flip-rotate:degrees=
 def files(tmp_path: Path) -> FileSplit:
     """Images of 20 x 16 pixels, which are used at 8 x 8."""
     names = [paint(tmp_path / f"{number}.png", number, (20, 16)).name for number in range(COUNT)]
-    return FileSplit.of(ImageFiles(tmp_path, names), [number % 3 for number in range(COUNT)], SIDE, workers=0)
+    return FileSplit.of(
+        ImageFiles(tmp_path, names), [number % 3 for number in range(COUNT)], SIDE, workers=0
+    )
 
 
 def in_memory(split: FileSplit, folder: Path) -> Split:
     """The same images, decoded and scaled one after another by Pillow alone."""
     arrays = [
-        np.asarray(Image.open(folder / f"{number}.png").resize((SIDE, SIDE), Image.Resampling.BILINEAR))
+        np.asarray(
+            Image.open(folder / f"{number}.png").resize((SIDE, SIDE), Image.Resampling.BILINEAR)
+        )
         for number in range(COUNT)
     ]
     inputs = torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2).contiguous()
@@ -45,7 +51,12 @@ def in_memory(split: FileSplit, folder: Path) -> Split:
 def loader(split: Split, augmentation: str = "none", seed: int = 0) -> BatchLoader:
     samples = torch.tensor([4, 1, 1, 12, 0, 7, 3, 9])
     return BatchLoader(
-        split, torch.device("cpu"), augmentation, samples, [3, 2, 3], torch.Generator().manual_seed(seed)
+        split,
+        torch.device("cpu"),
+        augmentation,
+        samples,
+        [3, 2, 3],
+        torch.Generator().manual_seed(seed),
     )
 
 
@@ -59,7 +70,9 @@ def same(ones: list[tuple[Tensor, Tensor]], others: list[tuple[Tensor, Tensor]])
 
 
 @pytest.mark.parametrize("augmentation", ["none", "crop-flip:padding=2", "flip-rotate:degrees=45"])
-def test_batches_are_those_of_the_images_in_memory(files: FileSplit, tmp_path: Path, augmentation: str) -> None:
+def test_batches_are_those_of_the_images_in_memory(
+    files: FileSplit, tmp_path: Path, augmentation: str
+) -> None:
     data = Data("files", files, files, 3).standardized()
     memory = in_memory(files, tmp_path)
     whole = Data("memory", memory, memory, 3).standardized()
@@ -91,12 +104,19 @@ def test_clients_that_load_together_get_what_each_gets_alone(
     groups = [([0, 1], step) for step in range(3)]
     for step, (inputs, targets) in enumerate(load_groups(loaders, groups)):
         sizes = [len(own[step][1]) for own in alone]
-        augmented = [each.augmented(part) for each, part in zip(loaders, inputs.split(sizes), strict=True)]
-        assert same(list(zip(augmented, targets.split(sizes), strict=True)), [own[step] for own in alone])
+        augmented = [
+            each.augmented(part) for each, part in zip(loaders, inputs.split(sizes), strict=True)
+        ]
+        assert same(
+            list(zip(augmented, targets.split(sizes), strict=True)), [own[step] for own in alone]
+        )
 
 
 def test_clients_with_splits_of_their_own_load_together_too(files: FileSplit) -> None:
-    apart = [loader(split, "flip-rotate", seed) for seed, split in enumerate((files, replace(files, workers=0)))]
+    apart = [
+        loader(split, "flip-rotate", seed)
+        for seed, split in enumerate((files, replace(files, workers=0)))
+    ]
     alone = [list(loader(files, "flip-rotate", seed)) for seed in range(2)]
     loaded = list(load_groups(apart, [([1], 0), ([0], 0), ([0, 1], 1)]))
     assert same(loaded[:2], [alone[1][0], alone[0][0]])
@@ -119,14 +139,18 @@ def test_a_stream_that_is_left_halfway_leaves_nothing_behind(files: FileSplit) -
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_file_that_cannot_be_decoded_is_one_line(files: FileSplit, tmp_path: Path, workers: int) -> None:
+def test_a_file_that_cannot_be_decoded_is_one_line(
+    files: FileSplit, tmp_path: Path, workers: int
+) -> None:
     path = tmp_path / "3.png"
     path.write_bytes(path.read_bytes()[:200])
     split = replace(files, workers=workers)
     with pytest.raises(ValueError, match=r"^\S*3\.png cannot be decoded: [^\n]+$"):
         list(loader(split))
     (tmp_path / "7.png").write_text("no image")
-    with pytest.raises(ValueError, match=r"^\S*7\.png cannot be decoded: cannot identify image file[^\n]+$"):
+    with pytest.raises(
+        ValueError, match=r"^\S*7\.png cannot be decoded: cannot identify image file[^\n]+$"
+    ):
         list(loader(split))
     # the workers have not died of it
     assert len(list(split.batches(torch.tensor([0, 1]), [1, 1]))) == 2
@@ -188,7 +212,10 @@ print(most - before)
 
 @pytest.mark.slow
 def test_memory_is_bounded_by_batches_and_not_by_the_data(tmp_path: Path) -> None:
-    """500 images of 448 x 448 pixels take 301 MB decoded. A batch of ten takes 6 MB, as floats 24."""
+    """500 images of 448 x 448 pixels take 301 MB decoded.
+
+    A batch of ten takes 6 MB, as floats 24.
+    """
     for number in range(500):
         paint(tmp_path / "train" / "a" / f"{number}.png", grey=number % 256, size=(448, 448))
     paint(tmp_path / "test" / "a" / "0.png", grey=0, size=(448, 448))
@@ -202,7 +229,9 @@ def test_memory_is_bounded_by_batches_and_not_by_the_data(tmp_path: Path) -> Non
         assert grown(0, workers) < 150
 
 
-def test_a_folder_of_many_pixels_stays_in_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_many_pixels_stays_in_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for number in range(4):
         paint(tmp_path / "train" / "ab"[number % 2] / f"{number}.png", number)
         paint(tmp_path / "test" / "ab"[number % 2] / f"{number}.png", 10 + number)

@@ -1,4 +1,6 @@
-"""A federation of two sites on the loopback, which all tests of a deployment share; it ends with them."""
+"""A federation of two sites on the loopback, which all tests of a deployment share; it ends with
+them.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +16,17 @@ from tests.helpers.loopback import LoopbackFederation
 @pytest.fixture
 def out(tmp_path: Path) -> Path:
     """The folders of the example's federation."""
-    assert main(["provision", str(ROOT / "federation.example.yaml"), "--out", str(tmp_path / "federation")]) == 0
+    assert (
+        main(
+            [
+                "provision",
+                str(ROOT / "federation.example.yaml"),
+                "--out",
+                str(tmp_path / "federation"),
+            ]
+        )
+        == 0
+    )
     return tmp_path / "federation"
 
 
@@ -22,7 +34,8 @@ def out(tmp_path: Path) -> Path:
 def loopback(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopbackFederation]:
     federation = LoopbackFederation(tmp_path_factory.mktemp("loopback"), SITES)
     for service in federation.services.values():
-        # to ask ten times a second, as the image does, takes half of the processor time of the usual tests here
+        # to ask ten times a second, as the image does, takes half of the processor time of the
+        # usual tests here
         service.environment["FLWR_SUPEREXEC_TASK_POLL_INTERVAL"] = "1"
     with federation:
         federation.register()

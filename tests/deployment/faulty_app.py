@@ -1,7 +1,7 @@
 """A ClientApp with faults, which takes the place of `apps/client.py` in a copy of the app.
 
-`faults.json` in the folder `FOLDER` lists the faults of a run, each with its name and the `partition`, the `round` and,
-in a layer-wise step, the `exchange` in which it happens.
+`faults.json` in the folder `FOLDER` lists the faults of a run, each with its name and the
+`partition`, the `round` and, in a layer-wise step, the `exchange` in which it happens.
 """
 
 import json
@@ -44,7 +44,11 @@ class FaultyApp(ClientApp):
     def __call__(self, message: Message, context: Context) -> Message:
         """Answer a message."""
         partition = int(context.node_config["partition-id"])
-        due = {fault["name"] for fault in _listed() if fault["partition"] == partition and _is_due(fault, message)}
+        due = {
+            fault["name"]
+            for fault in _listed()
+            if fault["partition"] == partition and _is_due(fault, message)
+        }
         if "hold" in due:
             hold(partition)
         reply = _APP(message, context)

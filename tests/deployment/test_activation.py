@@ -10,7 +10,13 @@ import pytest
 from flwr.proto.fleet_pb2 import ActivateNodeRequest, ActivateNodeResponse
 
 from fedbn_flwr.deployment import flower_internals, health
-from fedbn_flwr.deployment.flower_internals import CONNECTED, OFFLINE, PAUSE, REFUSED, come_back_noticed
+from fedbn_flwr.deployment.flower_internals import (
+    CONNECTED,
+    OFFLINE,
+    PAUSE,
+    REFUSED,
+    come_back_noticed,
+)
 
 
 class AnsweredError(RuntimeError):
@@ -21,7 +27,10 @@ class AnsweredError(RuntimeError):
         self.response = SimpleNamespace(status_code=status.value)
 
 
-REFUSES, BREAKS = AnsweredError(HTTPStatus.PRECONDITION_FAILED), AnsweredError(HTTPStatus.BAD_GATEWAY)
+REFUSES, BREAKS = (
+    AnsweredError(HTTPStatus.PRECONDITION_FAILED),
+    AnsweredError(HTTPStatus.BAD_GATEWAY),
+)
 REQUEST = ActivateNodeRequest(public_key=b"key", heartbeat_interval=30)
 
 
@@ -41,7 +50,10 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 
 def client(answers: list[Exception | None], done: list[object], registered: bool = True) -> Any:
-    """A client of Flower's kind; the server gives these answers, and then the last one again and again."""
+    """A client of Flower's kind.
+
+    The server gives these answers, and then the last one again and again.
+    """
 
     def activate(self: object, request: ActivateNodeRequest) -> ActivateNodeResponse:
         if registered and not request.heartbeat_interval:
@@ -91,7 +103,11 @@ def test_a_node_goes_on_as_soon_as_it_may(
     ("registered", "reason"),
     [
         (True, "the SuperNode before it still counts as connected"),
-        (False, "the server does not know its key: it is not registered, or it was and has been revoked"),
+        (
+            False,
+            "the server does not know its key: it is not registered, or it was and has been "
+            "revoked",
+        ),
     ],
 )
 def test_a_refusal_says_which_of_its_reasons_it_has(
@@ -108,13 +124,19 @@ def test_a_key_that_nobody_registered_is_refused_in_the_end(done: list[object]) 
         client([REFUSES], done, registered=False).ActivateNode(REQUEST)
     # as long as a dead node counts as connected
     assert REFUSED >= 60
-    assert sum(event for event in done if isinstance(event, float)) == pytest.approx(REFUSED, abs=PAUSE)
+    assert sum(event for event in done if isinstance(event, float)) == pytest.approx(
+        REFUSED, abs=PAUSE
+    )
 
 
-def test_a_node_that_is_connected_and_refused_is_not_healthy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_is_connected_and_refused_is_not_healthy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     codes: list[int] = []
     monkeypatch.setattr(
-        flower_internals, "time", SimpleNamespace(sleep=lambda _: codes.append(health.main()), monotonic=lambda: 0.0)
+        flower_internals,
+        "time",
+        SimpleNamespace(sleep=lambda _: codes.append(health.main()), monotonic=lambda: 0.0),
     )
     monkeypatch.setattr(health, "connected", lambda *_: True)
     monkeypatch.setenv("FEDBN_HEALTH", f"accepted 8443 {tmp_path / 'accepted'}")

@@ -1,4 +1,6 @@
-"""A deployment whose sites have folders of data: the bits of a run on all data together, and what is refused."""
+"""A deployment whose sites have folders of data: the bits of a run on all data together, and what
+is refused.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +32,9 @@ Deployment = tuple[LoopbackFederation, Path]
 
 @pytest.fixture(scope="module")
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    whole, folders = write_sites(tmp_path_factory.mktemp("images"), PARTITION, len(SITES), OPTIONS["seed"])
+    whole, folders = write_sites(
+        tmp_path_factory.mktemp("images"), PARTITION, len(SITES), OPTIONS["seed"]
+    )
     data = dict(zip(SITES, folders, strict=True))
     folder = tmp_path_factory.mktemp("data-at-sites")
     with LoopbackFederation(folder, SITES, data, only_own_app=True) as federation:
@@ -47,7 +51,9 @@ def test_a_run_has_the_bits_of_one_on_all_data(deployment: Deployment, tmp_path:
     shared = {**options, "dataset": f"folder:{whole}", "partition": PARTITION, "clients": 3}
     words = [word for key, value in shared.items() for word in (f"--{key}", value)]
     command("run", *words, "--engine", "inprocess", "--device", "cpu", "--results-dir", tmp_path)
-    one, other = (folder / "model.safetensors" for folder in (federation.results(number), run_in(tmp_path)))
+    one, other = (
+        folder / "model.safetensors" for folder in (federation.results(number), run_in(tmp_path))
+    )
     assert one.read_bytes() == other.read_bytes()
     sent = _sent(federation, number)
     assert {row["app"] for row in sent} == {app_hash(federation.app)}
@@ -66,7 +72,11 @@ def test_a_run_has_the_bits_of_one_on_all_data(deployment: Deployment, tmp_path:
 def _sent(federation: LoopbackFederation, number: str) -> list[dict[str, Any]]:
     """Return what the site south has sent in a run."""
     command("site", "log", federation.kit("south"))
-    return [row for row in read_log(federation.kit("south") / "log" / "sent.jsonl") if row["run"] == number]
+    return [
+        row
+        for row in read_log(federation.kit("south") / "log" / "sent.jsonl")
+        if row["run"] == number
+    ]
 
 
 def test_another_app_does_not_run(deployment: Deployment, tmp_path: Path) -> None:

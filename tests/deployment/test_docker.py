@@ -1,7 +1,9 @@
-"""docker-compose.yml under Docker: the image, server and sites as containers, what they reach, and what outlives them.
+"""docker-compose.yml under Docker: the image, server and sites as containers, what they reach, and
+what outlives them.
 
-`make test-docker` runs this. It needs a Docker daemon with Compose, and root for the neighbour and for processes that
-die. The image's base is pulled, or must be there; FEDBN_DOCKER_BUILD has further arguments of `docker build`.
+`make test-docker` runs this. It needs a Docker daemon with Compose, and root for the neighbour and
+for processes that die. The image's base is pulled, or must be there; FEDBN_DOCKER_BUILD has further
+arguments of `docker build`.
 """
 
 import http.client
@@ -40,12 +42,21 @@ ARGUMENTS = "FEDBN_DOCKER_BUILD"
 
 
 def why_not() -> str:
-    """Return why there are no containers here, or why they are not asked for; nothing if there are."""
+    """Return why there are no containers here, or why they are not asked for.
+
+    Nothing if there are.
+    """
     if ASKED not in os.environ:
         return "`make test-docker` runs it"
     if not shutil.which("docker"):
-        return "Docker is not installed: apt-get install docker.io docker-compose-v2, or docs.docker.com/engine/install"
-    for words in (("docker", "info", "--format", "{{.ServerVersion}}"), ("docker", "compose", "version")):
+        return (
+            "Docker is not installed: apt-get install docker.io docker-compose-v2, or "
+            "docs.docker.com/engine/install"
+        )
+    for words in (
+        ("docker", "info", "--format", "{{.ServerVersion}}"),
+        ("docker", "compose", "version"),
+    ):
         done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=PATIENCE)
         if done.returncode:
             return f"`{' '.join(words[:2])}` fails: {' '.join(done.stderr.split())}"
@@ -61,14 +72,36 @@ def build(context: Path) -> None:
 def inside(container: str, *words: str) -> subprocess.CompletedProcess[str]:
     """Run a program in a container that runs."""
     return subprocess.run(
-        ["docker", "exec", container, *words], capture_output=True, text=True, check=False, timeout=PATIENCE
+        ["docker", "exec", container, *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE,
     )
 
 
 def in_image(folder: Path, *words: str, entrypoint: str = "fedbn-flwr") -> str:
     """Run the image's own command with a folder of this machine, as its documentation does."""
-    mine = ("--user", f"{os.getuid()}:{os.getgid()}", "--volume", f"{folder}:{folder}", "--workdir", str(folder))
-    return run("docker", "run", "--rm", "--network", "host", *mine, "--entrypoint", entrypoint, IMAGE, *words)
+    mine = (
+        "--user",
+        f"{os.getuid()}:{os.getgid()}",
+        "--volume",
+        f"{folder}:{folder}",
+        "--workdir",
+        str(folder),
+    )
+    return run(
+        "docker",
+        "run",
+        "--rm",
+        "--network",
+        "host",
+        *mine,
+        "--entrypoint",
+        entrypoint,
+        IMAGE,
+        *words,
+    )
 
 
 class Project:
@@ -86,7 +119,12 @@ class Project:
     def fails(self, *words: str) -> str:
         """Run a command of Compose that must fail; returns what it printed."""
         done = subprocess.run(
-            [*self._words, *words], cwd=self._folder, env=self._env, capture_output=True, text=True, check=False
+            [*self._words, *words],
+            cwd=self._folder,
+            env=self._env,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert done.returncode != 0
         return done.stdout + done.stderr
@@ -97,7 +135,11 @@ class Project:
 
     def state(self, service: str) -> dict[str, object]:
         """Return what Docker says of a service."""
-        return dict(json.loads(run("docker", "inspect", "--format", "{{json .State}}", self.container(service))))
+        return dict(
+            json.loads(
+                run("docker", "inspect", "--format", "{{json .State}}", self.container(service))
+            )
+        )
 
     def addresses(self, service: str) -> list[str]:
         """Return a container's addresses."""
@@ -106,16 +148,27 @@ class Project:
 
     def is_healthy(self, service: str) -> bool:
         """Run the image's health check in a service."""
-        return inside(self.container(service), "python", "-m", "fedbn_flwr.deployment.health").returncode == 0
+        return (
+            inside(
+                self.container(service), "python", "-m", "fedbn_flwr.deployment.health"
+            ).returncode
+            == 0
+        )
 
     def die(self, service: str) -> None:
-        """Let a service's process die, as by an error: `docker kill` would count as the wish to stop it."""
+        """Let a service's process die, as by an error:
+
+        `docker kill` would count as the wish to stop it.
+        """
         os.kill(int(str(self.state(service)["Pid"])), 9)
 
     def down(self) -> None:
         """Take containers and networks away."""
         subprocess.run(
-            [*self._words, "down", "--timeout", "1", "--remove-orphans"], cwd=self._folder, env=self._env, check=False
+            [*self._words, "down", "--timeout", "1", "--remove-orphans"],
+            cwd=self._folder,
+            env=self._env,
+            check=False,
         )
 
 
@@ -125,10 +178,16 @@ class DockerFederation(Federation):
     def __init__(self, folder: Path) -> None:
         subnet = "{{(index .IPAM.Config 0).Subnet}}"
         #: where containers of other networks reach this machine
-        self.host = str(ip_network(run("docker", "network", "inspect", "bridge", "--format", subnet).strip())[1])
-        self.ports = dict(zip(("port", "operator-port", "exchange-port"), free_ports(3), strict=True))
+        self.host = str(
+            ip_network(run("docker", "network", "inspect", "bridge", "--format", subnet).strip())[1]
+        )
+        self.ports = dict(
+            zip(("port", "operator-port", "exchange-port"), free_ports(3), strict=True)
+        )
         sites = ["north", "south", "west", "east"]
-        super().__init__(folder, {"name": "hospitals", "server": self.host, "sites": sites, **self.ports})
+        super().__init__(
+            folder, {"name": "hospitals", "server": self.host, "sites": sites, **self.ports}
+        )
         self.sites = ("north", "south", "west")
         self.all = Project(ROOT, self.out / ".env", f"{IMAGE}_all")
 
@@ -143,9 +202,16 @@ class DockerFederation(Federation):
         self.all.down()
 
     def both(self, options: Mapping[str, object], folder: Path) -> tuple[Path, Path]:
-        """Run in the federation, and in one process of the same image; returns the two folders of results."""
+        """Run in the federation, and in one process of the same image.
+
+        Returns the two folders of results.
+        """
         number = self.submit({**OPTIONS, "clients": len(self.sites), **options})
-        words = [str(word) for key, value in {**OPTIONS, **options}.items() for word in (f"--{key}", value)]
+        words = [
+            str(word)
+            for key, value in {**OPTIONS, **options}.items()
+            for word in (f"--{key}", value)
+        ]
         words += ["--clients", str(len(self.sites)), "--engine", "inprocess", "--device", "cpu"]
         in_image(folder, "run", *words, "--results-dir", str(folder / "here"))
         assert self.await_end(number) == "finished:completed", self.log(number)
@@ -158,7 +224,9 @@ class DockerFederation(Federation):
 
 
 def checkout_with_secrets(folder: Path) -> Path:
-    """Return a clone in which an environment and the keys of a federation lie, as they do in a working one."""
+    """Return a clone in which an environment and the keys of a federation lie, as they do in a
+    working one.
+    """
     checkout = copy_checkout(folder / "fedbn-flwr")
     for name in (".venv/bin/python", "federation/ca/ca.key"):
         (checkout / name).parent.mkdir(parents=True)
@@ -167,10 +235,20 @@ def checkout_with_secrets(folder: Path) -> Path:
 
 
 #: a layer-wise one needs the side channel
-METHODS: dict[str, dict[str, Any]] = {"fedavg": {"rounds": 3, "model": "small-cnn"}, "fedtan": {"rounds": 2}}
-#: what a site may not reach; paths in other spellings, too: the proxy must pass on what it has checked
+METHODS: dict[str, dict[str, Any]] = {
+    "fedavg": {"rounds": 3, "model": "small-cnn"},
+    "fedtan": {"rounds": 2},
+}
+#: what a site may not reach; paths in other spellings, too: the proxy must pass on what it has
+#: checked
 CLOSED = (
-    *("/v1/control/list-runs", "/v1/runtime/acquire-task", "/results/", "/docs", "/v1/fleet/../control/list-runs"),
+    *(
+        "/v1/control/list-runs",
+        "/v1/runtime/acquire-task",
+        "/results/",
+        "/docs",
+        "/v1/fleet/../control/list-runs",
+    ),
     *("/v1/fleet/%2e%2e/control/list-runs", "/v1//control/list-runs"),
 )
 #: asks as a site does: the addresses to connect to, each with the method and path of a request
@@ -236,15 +314,24 @@ def federation(image: Path) -> Iterator[DockerFederation]:
 
 
 def _refused(federation: DockerFederation) -> bool:
-    """Whether a SuperNode says so; until its key is registered, it is connected and must not be healthy."""
+    """Whether a SuperNode says so.
+
+    Until its key is registered, it is connected and must not be healthy.
+    """
     assert not federation.all.is_healthy("north")
     return "Failed to activate" in federation.all.run("logs", "north")
 
 
 @pytest.fixture
 def neighbour() -> Iterator[str]:
-    """A machine in the network of this one, which knows a way to the containers; firewalls let all through."""
-    name, policy = f"fbn{os.getpid()}"[:12], run("iptables", "-S", "FORWARD").split("\n")[0].split()[-1]
+    """A machine in the network of this one, which knows a way to the containers.
+
+    Firewalls let all through.
+    """
+    name, policy = (
+        f"fbn{os.getpid()}"[:12],
+        run("iptables", "-S", "FORWARD").split("\n")[0].split()[-1],
+    )
     steps = (
         f"ip netns add {name}",
         f"ip link add {name} type veth peer name eth0 netns {name}",
@@ -272,10 +359,20 @@ def test_the_image_is_small_and_has_what_the_dockerfile_copies(image: Path) -> N
     # what a build is sent
     (image / "Probe").write_text(f"FROM {IMAGE}\nCOPY . /context\n")
     run("docker", "build", "--file", "Probe", "--tag", f"{IMAGE}-probe", ".", cwd=image)
-    sent = run("docker", "run", "--rm", "--entrypoint", "ls", f"{IMAGE}-probe", "-A", "/context").split()
+    sent = run(
+        "docker", "run", "--rm", "--entrypoint", "ls", f"{IMAGE}-probe", "-A", "/context"
+    ).split()
     run("docker", "image", "rm", "--force", f"{IMAGE}-probe")
     assert set(sent) == {
-        *("LICENSE", "README.md", "docker-compose.yml", "fedbn_flwr", "hatch_build.py", "pyproject.toml", "recipes"),
+        *(
+            "LICENSE",
+            "README.md",
+            "docker-compose.yml",
+            "fedbn_flwr",
+            "hatch_build.py",
+            "pyproject.toml",
+            "recipes",
+        ),
         "strategies",
     }
 
@@ -283,7 +380,10 @@ def test_the_image_is_small_and_has_what_the_dockerfile_copies(image: Path) -> N
 def test_a_change_of_the_code_installs_no_package_again(image: Path, tmp_path: Path) -> None:
     def installed() -> str:
         return in_image(
-            tmp_path, "-c", "import os, torch; print(os.stat(torch.__path__[0]).st_mtime)", entrypoint="python"
+            tmp_path,
+            "-c",
+            "import os, torch; print(os.stat(torch.__path__[0]).st_mtime)",
+            entrypoint="python",
         )
 
     before = installed()
@@ -296,9 +396,20 @@ def test_a_change_of_the_code_installs_no_package_again(image: Path, tmp_path: P
     assert installed() == before
 
 
-def test_the_image_has_the_command_and_a_home_that_everybody_can_write_to(image: Path, tmp_path: Path) -> None:
+def test_the_image_has_the_command_and_a_home_that_everybody_can_write_to(
+    image: Path, tmp_path: Path
+) -> None:
     assert in_image(tmp_path, "--help").startswith("usage: fedbn-flwr")
-    words = ("--user", "4711:4711", "--entrypoint", "mkdir", IMAGE, "-p", "/srv/home/.cache/x", "/srv/home/flwr")
+    words = (
+        "--user",
+        "4711:4711",
+        "--entrypoint",
+        "mkdir",
+        IMAGE,
+        "-p",
+        "/srv/home/.cache/x",
+        "/srv/home/flwr",
+    )
     run("docker", "run", "--rm", *words)
 
 
@@ -315,16 +426,32 @@ def test_the_operators_door_opens_to_nobody_without_the_key(federation: DockerFe
     assert door.getresponse().status == 401
     assert federation.operator.nodes()
     # it has written down who has registered the sites, and when
-    orders = re.findall(r"T\S+ [\d.]+ /v1/control/register-node 200", federation.all.run("logs", "operator"))
+    orders = re.findall(
+        r"T\S+ [\d.]+ /v1/control/register-node 200", federation.all.run("logs", "operator")
+    )
     assert len(orders) == len(federation.sites)
 
 
 @as_root
-def test_a_neighbour_gets_no_further_than_the_doors(federation: DockerFederation, neighbour: str) -> None:
+def test_a_neighbour_gets_no_further_than_the_doors(
+    federation: DockerFederation, neighbour: str
+) -> None:
     def ask(url: str) -> str:
-        words = ("curl", "--silent", "--insecure", "--max-time", "5", "--output", "/dev/null", "--write-out")
+        words = (
+            "curl",
+            "--silent",
+            "--insecure",
+            "--max-time",
+            "5",
+            "--output",
+            "/dev/null",
+            "--write-out",
+        )
         done = subprocess.run(
-            ("ip", "netns", "exec", neighbour, *words, "%{http_code}", url), capture_output=True, text=True, check=False
+            ("ip", "netns", "exec", neighbour, *words, "%{http_code}", url),
+            capture_output=True,
+            text=True,
+            check=False,
         )
         return done.stdout
 
@@ -333,21 +460,31 @@ def test_a_neighbour_gets_no_further_than_the_doors(federation: DockerFederation
                for path in ("health", "results/")]  # fmt: skip
     # one of its networks can be reached, which shows that the way is there
     assert set(answers) == {"401", "000"}
-    for service, url in (("north", "http://{}:9094/health"), ("superlink", "https://{}:8000/health")):
+    for service, url in (
+        ("north", "http://{}:9094/health"),
+        ("superlink", "https://{}:8000/health"),
+    ):
         for address in federation.all.addresses(service):
             assert ask(url.format(address)) == "000", (service, address)
 
 
 def test_a_site_reaches_the_fleet_api_and_nothing_else(federation: DockerFederation) -> None:
     north, port = federation.all.container("north"), str(federation.ports["port"])
-    assert inside(north, "python", "-c", ASK, "proxy", port, *CLOSED).stdout.split() == ["403"] * len(CLOSED)
+    assert inside(north, "python", "-c", ASK, "proxy", port, *CLOSED).stdout.split() == [
+        "403"
+    ] * len(CLOSED)
     # the second one without the signature of a registered key
     paths = ("/health", "/v1/fleet/pull-messages")
-    assert inside(north, "python", "-c", ASK, "proxy", port, *paths).stdout.split() == ["200", "401"]
+    assert inside(north, "python", "-c", ASK, "proxy", port, *paths).stdout.split() == [
+        "200",
+        "401",
+    ]
     assert inside(north, "python", "-c", CONNECT, "9094", "south").stdout == ""
 
 
-def test_an_app_reaches_its_supernode_and_neither_this_machine_nor_any_other(federation: DockerFederation) -> None:
+def test_an_app_reaches_its_supernode_and_neither_this_machine_nor_any_other(
+    federation: DockerFederation,
+) -> None:
     apps = federation.all.container("north-exec")
     server = HTTPServer(("0.0.0.0", 0), BaseHTTPRequestHandler)
     Thread(target=server.serve_forever, daemon=True).start()
@@ -358,7 +495,10 @@ def test_an_app_reaches_its_supernode_and_neither_this_machine_nor_any_other(fed
         port = str(server.server_address[1])
         own = [address for address in mine if not address.startswith("127.")]
         assert inside(apps, "python", "-c", CONNECT, port, *own).stdout == ""
-        assert inside(federation.all.container("north"), "python", "-c", CONNECT, port, *own).stdout != ""
+        assert (
+            inside(federation.all.container("north"), "python", "-c", CONNECT, port, *own).stdout
+            != ""
+        )
     finally:
         server.shutdown()
     for port in map(str, (*federation.ports.values(), 8000, 9094)):
@@ -375,26 +515,45 @@ def test_services_run_without_rights(federation: DockerFederation) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_run_has_the_bits_of_one_in_process(method: str, federation: DockerFederation, tmp_path: Path) -> None:
+def test_a_run_has_the_bits_of_one_in_process(
+    method: str, federation: DockerFederation, tmp_path: Path
+) -> None:
     there, here = federation.both({**METHODS[method], "method": method}, tmp_path)
     assert_same_results(there, here)
     seconds = re.findall(r'"seconds": ([\d.]+)', (there / "rounds.jsonl").read_text())
     print(f"{method}: {', '.join(seconds)} s a round")
     assert not re.search("[0-9a-f]{64}", (there / "config.json").read_text())
     if method == "fedtan":
-        # of the three of a model with one BN layer, the first connects, and the last brings models, by Flower
+        # of the three of a model with one BN layer, the first connects, and the last brings models,
+        # by Flower
         timed = re.findall(r"(\d+) exchanges over the side channel", federation.log(there.name))
         assert timed == ["1"] * METHODS[method]["rounds"]
 
 
-def test_a_trained_network_is_fine_tuned_from_the_servers_folder_of_weights(federation: DockerFederation) -> None:
+def test_a_trained_network_is_fine_tuned_from_the_servers_folder_of_weights(
+    federation: DockerFederation,
+) -> None:
     weights = federation.out / "server" / "weights" / "network.safetensors"
-    start = build_model("timm:test_efficientnet", num_classes=10, in_channels=3, seed=5).state_dict()
+    start = build_model(
+        "timm:test_efficientnet", num_classes=10, in_channels=3, seed=5
+    ).state_dict()
     save_file(start, weights)
     weights.chmod(0o644)
-    asked = {"method": "fedavg", "freeze-bn": True, "model": "timm:test_efficientnet", "image-size": 32, "lr": 0.01}
+    asked = {
+        "method": "fedavg",
+        "freeze-bn": True,
+        "model": "timm:test_efficientnet",
+        "image-size": 32,
+        "lr": 0.01,
+    }
     number = federation.submit(
-        {**OPTIONS, **asked, "clients": 3, "rounds": 2, "init-from": "/srv/weights/network.safetensors"}
+        {
+            **OPTIONS,
+            **asked,
+            "clients": 3,
+            "rounds": 2,
+            "init-from": "/srv/weights/network.safetensors",
+        }
     )
     assert federation.await_end(number) == "finished:completed", federation.log(number)
     end = load_file(federation.results(number) / "model.safetensors")
@@ -403,13 +562,19 @@ def test_a_trained_network_is_fine_tuned_from_the_servers_folder_of_weights(fede
     assert all(torch.equal(end[name], start[name]) for name in frozen)
     assert not torch.equal(end["classifier.weight"], start["classifier.weight"])
     # a file that is not there costs a line, and no round
-    number = federation.submit({**OPTIONS, **asked, "clients": 3, "rounds": 2, "init-from": "/srv/weights/other.pth"})
+    number = federation.submit(
+        {**OPTIONS, **asked, "clients": 3, "rounds": 2, "init-from": "/srv/weights/other.pth"}
+    )
     assert federation.await_end(number) == "finished:failed"
-    assert "no weights: there is no file /srv/weights/other.pth for init-from" in federation.log(number)
+    assert "no weights: there is no file /srv/weights/other.pth for init-from" in federation.log(
+        number
+    )
 
 
 @as_root
-def test_a_kit_that_root_has_copied_takes_part_in_minutes(federation: DockerFederation, tmp_path: Path) -> None:
+def test_a_kit_that_root_has_copied_takes_part_in_minutes(
+    federation: DockerFederation, tmp_path: Path
+) -> None:
     kit, data = federation.folder / "kit", federation.folder / "images"
     shutil.copytree(federation.kit("east"), kit)
     for path in (kit / "node.key", kit / "east.pub", kit / "superexec.secret"):
@@ -429,24 +594,40 @@ def test_a_kit_that_root_has_copied_takes_part_in_minutes(federation: DockerFede
     try:
         shown = site.fails("run", "--rm", "preflight")
         assert "/srv/data cannot be read by user 10001:10001, it belongs to 4711:4712" in shown
-        (kit / ".env").write_text(re.sub("FEDBN_USER=.*", "FEDBN_USER=4711:4712", (kit / ".env").read_text()))
+        (kit / ".env").write_text(
+            re.sub("FEDBN_USER=.*", "FEDBN_USER=4711:4712", (kit / ".env").read_text())
+        )
         image = data / "train" / "normal" / "0.png"
         os.chown(image, 0, 0)
         shown = site.fails("run", "--rm", "preflight")
-        assert "/srv/data/train/normal/0.png cannot be read by user 4711:4712, it belongs to 0:0" in shown
+        assert (
+            "/srv/data/train/normal/0.png cannot be read by user 4711:4712, it belongs to 0:0"
+            in shown
+        )
         os.chown(image, 4711, 4712)
         os.chown(kit / "state", 0, 0)
         shown = site.fails("run", "--rm", "--no-deps", "preflight")
-        assert "state cannot be written by user 4711:4712 (Permission denied): `docker compose run --rm init`" in shown
+        assert (
+            "state cannot be written by user 4711:4712 (Permission denied): `docker compose run "
+            "--rm init`" in shown
+        )
         shown = site.run("run", "--rm", "preflight")
         print(shown)
-        for line in ("ok       exchange", "warning  registered not yet", "ok       folders", "this site can take part"):
+        for line in (
+            "ok       exchange",
+            "warning  registered not yet",
+            "ok       folders",
+            "this site can take part",
+        ):
             assert line in shown
         # beside a project of the same federation that has services of the same names
         site.run("up", "--detach", "--no-build")
         command("site", "register", kit / "east.pub", "--operator", federation.home)
         assert "ok       registered" in site.run("run", "--rm", "preflight")
-        await_that(lambda: site.is_healthy("node") and site.is_healthy("exec"), "the fourth site is healthy")
+        await_that(
+            lambda: site.is_healthy("node") and site.is_healthy("exec"),
+            "the fourth site is healthy",
+        )
         # shut out, its SuperNode ends, is started again by Docker, and is refused
         command("site", "revoke", "east", "--operator", federation.home)
         await_that(lambda: not site.is_healthy("node"), "a revoked site is not healthy")
@@ -455,13 +636,17 @@ def test_a_kit_that_root_has_copied_takes_part_in_minutes(federation: DockerFede
 
 
 @as_root
-def test_what_dies_comes_back_and_what_is_stopped_stays_away(federation: DockerFederation, tmp_path: Path) -> None:
+def test_what_dies_comes_back_and_what_is_stopped_stays_away(
+    federation: DockerFederation, tmp_path: Path
+) -> None:
     services = ("north", "north-exec", "superlink", "superexec", "proxy", "operator")
     before = {service: federation.all.state(service)["StartedAt"] for service in services}
     for service in services:
         federation.all.die(service)
     for service in services:
-        await_that(lambda name=service: federation.all.state(name)["StartedAt"] != before[name], service)  # type: ignore[misc]
+        await_that(
+            lambda name=service: federation.all.state(name)["StartedAt"] != before[name], service
+        )  # type: ignore[misc]
     federation.await_healthy()
     federation.await_online(federation.sites)
     # Docker takes it for the wish to stop the service
@@ -470,4 +655,6 @@ def test_what_dies_comes_back_and_what_is_stopped_stays_away(federation: DockerF
     assert federation.all.state("south")["Running"] is False
     federation.all.run("up", "--detach", "--no-build")
     federation.await_healthy()
-    assert_same_results(*federation.both({"method": "fedbn", "statistics": "own", "rounds": 2}, tmp_path))
+    assert_same_results(
+        *federation.both({"method": "fedbn", "statistics": "own", "rounds": 2}, tmp_path)
+    )

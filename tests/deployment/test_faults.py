@@ -1,7 +1,9 @@
-"""Faults of real processes: what is killed, cut off or wrong, and what becomes of the run. `make faults` shows a table.
+"""Faults of real processes: what is killed, cut off or wrong, and what becomes of the run.
 
-Whatever happens to the site south, the run ends, and its model has the bits of a run in process in which south misses
-the same rounds.
+`make faults` shows a table.
+
+Whatever happens to the site south, the run ends, and its model has the bits of a run in process in
+which south misses the same rounds.
 """
 
 import re
@@ -31,9 +33,14 @@ def fault(name: str, server_round: int, partition: int = 1, **exchange: int) -> 
 
 
 @pytest.mark.slow
-def test_a_reply_with_200_megabytes_that_nobody_asked_for(faults: FaultyRuns, tmp_path: Path) -> None:
+def test_a_reply_with_200_megabytes_that_nobody_asked_for(
+    faults: FaultyRuns, tmp_path: Path
+) -> None:
     run = faults.submit([fault("large", 1)], rounds=2)
-    assert run.completes("200 MB in a reply", 1, "named in the log, the site misses the round") == [1, 2]
+    assert run.completes("200 MB in a reply", 1, "named in the log, the site misses the round") == [
+        1,
+        2,
+    ]
     run.assert_same_model(tmp_path)
 
 
@@ -42,7 +49,11 @@ def test_a_reply_with_200_megabytes_that_nobody_asked_for(faults: FaultyRuns, tm
 def test_a_killed_clientapp(method: str, faults: FaultyRuns, tmp_path: Path) -> None:
     run = faults.submit([fault("hold", 2, **HELD[method])], method=method)
     kill([faults.await_held("south")])
-    assert run.completes(f"ClientApp killed {MOMENT[method]}", 2, "the site misses the round") == [2, 1, 2]
+    assert run.completes(f"ClientApp killed {MOMENT[method]}", 2, "the site misses the round") == [
+        2,
+        1,
+        2,
+    ]
     run.assert_same_model(tmp_path)
 
 
@@ -55,7 +66,9 @@ def test_a_killed_supernode(method: str, faults: FaultyRuns, tmp_path: Path) -> 
     faults.federation.services["south-node"].kill()
     faults.release("south")
     nodes = run.completes(
-        f"SuperNode killed {MOMENT[method]}", 2, "the site misses the round, and comes back by itself"
+        f"SuperNode killed {MOMENT[method]}",
+        2,
+        "the site misses the round, and comes back by itself",
     )
     assert nodes[:2] == [2, 1]
     run.assert_same_model(tmp_path)
@@ -64,8 +77,11 @@ def test_a_killed_supernode(method: str, faults: FaultyRuns, tmp_path: Path) -> 
 @pytest.mark.slow
 @moments
 def test_a_killed_superlink(method: str, faults: FaultyRuns, tmp_path: Path) -> None:
-    # both: a SuperNode that is sending when the SuperLink dies starts anew, and misses what comes meanwhile
-    run = faults.submit([fault("hold", 2, partition, **HELD[method]) for partition in (0, 1)], method=method)
+    # both: a SuperNode that is sending when the SuperLink dies starts anew, and misses what comes
+    # meanwhile
+    run = faults.submit(
+        [fault("hold", 2, partition, **HELD[method]) for partition in (0, 1)], method=method
+    )
     for site in SITES:
         faults.await_held(site)
     superlink = faults.federation.services["superlink"]
@@ -118,7 +134,9 @@ def test_a_late_site(faults: FaultyRuns, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_network_that_is_cut_for_longer_than_the_deadline(faults: FaultyRuns, tmp_path: Path) -> None:
+def test_a_network_that_is_cut_for_longer_than_the_deadline(
+    faults: FaultyRuns, tmp_path: Path
+) -> None:
     run = faults.submit([fault("hold", 2), fault("hold", 3, partition=0)], rounds=4, timeout=40)
     faults.await_held("south")
     faults.federation.relays["south"].cut()
@@ -156,7 +174,9 @@ def _foreign(name: str, folder: Path) -> bytes:
     """Return a certificate of another federation, or a key that nobody has registered."""
     if name == "ca.crt":
         out = folder / "another"
-        assert fedbn_flwr(["provision", str(ROOT / "federation.example.yaml"), "--out", str(out)]) == 0
+        assert (
+            fedbn_flwr(["provision", str(ROOT / "federation.example.yaml"), "--out", str(out)]) == 0
+        )
         return (out / "ca" / "ca.crt").read_bytes()
     make_node_key(folder / "node.key", folder / "node.pub", "nobody")
     return (folder / "node.key").read_bytes()
@@ -164,10 +184,18 @@ def _foreign(name: str, folder: Path) -> bytes:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("also_nodes", [False, True])
-def test_a_run_whose_serverapp_was_killed_is_resumed(also_nodes: bool, faults: FaultyRuns, tmp_path: Path) -> None:
-    # north is held in the round after the one with the checkpoint, or in the next one, which south has trained in
+def test_a_run_whose_serverapp_was_killed_is_resumed(
+    also_nodes: bool, faults: FaultyRuns, tmp_path: Path
+) -> None:
+    # north is held in the round after the one with the checkpoint, or in the next one, which south
+    # has trained in
     method, held = ("scaffold", 3) if also_nodes else ("fedbn", 4)
-    options: dict[str, Any] = {"method": method, "rounds": 5, "momentum": 0.5, "momentum_state": "local"}
+    options: dict[str, Any] = {
+        "method": method,
+        "rounds": 5,
+        "momentum": 0.5,
+        "momentum_state": "local",
+    }
     run = faults.submit([fault("hold", held, partition=0)], checkpoint_every=2, **options)
     process = faults.await_held("north")
     faults.await_states("south", run, held)

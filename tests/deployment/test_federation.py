@@ -19,7 +19,9 @@ def test_the_example_has_three_sites() -> None:
 
 def test_the_address_of_an_ipv6_server_is_bracketed() -> None:
     assert Federation.from_mapping({**GOOD, "server": "fd00::1"}).address == "[fd00::1]:8443"
-    assert Federation.from_mapping({**GOOD, "server": "fd00::1"}).exchange_address == "[fd00::1]:8445"
+    assert (
+        Federation.from_mapping({**GOOD, "server": "fd00::1"}).exchange_address == "[fd00::1]:8445"
+    )
 
 
 @pytest.mark.parametrize(
@@ -27,7 +29,8 @@ def test_the_address_of_an_ipv6_server_is_bracketed() -> None:
     [
         (
             {"servers": "x"},
-            "unknown key 'servers'; known: name, server, sites, also, port, operator-port, exchange-port, days",
+            "unknown key 'servers'; known: name, server, sites, also, port, operator-port, "
+            "exchange-port, days",
         ),
         ({"port": "8443"}, "port must be a whole number, got '8443'"),
         ({"port": True}, "port must be a whole number, got True"),
@@ -38,7 +41,10 @@ def test_the_address_of_an_ipv6_server_is_bracketed() -> None:
         ({"sites": []}, "sites must list at least one site"),
         ({"sites": ["north", "north"]}, "site 'north' is listed twice"),
         ({"sites": ["../north"]}, "site '../north' must be lower-case letters, digits and hyphens"),
-        ({"server": "https://fl.example.org"}, "'https://fl.example.org' is neither a host name nor an address"),
+        (
+            {"server": "https://fl.example.org"},
+            "'https://fl.example.org' is neither a host name nor an address",
+        ),
         ({"also": ["a b"]}, "'a b' is neither a host name nor an address"),
         ({"name": 'x"y'}, "name 'x\"y' must be lower-case letters, digits and hyphens"),
         ({"days": 0}, "days must be at least 1, got 0"),
@@ -47,18 +53,26 @@ def test_the_address_of_an_ipv6_server_is_bracketed() -> None:
 )
 def test_what_cannot_be_is_refused_by_name(change: dict[str, object], reason: str) -> None:
     with pytest.raises(DeploymentError) as error:
-        Federation.from_mapping({key: value for key, value in {**GOOD, **change}.items() if value is not None})
+        Federation.from_mapping(
+            {key: value for key, value in {**GOOD, **change}.items() if value is not None}
+        )
     assert str(error.value) == reason
 
 
 @pytest.mark.parametrize("text", ["[1, 2]", "a: [", "just text"])
 def test_a_file_that_is_no_mapping_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "file.yaml").write_text(text)
-    with pytest.raises(DeploymentError, match=r"file\.yaml (is not YAML|must hold keys and values)"):
+    with pytest.raises(
+        DeploymentError, match=r"file\.yaml (is not YAML|must hold keys and values)"
+    ):
         Federation.read(tmp_path / "file.yaml")
 
 
 def test_a_key_that_stands_twice_is_refused_with_its_line(tmp_path: Path) -> None:
-    (tmp_path / "file.yaml").write_text("name: a\nserver: one.org\nsites: [north]\nserver: two.org\n")
-    with pytest.raises(DeploymentError, match=r"file\.yaml is not YAML: line 4 has the key 'server' a second time"):
+    (tmp_path / "file.yaml").write_text(
+        "name: a\nserver: one.org\nsites: [north]\nserver: two.org\n"
+    )
+    with pytest.raises(
+        DeploymentError, match=r"file\.yaml is not YAML: line 4 has the key 'server' a second time"
+    ):
         Federation.read(tmp_path / "file.yaml")

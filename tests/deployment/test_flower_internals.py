@@ -1,4 +1,7 @@
-"""What the deployment replaces or calls in Flower is there; each name says with which version it was tried."""
+"""What the deployment replaces or calls in Flower is there.
+
+Each name says with which version it was tried.
+"""
 
 from functools import reduce
 from importlib import import_module

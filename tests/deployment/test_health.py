@@ -16,7 +16,8 @@ from tests.helpers.waiting import PATIENCE
 #: longer than a test waits
 FOREVER = 2 * PATIENCE
 
-#: as the kernel writes it: a listener on 9094, a connection to 8443, one to 9094 that is only being made
+#: as the kernel writes it: a listener on 9094, a connection to 8443, one to 9094 that is only being
+#: made
 TABLE = """  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
    0: 00000000:2386 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 1 1 0
    1: 0100007F:B2C4 0500A8C0:20FB 01 00000000:00000000 00:00000000 00000000     0        0 2 1 0
@@ -45,7 +46,12 @@ def test_a_connection_of_this_machine_is_seen_and_its_end_too() -> None:
 
 def test_an_answer_counts_only_with_a_certificate_of_the_federation(tmp_path: Path) -> None:
     for name in ("one", "two"):
-        assert main(["provision", str(ROOT / "federation.example.yaml"), "--out", str(tmp_path / name)]) == 0
+        assert (
+            main(
+                ["provision", str(ROOT / "federation.example.yaml"), "--out", str(tmp_path / name)]
+            )
+            == 0
+        )
     with TLSServer(tmp_path / "one" / "server", {"/health": b"{}"}) as server:
         url = f"https://127.0.0.1:{server.port}/health"
         assert health.check(f"answers {url} {tmp_path / 'one/ca/ca.crt'}") == f"{url} answers 200"
@@ -62,7 +68,13 @@ def test_an_answer_counts_only_with_a_certificate_of_the_federation(tmp_path: Pa
 def test_the_exit_code_is_the_verdict() -> None:
     for wanted, code in (("", 0), ("connected 1", 1), ("perhaps", 1)):
         command = [sys.executable, "-m", "fedbn_flwr.deployment.health"]
-        done = subprocess.run(command, env=environment(FEDBN_HEALTH=wanted), cwd=ROOT, capture_output=True, check=False)
+        done = subprocess.run(
+            command,
+            env=environment(FEDBN_HEALTH=wanted),
+            cwd=ROOT,
+            capture_output=True,
+            check=False,
+        )
         assert done.returncode == code, done.stderr
 
 

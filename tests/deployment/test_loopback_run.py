@@ -1,4 +1,7 @@
-"""A server and two sites as plain processes on the loopback, from the compose file: TLS, node keys, same bits."""
+"""A server and two sites as plain processes on the loopback, from the compose file:
+
+TLS, node keys, same bits.
+"""
 
 from pathlib import Path
 
@@ -11,4 +14,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("deployment")]
 
 
 def test_a_run_has_the_bits_of_one_in_process(loopback: LoopbackFederation, tmp_path: Path) -> None:
-    assert_same_results(*loopback.both({**OPTIONS, "method": "fedavg", "statistics": "exact", "rounds": 1}, tmp_path))
+    assert_same_results(
+        *loopback.both(
+            {**OPTIONS, "method": "fedavg", "statistics": "exact", "rounds": 1}, tmp_path
+        )
+    )

@@ -1,4 +1,6 @@
-"""The operator's commands, against a server that answers from a table, and a Flower command that does."""
+"""The operator's commands, against a server that answers from a table, and a Flower command that
+does.
+"""
 
 import json
 import sys
@@ -20,7 +22,12 @@ ROUNDS = (
     b'{"round": 1, "nodes": 3, "train-loss": 2.25}\n'
     b'{"round": 2, "nodes": 2, "train-loss": 2.0, "left-out": ["west"]}\n{"round": 3, "no'
 )
-REVOKED = {"node-id": "13", "status": "unregistered", "online-at": "today", "deleted-at": "yesterday"}
+REVOKED = {
+    "node-id": "13",
+    "status": "unregistered",
+    "online-at": "today",
+    "deleted-at": "yesterday",
+}
 CONFIG = json.dumps({"options": {"method": "fixbn", "rounds": 5}}).encode()
 
 
@@ -30,26 +37,39 @@ def listing(**kinds: str) -> bytes:
 
 @pytest.fixture
 def federation(out: Path) -> Iterator[Path]:
-    """A provisioned federation with a server that has the results of one run, and of one that is being written."""
+    """A provisioned federation with a server that has the results of one run, and of one that is
+    being written.
+    """
     entries = dict.fromkeys((*FILES, "config.json", "rounds.jsonl", "summary.json.partial"), "file")
     pages = {f"/results/{RUN}/{name}": content for name, content in FILES.items()}
     pages |= {f"/results/{RUN}/config.json": CONFIG, f"/results/{RUN}/rounds.jsonl": ROUNDS}
     pages |= {f"/results/{RUN}/": listing(**entries), "/results/": listing(**{RUN: "directory"})}
     config = out / "operator" / "config.toml"
-    with TLSServer(out / "server", pages, (config.parent / "operator.key").read_text().strip()) as server:
+    with TLSServer(
+        out / "server", pages, (config.parent / "operator.key").read_text().strip()
+    ) as server:
         config.write_text(config.read_text().replace(":8444", f":{server.port}"))
         yield out
 
 
 def test_results_are_fetched_as_they_are(federation: Path, tmp_path: Path) -> None:
-    words = ["fetch", RUN, "--operator", str(federation / "operator"), "--out", str(tmp_path / "here")]
+    words = [
+        "fetch",
+        RUN,
+        "--operator",
+        str(federation / "operator"),
+        "--out",
+        str(tmp_path / "here"),
+    ]
     assert main(words) == 0
     fetched = {path.name: path.read_bytes() for path in (tmp_path / "here" / RUN).iterdir()}
     assert fetched == {**FILES, "config.json": CONFIG, "rounds.jsonl": ROUNDS}
 
 
 @pytest.mark.parametrize("run", ["12", "../7041", "x"])
-def test_a_run_without_results(run: str, federation: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_results(
+    run: str, federation: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["fetch", run, "--operator", str(federation / "operator")]) == 2
     assert f"there are no results of run {run!r}; there are: {RUN}" in capsys.readouterr().err
 
@@ -58,9 +78,13 @@ def test_a_server_that_names_files_elsewhere_writes_only_into_the_runs_folder(
     federation: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        Operator, "result", lambda _, path: listing(**{"../../evil": "file"}) if path.endswith("/") else b"x"
+        Operator,
+        "result",
+        lambda _, path: listing(**{"../../evil": "file"}) if path.endswith("/") else b"x",
     )
-    assert Operator(federation / "operator").fetch(RUN, tmp_path / "here") == [tmp_path / "here" / RUN / "evil"]
+    assert Operator(federation / "operator").fetch(RUN, tmp_path / "here") == [
+        tmp_path / "here" / RUN / "evil"
+    ]
 
 
 def test_status_is_a_line_a_site_and_a_run(
@@ -70,19 +94,28 @@ def test_status_is_a_line_a_site_and_a_run(
     reason = "ServerApp failed with exception: west (node 12): its images are gone"
     failed = {"run-id": "12", "status": "finished:failed", "status-details": reason}
     answers = {
-        "supernode": {"nodes": [{"node-id": "11", "status": "online", "online-at": "today"}, REVOKED]},
+        "supernode": {
+            "nodes": [{"node-id": "11", "status": "online", "online-at": "today"}, REVOKED]
+        },
         "list": {
-            "runs": [{"run-id": RUN, "status": "running", "status-details": "N/A", **started}, {**failed, **started}]
+            "runs": [
+                {"run-id": RUN, "status": "running", "status-details": "N/A", **started},
+                {**failed, **started},
+            ]
         },
     }
     monkeypatch.setattr(Operator, "flower", lambda _, *words: answers[words[0]])
-    (federation / "operator" / "sites.json").write_text('{"north": "11", "south": "12", "west (revoked, 13)": "13"}')
+    (federation / "operator" / "sites.json").write_text(
+        '{"north": "11", "south": "12", "west (revoked, 13)": "13"}'
+    )
     assert main(["status", "--operator", str(federation / "operator")]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["north", "11", "online", "today"] in lines
     assert ["south", "12", "unknown", "to", "the", "server"] in lines
     assert ["west", "(revoked,", "13)", "13", "unregistered", "yesterday"] in lines
-    at = lines.index([RUN, "running", "fixbn", "2/5", "nodes", "2,", "train-loss", "2,", "without", "west"])
+    at = lines.index(
+        [RUN, "running", "fixbn", "2/5", "nodes", "2,", "train-loss", "2,", "without", "west"]
+    )
     assert [" ".join(line) for line in lines[at + 1 : at + 4]] == [
         "from Monday",
         "12 finished:failed",
@@ -107,7 +140,10 @@ def test_sites_are_registered_by_the_name_of_their_key_and_revoked_by_it(
     strange = kit / "north\n\x1b[31m.pub"
     strange.write_bytes((kit / "north.pub").read_bytes())
     assert main(["site", "register", str(strange), *home]) == 2
-    assert r"site 'north\n\x1b[31m' must be lower-case letters, digits and hyphens" in capsys.readouterr().err
+    assert (
+        r"site 'north\n\x1b[31m' must be lower-case letters, digits and hyphens"
+        in capsys.readouterr().err
+    )
     key = str(kit / "north.pub")
     assert main(["site", "register", key, *home]) == 0
     assert main(["site", "register", key, *home]) == 2
@@ -125,7 +161,9 @@ def test_sites_are_registered_by_the_name_of_their_key_and_revoked_by_it(
     assert main(["site", "register", key, *home]) == 0
 
 
-def test_without_the_operators_key_nobody_is_answered(federation: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_the_operators_key_nobody_is_answered(
+    federation: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (federation / "operator" / "operator.key").write_text("another\n")
     assert main(["fetch", RUN, "--operator", str(federation / "operator")]) == 2
     assert capsys.readouterr().err.endswith(f"/results/{RUN}/: Unauthorized\n")
@@ -134,7 +172,9 @@ def test_without_the_operators_key_nobody_is_answered(federation: Path, capsys: 
     assert "operator.key cannot be read" in capsys.readouterr().err
 
 
-def test_flowers_own_command_sends_the_operators_key(federation: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flowers_own_command_sends_the_operators_key(
+    federation: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     operator = Operator(federation / "operator")
     store = FileCredentialStore(operator.home / "credentials.yaml")
     assert store.file_path.stat().st_mode & 0o777 == 0o600

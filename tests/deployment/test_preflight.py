@@ -26,7 +26,12 @@ def kit(out: Path) -> Iterator[Path]:
     """A kit whose server answers on the loopback."""
     home = out / "sites" / "south"
     assert main(["site", "init", str(home)]) == 0
-    known = json.dumps({"code": ApiErrorCode.FLEET_INVALID_HEARTBEAT_INTERVAL, "detail": "as to a key that is known"})
+    known = json.dumps(
+        {
+            "code": ApiErrorCode.FLEET_INVALID_HEARTBEAT_INTERVAL,
+            "detail": "as to a key that is known",
+        }
+    )
     pages = {"/health": b"{}", "/v1/fleet/activate-node": known.encode()}
     with TLSServer(out / "server", pages) as server:
         address = f"127.0.0.1:{server.port}"
@@ -37,7 +42,9 @@ def kit(out: Path) -> Iterator[Path]:
 def change(kit: Path, **values: str) -> None:
     lines = (kit / ".env").read_text().splitlines()
     kept = [line for line in lines if line.split("=")[0] not in values]
-    (kit / ".env").write_text("\n".join([*kept, *(f"{name}={value}" for name, value in values.items())]) + "\n")
+    (kit / ".env").write_text(
+        "\n".join([*kept, *(f"{name}={value}" for name, value in values.items())]) + "\n"
+    )
 
 
 def checks(kit: Path) -> dict[str, tuple[str, str]]:
@@ -56,8 +63,13 @@ def test_a_site_that_can_take_part(kit: Path, capsys: pytest.CaptureFixture[str]
     assert "this site can take part" in capsys.readouterr().out
 
 
-def test_a_server_of_another_federation_is_refused_and_the_other_checks_go_on(kit: Path, tmp_path: Path) -> None:
-    assert main(["provision", str(ROOT / "federation.example.yaml"), "--out", str(tmp_path / "other")]) == 0
+def test_a_server_of_another_federation_is_refused_and_the_other_checks_go_on(
+    kit: Path, tmp_path: Path
+) -> None:
+    assert (
+        main(["provision", str(ROOT / "federation.example.yaml"), "--out", str(tmp_path / "other")])
+        == 0
+    )
     (kit / "ca.crt").write_bytes((tmp_path / "other" / "ca" / "ca.crt").read_bytes())
     found = checks(kit)
     assert found["tls"][0] == "failed"
@@ -77,7 +89,9 @@ def test_a_certificate_that_has_expired_is_named_with_its_date(kit: Path, tmp_pa
     assert f"certificate has expired (valid until {ended:%Y-%m-%d})" in text
 
 
-@pytest.mark.parametrize(("seconds", "verdict"), [(-400, "failed"), (-200, "ok"), (0, "ok"), (60, "failed")])
+@pytest.mark.parametrize(
+    ("seconds", "verdict"), [(-400, "failed"), (-200, "ok"), (0, "ok"), (60, "failed")]
+)
 def test_the_clock_may_be_as_far_off_as_flower_allows(
     seconds: int, verdict: str, kit: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,8 +101,14 @@ def test_the_clock_may_be_as_far_off_as_flower_allows(
 
 #: a changed line of `.env`, the check that fails, and why
 FAULTS = {
-    "FEDBN_SERVER=127.0.0.1:1": ("tls", "127.0.0.1:1 cannot be reached: [Errno 111] Connection refused"),
-    f"FEDBN_VERSIONS=fedbn-flwr=9.9,flwr={version('flwr')}": ("versions", "; the federation has fedbn-flwr 9.9"),
+    "FEDBN_SERVER=127.0.0.1:1": (
+        "tls",
+        "127.0.0.1:1 cannot be reached: [Errno 111] Connection refused",
+    ),
+    f"FEDBN_VERSIONS=fedbn-flwr=9.9,flwr={version('flwr')}": (
+        "versions",
+        "; the federation has fedbn-flwr 9.9",
+    ),
     "FEDBN_DATA=images": ("data", "FEDBN_DATA must be an absolute path, got 'images'"),
     "FEDBN_DATA=/nowhere/at/all": ("data", "/nowhere/at/all is not a folder that can be read"),
 }
@@ -108,13 +128,22 @@ def test_a_public_half_of_another_key(kit: Path) -> None:
     (kit / "node.key").rename(kit / "kept.key")
     assert main(["site", "init", str(kit)]) == 0
     (kit / "kept.key").replace(kit / "node.key")
-    assert checks(kit)["key"][1] == f"{kit / 'south.pub'} is not the public half of {kit / 'node.key'}"
+    assert (
+        checks(kit)["key"][1] == f"{kit / 'south.pub'} is not the public half of {kit / 'node.key'}"
+    )
     os.chmod(kit / "node.key", 0o640)
-    assert checks(kit)["key"] == ("failed", f"{kit / 'node.key'} can be read by others: chmod 600 {kit / 'node.key'}")
+    assert checks(kit)["key"] == (
+        "failed",
+        f"{kit / 'node.key'} can be read by others: chmod 600 {kit / 'node.key'}",
+    )
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to root, and must not read all")
-def test_data_of_root_are_for_root_to_share_and_not_for_containers_that_run_as_root(kit: Path, tmp_path: Path) -> None:
+@pytest.mark.skipif(
+    os.geteuid() != 0, reason="only root can give files to root, and must not read all"
+)
+def test_data_of_root_are_for_root_to_share_and_not_for_containers_that_run_as_root(
+    kit: Path, tmp_path: Path
+) -> None:
     (tmp_path / "data" / "train").mkdir(parents=True)
     for path in (tmp_path, *tmp_path.parents[:-2]):
         path.chmod(path.stat().st_mode | 0o11)
@@ -126,7 +155,8 @@ def test_data_of_root_are_for_root_to_share_and_not_for_containers_that_run_as_r
     finally:
         os.seteuid(0)
     assert str(error.value) == (
-        f"{tmp_path / 'data'} cannot be read by user 4711:{os.getegid()}, it belongs to 0:0: root can let this user "
+        f"{tmp_path / 'data'} cannot be read by user 4711:{os.getegid()}, it belongs to 0:0: root "
+        "can let this user "
         f"read it, by `chown -R 4711:{os.getegid()}`, or `setfacl -R -m u:4711:rX`"
     )
 
@@ -145,13 +175,18 @@ def test_classes_are_counted(kit: Path, tmp_path: Path) -> None:
     change(kit, FEDBN_DATA=str(tmp_path / "data"))
     shown = [(check.verdict, check.text) for check in module.preflight(kit) if check.name == "data"]
     data = tmp_path / "data"
-    assert shown == [("ok", f"{data}/train: covid 3, normal 2"), ("ok", f"{data}/test: covid 1, normal 1")]
+    assert shown == [
+        ("ok", f"{data}/train: covid 3, normal 2"),
+        ("ok", f"{data}/test: covid 1, normal 1"),
+    ]
     (data / "test" / "covid" / "0.png").unlink()
     assert checks(kit)["data"] == ("failed", f"{data}/test: covid 0, normal 1")
 
 
 @pytest.mark.parametrize("names", [("Train", "Test"), ()])
-def test_data_without_train_and_test_are_refused(names: tuple[str, ...], kit: Path, tmp_path: Path) -> None:
+def test_data_without_train_and_test_are_refused(
+    names: tuple[str, ...], kit: Path, tmp_path: Path
+) -> None:
     data = tmp_path / "data"
     for name in names:
         (data / name / "covid").mkdir(parents=True)

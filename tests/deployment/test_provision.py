@@ -28,7 +28,11 @@ NO_SECRETS = ("ca/ca.crt", "server/server.crt", "sites/north/ca.crt", "sites/nor
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def test_secrets_lie_in_folders_of_their_owners_only(out: Path) -> None:
@@ -67,10 +71,14 @@ def test_the_servers_certificate_is_for_its_names_and_the_loopback(out: Path) ->
 
 def test_the_ca_signs_the_server_and_cannot_make_further_cas(out: Path) -> None:
     ca, server = (
-        x509.load_pem_x509_certificate((out / name).read_bytes()) for name in ("ca/ca.crt", "server/server.crt")
+        x509.load_pem_x509_certificate((out / name).read_bytes())
+        for name in ("ca/ca.crt", "server/server.crt")
     )
     server.verify_directly_issued_by(ca)
-    limits = [item.extensions.get_extension_for_class(x509.BasicConstraints).value for item in (ca, server)]
+    limits = [
+        item.extensions.get_extension_for_class(x509.BasicConstraints).value
+        for item in (ca, server)
+    ]
     assert [(limit.ca, limit.path_length) for limit in limits] == [(True, 0), (False, None)]
     assert (server.not_valid_after_utc - server.not_valid_before_utc).days == 365
 
@@ -88,7 +96,9 @@ def test_no_kit_holds_a_private_key_or_secret(out: Path) -> None:
             *(".env", "ca.crt", "docker-compose.yml", "state", "models", "log", "code", "weights"),
             *("fedbn-node.service", "fedbn-exec.service"),
         }
-        assert not [path for path in kit.iterdir() if path.is_file() and b"PRIVATE" in path.read_bytes()]
+        assert not [
+            path for path in kit.iterdir() if path.is_file() and b"PRIVATE" in path.read_bytes()
+        ]
 
 
 def test_sites_have_numbers_and_fill_in_one_line(out: Path) -> None:
@@ -98,7 +108,9 @@ def test_sites_have_numbers_and_fill_in_one_line(out: Path) -> None:
     assert [key for key, value in kits[0].items() if not value] == ["FEDBN_DATA"]
 
 
-def test_a_site_that_is_added_gets_the_next_number_and_the_others_stay(out: Path, tmp_path: Path) -> None:
+def test_a_site_that_is_added_gets_the_next_number_and_the_others_stay(
+    out: Path, tmp_path: Path
+) -> None:
     before = files(out)
     assert main(["provision", str(EXAMPLE), "--out", str(out)]) == 0
     assert files(out) == before
@@ -121,7 +133,9 @@ def test_a_site_that_is_added_gets_the_next_number_and_the_others_stay(out: Path
 
 def remake(out: Path, lacking: str, shown: str) -> None:
     """Delete what an error says."""
-    (named,) = re.findall(rf"the server lacks {re.escape(lacking)}: delete (.*) in {out}, and run this again", shown)
+    (named,) = re.findall(
+        rf"the server lacks {re.escape(lacking)}: delete (.*) in {out}, and run this again", shown
+    )
     for name in named.split(", "):
         (out / name).unlink()
 
@@ -132,7 +146,9 @@ def test_a_changed_port_is_refused_then_carried_out_and_old_kits_are_named(
     before, other = files(out), tmp_path / "other.yaml"
     other.write_text(EXAMPLE.read_text().replace("port: 8443", "port: 9443"))
     assert main(["provision", str(other), "--out", str(out)]) == 2
-    assert {name: content for name, content in files(out).items() if before.get(name) != content} == {}
+    assert {
+        name: content for name, content in files(out).items() if before.get(name) != content
+    } == {}
     remake(out, "FEDBN_PORT=9443", capsys.readouterr().err)
     assert main(["provision", str(other), "--out", str(out)]) == 0
     assert "listen 9443 ssl" in (out / "server" / "nginx.conf").read_text()
@@ -156,7 +172,9 @@ def test_numbers_belong_to_names_and_are_never_given_again(
 ) -> None:
     def numbers(*sites: str) -> dict[str, str]:
         file = tmp_path / "other.yaml"
-        file.write_text(yaml.safe_dump({**yaml.safe_load(EXAMPLE.read_text()), "sites": list(sites)}))
+        file.write_text(
+            yaml.safe_dump({**yaml.safe_load(EXAMPLE.read_text()), "sites": list(sites)})
+        )
         assert main(["provision", str(file), "--out", str(out)]) == 0
         return {site: read_env(out / "sites" / site)["FEDBN_PARTITION"] for site in sites}
 
@@ -164,8 +182,9 @@ def test_numbers_belong_to_names_and_are_never_given_again(
     assert numbers("south", "west", "east") == {"south": "1", "west": "2", "east": "3"}
     assert read_env(out / "sites" / "east")["FEDBN_SITES"] == "4"
     # to split data of a run, sites must know how many numbers there are
-    assert "the kit of south is out of date; its .env, here and at the site, needs FEDBN_SITES=4\n" in (
-        capsys.readouterr().out
+    assert (
+        "the kit of south is out of date; its .env, here and at the site, needs FEDBN_SITES=4\n"
+        in (capsys.readouterr().out)
     )
     shutil.rmtree(out / "sites" / "east")
     assert numbers("more", "north") == {"more": "4", "north": "0"}
@@ -177,7 +196,9 @@ def test_another_server_needs_another_certificate_and_that_the_cas_key(
     other = tmp_path / "other.yaml"
     other.write_text(EXAMPLE.read_text().replace("fl.example.org", "elsewhere.example.org"))
     assert main(["provision", str(other), "--out", str(out)]) == 2
-    assert "certificate is not for elsewhere.example.org: delete server.crt" in capsys.readouterr().err
+    assert (
+        "certificate is not for elsewhere.example.org: delete server.crt" in capsys.readouterr().err
+    )
     for name in ("server.crt", "server.key"):
         (out / "server" / name).unlink()
     (out / "ca" / "ca.key").rename(out / "elsewhere.key")
@@ -195,7 +216,9 @@ def test_another_server_needs_another_certificate_and_that_the_cas_key(
 def is_pair(kit: Path) -> bool:
     public = load_ssh_public_key((kit / "south.pub").read_bytes())
     assert uses_nist_ec_curve(public)  # type: ignore[arg-type]  # that is the question
-    return load_ssh_private_key((kit / "node.key").read_bytes(), password=None).public_key() == public
+    return (
+        load_ssh_private_key((kit / "node.key").read_bytes(), password=None).public_key() == public
+    )
 
 
 def test_a_sites_key_stays_until_it_is_gone_and_flower_takes_it(out: Path) -> None:
@@ -203,7 +226,9 @@ def test_a_sites_key_stays_until_it_is_gone_and_flower_takes_it(out: Path) -> No
     assert main(["site", "init", str(kit)]) == 0
     assert (kit / "node.key").stat().st_mode & 0o777 == 0o600
     assert (kit / "superexec.secret").stat().st_mode & 0o777 == 0o600
-    assert (kit / "superexec.secret").read_bytes() != (out / "server" / "superexec.secret").read_bytes()
+    assert (kit / "superexec.secret").read_bytes() != (
+        out / "server" / "superexec.secret"
+    ).read_bytes()
     assert is_pair(kit)
     first = (kit / "node.key").read_bytes()
     assert main(["site", "init", str(kit)]) == 0
@@ -223,13 +248,18 @@ def test_no_two_projects_of_a_machine_have_a_container_of_one_name(tmp_path: Pat
         assert main(["provision", str(file), "--out", str(out)]) == 0
         for folder in (out, out / "server", *(out / "sites").iterdir()):
             env = read_env(folder)
-            names += [f"{env['COMPOSE_PROJECT_NAME']}-{key}" for key in read_compose(env["COMPOSE_PROFILES"], env)]
+            names += [
+                f"{env['COMPOSE_PROJECT_NAME']}-{key}"
+                for key in read_compose(env["COMPOSE_PROFILES"], env)
+            ]
     assert len(set(names)) == len(names)
 
 
 def test_services_do_not_run_as_root(out: Path) -> None:
     assert main(["site", "init", str(out / "sites" / "west")]) == 0
-    users = {read_env(folder)["FEDBN_USER"] for folder in (out, out / "server", out / "sites" / "west")}
+    users = {
+        read_env(folder)["FEDBN_USER"] for folder in (out, out / "server", out / "sites" / "west")
+    }
     owner = (out / "server" / "server.key").stat()
     assert users == {f"{owner.st_uid}:{owner.st_gid}"}
     assert owner.st_uid != 0
@@ -238,15 +268,26 @@ def test_services_do_not_run_as_root(out: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (("provision", "nowhere.yaml", "--out", "x"), "nowhere.yaml cannot be read: No such file or directory"),
+        (
+            ("provision", "nowhere.yaml", "--out", "x"),
+            "nowhere.yaml cannot be read: No such file or directory",
+        ),
         (("provision", "nowhere.yaml"), "the following arguments are required: --out"),
-        (("site", "init", "nowhere"), "nowhere/.env cannot be read (No such file or directory): is nowhere the kit"),
-        (("site", "register", "x.pub", "--operator", "nowhere"), "is nowhere an operator's folder?"),
+        (
+            ("site", "init", "nowhere"),
+            "nowhere/.env cannot be read (No such file or directory): is nowhere the kit",
+        ),
+        (
+            ("site", "register", "x.pub", "--operator", "nowhere"),
+            "is nowhere an operator's folder?",
+        ),
         (("preflight", "nowhere"), "is nowhere the kit of a site?"),
         (("site", "forget"), "invalid choice: 'forget'"),
     ],
 )
-def test_errors_are_one_line(words: tuple[str, ...], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_are_one_line(
+    words: tuple[str, ...], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(words) == 2
     shown = capsys.readouterr().err
     assert reason in shown

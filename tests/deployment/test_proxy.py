@@ -45,7 +45,9 @@ class Door(NamedTuple):
     def connect(self, address: str) -> HTTPSConnection:
         """Return a connection from an address of the loopback."""
         context = ssl.create_default_context(cafile=self.ca)
-        return HTTPSConnection("127.0.0.1", self.port, timeout=20, source_address=(address, 0), context=context)
+        return HTTPSConnection(
+            "127.0.0.1", self.port, timeout=20, source_address=(address, 0), context=context
+        )
 
     def ask(self, method: str, path: str, body: object = None, address: str = SITE) -> int:
         """Return the status of an answer."""
@@ -61,11 +63,17 @@ def door(tmp_path: Path) -> Iterator[Door]:
     provision(Federation("x", "127.0.0.1", ("a",), (), *ports), out)
     channel = SideChannel((1,), "127.0.0.1:0", None)
     config = out / "server" / "nginx.conf"
-    text = config.read_text().replace("/srv/home", str(tmp_path)).replace("superexec:8445", f"127.0.0.1:{channel.port}")
+    text = (
+        config.read_text()
+        .replace("/srv/home", str(tmp_path))
+        .replace("superexec:8445", f"127.0.0.1:{channel.port}")
+    )
     with TLSServer(out / "server", {"/health": b"", PUSH: b""}) as superlink:
         config.write_text(text.replace("superlink:8000", f"127.0.0.1:{superlink.port}"))
         more = "daemon off;" + (" user root;" if os.geteuid() == 0 else "")
-        with subprocess.Popen(["nginx", "-p", f"{out / 'server'}/", "-c", "nginx.conf", "-g", more]) as nginx:
+        with subprocess.Popen(
+            ["nginx", "-p", f"{out / 'server'}/", "-c", "nginx.conf", "-g", more]
+        ) as nginx:
             opened = Door(ports[0], ports[2], out / "ca" / "ca.crt", superlink, channel)
             try:
                 assert wait_until(lambda: answers(opened), 0.1, 20)
@@ -100,7 +108,9 @@ def test_it_leads_to_the_fleet_api_only(path: str, door: Door) -> None:
 
 
 def test_half_sent_handshakes_keep_no_site_out(door: Door) -> None:
-    halves = [socket.create_connection(("127.0.0.1", door.port), 20, (FLOOD, 0)) for _ in range(HALF_SENT)]
+    halves = [
+        socket.create_connection(("127.0.0.1", door.port), 20, (FLOOD, 0)) for _ in range(HALF_SENT)
+    ]
     for half in halves:
         half.sendall(b"\x16\x03\x01\x02\x00\x01")
     assert door.ask("POST", PUSH, b"-") == 412
@@ -130,8 +140,12 @@ def test_who_tries_tokens_keeps_no_site_out(door: Door) -> None:
         grpc.secure_channel(f"127.0.0.1:{port}", credentials).stream_stream(f"/{SERVICE}/{METHOD}")
         for port in (flood.port, door.exchange_port)
     ]
-    calls = [streams[0](iter(()), metadata=((TOKEN, str(number)),), timeout=60) for number in range(1000)]
-    site = streams[1](iter(SimpleQueue().get, None), metadata=((TOKEN, door.channel.tokens[1]),), timeout=20)
+    calls = [
+        streams[0](iter(()), metadata=((TOKEN, str(number)),), timeout=60) for number in range(1000)
+    ]
+    site = streams[1](
+        iter(SimpleQueue().get, None), metadata=((TOKEN, door.channel.tokens[1]),), timeout=20
+    )
     assert site.initial_metadata() is not None
     assert door.channel.links[1].is_connected
     codes = Counter(call.code() for call in calls)

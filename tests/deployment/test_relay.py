@@ -1,4 +1,6 @@
-"""The relay of a site's SuperNode: what goes in comes out, and the end of one connection is that of the other."""
+"""The relay of a site's SuperNode: what goes in comes out, and the end of one connection is that of
+the other.
+"""
 
 import socket
 from collections.abc import Iterator
@@ -56,7 +58,9 @@ def test_bytes_pass_both_ways_and_those_to_the_server_are_recorded(
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_the_end_of_one_is_the_end_of_the_other(first: int, ends: tuple[socket.socket, socket.socket]) -> None:
+def test_the_end_of_one_is_the_end_of_the_other(
+    first: int, ends: tuple[socket.socket, socket.socket]
+) -> None:
     ends[first].close()
     assert is_over(ends[1 - first])
 
@@ -66,4 +70,6 @@ def test_a_server_that_is_not_there_ends_the_connection(capfd: pytest.CaptureFix
     port = start_relay("127.0.0.1", f"127.0.0.1:{closed}", 0)
     with socket.create_connection(("127.0.0.1", port)) as app:
         assert is_over(app)
-    assert f"the server's side channel 127.0.0.1:{closed} cannot be reached" in capfd.readouterr().err
+    assert (
+        f"the server's side channel 127.0.0.1:{closed} cannot be reached" in capfd.readouterr().err
+    )

@@ -1,4 +1,6 @@
-"""What a SuperNode records of what it sends, and which apps its site allows: around Flower's own two functions."""
+"""What a SuperNode records of what it sends, and which apps its site allows: around Flower's own
+two functions.
+"""
 
 import hashlib
 import importlib
@@ -12,7 +14,11 @@ import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.supercore.fab import Fab
-from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree, iterate_object_tree
+from flwr.supercore.inflatable.inflatable_object import (
+    get_all_nested_objects,
+    get_object_tree,
+    iterate_object_tree,
+)
 from flwr.supercore.inflatable.inflatable_utils import ObjectPushError
 from flwr.supercore.object_store import ObjectStoreFactory
 from flwr.supercore.run import Run
@@ -36,7 +42,10 @@ class SuperNode:
 
     def __init__(self, log: Path | None, *allowed: str) -> None:
         objects = ObjectStoreFactory()
-        self.store, self.state = objects.store(), NodeStateFactory(objectstore_factory=objects).state()
+        self.store, self.state = (
+            objects.store(),
+            NodeStateFactory(objectstore_factory=objects).state(),
+        )
         self.state.set_node_id(7)
         self.module = ModuleType("guarded")
         for name in ("_pull_and_store_message", "_push_messages", "_insert_message"):
@@ -45,7 +54,8 @@ class SuperNode:
         guard_internals(self.module, self.log, allowed)
         self.sent: list[Message] = []
         self.on_send: Callable[[], None] = lambda: None
-        #: whether the server wants objects, and after how many it is killed; which it has, each with its session
+        #: whether the server wants objects, and after how many it is killed; which it has, each
+        #: with its session
         self.stores_objects, self.forgets_after = False, -1
         self.pushed: dict[str, str] = {}
 
@@ -73,13 +83,18 @@ class SuperNode:
 
     def push(self) -> None:
         self.module._push_messages(
-            state=self.state, object_store=self.store, send=self._send, push_object=self._push_object
+            state=self.state,
+            object_store=self.store,
+            send=self._send,
+            push_object=self._push_object,
         )
 
     def _send(self, message: Message, tree: Any, seconds: float) -> tuple[set[str], str]:
         self.on_send()
         self.sent.append(message)
-        wanted = {part.object_id for part in iterate_object_tree(tree)} if self.stores_objects else set()
+        wanted = (
+            {part.object_id for part in iterate_object_tree(tree)} if self.stores_objects else set()
+        )
         return wanted - set(self.pushed), f"session {len(self.sent)}"
 
     def _push_object(self, run_id: int, session: str, object_id: str, content: bytes) -> None:
@@ -90,13 +105,17 @@ class SuperNode:
 
 @pytest.fixture(autouse=True)
 def a_process_of_flowers(monkeypatch: pytest.MonkeyPatch) -> None:
-    InProcessGrid(ClientApp(), 0)  # Flower reads the identity of a process when it creates a message
+    InProcessGrid(
+        ClientApp(), 0
+    )  # Flower reads the identity of a process when it creates a message
     monkeypatch.setattr(MODULE, "get_fused_config_from_fab", lambda content, run: {})
 
 
 def model() -> RecordDict:
     config = ConfigRecord({"server-round": 4, "lr": 0.1})
-    return RecordDict({"arrays": ArrayRecord({"w": Array(np.zeros(3, np.float32))}), "config": config})
+    return RecordDict(
+        {"arrays": ArrayRecord({"w": Array(np.zeros(3, np.float32))}), "config": config}
+    )
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -169,12 +188,16 @@ def test_a_line_that_a_failure_of_power_cut_off_is_named(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("after", [0, 1, 2])
-def test_a_message_is_sent_again_where_the_server_has_forgotten_its_objects(after: int, tmp_path: Path) -> None:
+def test_a_message_is_sent_again_where_the_server_has_forgotten_its_objects(
+    after: int, tmp_path: Path
+) -> None:
     node = SuperNode(tmp_path / "sent.jsonl")
     node.stores_objects, node.forgets_after = True, after
     node.reply(node.receive(model()), model())
     assert len(node.sent) == 2
-    tree = {part.object_id for part in iterate_object_tree(get_object_tree(node.sent[-1]))} | set(node.pushed)
+    tree = {part.object_id for part in iterate_object_tree(get_object_tree(node.sent[-1]))} | set(
+        node.pushed
+    )
     assert set(node.pushed) == tree
     # it has left once
     assert len(list(read_log(tmp_path / "sent.jsonl"))) == 1
@@ -200,11 +223,15 @@ def test_an_app_that_the_site_allows_runs_without_a_log_too() -> None:
 
 
 def test_another_version_of_flower_is_refused() -> None:
-    with pytest.raises(DeploymentError, match="has no _pull_and_store_message: nothing could be recorded"):
+    with pytest.raises(
+        DeploymentError, match="has no _pull_and_store_message: nothing could be recorded"
+    ):
         guard_internals(ModuleType("other"), SentLog(None), ())
 
 
-def test_the_side_channel_leaves_its_bytes_in_the_log_of_the_step_that_opened_it(tmp_path: Path) -> None:
+def test_the_side_channel_leaves_its_bytes_in_the_log_of_the_step_that_opened_it(
+    tmp_path: Path,
+) -> None:
     log = tmp_path / "sent.jsonl"
     node = SuperNode(log)
     node.receive(model(), "evaluate")
@@ -218,7 +245,9 @@ def test_the_side_channel_leaves_its_bytes_in_the_log_of_the_step_that_opened_it
         ("5", 4, HASH, 0),
         ("5", 4, HASH, 70_000),
     ]
-    line = f"run 5  round 4  side channel  messages 2  arrays 0  bytes 70000  metrics none  app {HASH}"
+    line = (
+        f"run 5  round 4  side channel  messages 2  arrays 0  bytes 70000  metrics none  app {HASH}"
+    )
     assert line in rows_of(read_log(log))
 
 
@@ -226,11 +255,15 @@ def test_rounds_are_added_up(tmp_path: Path) -> None:
     log = tmp_path / "sent.jsonl"
     node = SuperNode(log)
     for kind in ("train", "evaluate"):
-        content = RecordDict({"arrays": ArrayRecord({"w": Array(np.zeros(1))}), "metrics": MetricRecord({kind: 1.0})})
+        content = RecordDict(
+            {"arrays": ArrayRecord({"w": Array(np.zeros(1))}), "metrics": MetricRecord({kind: 1.0})}
+        )
         node.reply(node.receive(model(), kind), content)
     node.reply(node.receive(model(), "train"), RecordDict())
     sizes = [row["bytes"] for row in read_log(log)]
     assert rows_of(read_log(log)) == [
-        f"run 5  round 4  train  messages 2  arrays 1  bytes {sizes[0] + sizes[2]}  metrics train  app {HASH}",
-        f"run 5  round 4  evaluate  messages 1  arrays 1  bytes {sizes[1]}  metrics evaluate  app {HASH}",
+        f"run 5  round 4  train  messages 2  arrays 1  bytes {sizes[0] + sizes[2]}  metrics train "
+        f" app {HASH}",
+        f"run 5  round 4  evaluate  messages 1  arrays 1  bytes {sizes[1]}  metrics evaluate  app "
+        f"{HASH}",
     ]

@@ -1,4 +1,6 @@
-"""Flower's servers, wrapped: a ClientApp is forked with PyTorch imported, and the SuperLink waits for its database."""
+"""Flower's servers, wrapped: a ClientApp is forked with PyTorch imported, and the SuperLink waits
+for its database.
+"""
 
 import json
 import subprocess
@@ -72,7 +74,9 @@ superexec.main()
 """
 
 
-def clientapps(folder: Path, kill: bool = False, **variables: str) -> tuple[list[dict[str, Any]], str]:
+def clientapps(
+    folder: Path, kill: bool = False, **variables: str
+) -> tuple[list[dict[str, Any]], str]:
     """What two ClientApps say of themselves, in the order of their tokens, and what was printed."""
     # beside it, what Flower itself would start
     (folder / "bin").mkdir()
@@ -101,13 +105,15 @@ part = Path({str(folder)!r}, str(os.getpid())); part.write_text(json.dumps(row))
 def test_each_clientapp_is_a_process_of_its_own_with_its_own_token(tmp_path: Path) -> None:
     rows, _ = clientapps(tmp_path)
     assert [row["words"][:5] for row in rows] == [
-        ["flwr-clientapp", "--runtime-api-address", "node:9094", "--token", f"secret-{number}"] for number in range(2)
+        ["flwr-clientapp", "--runtime-api-address", "node:9094", "--token", f"secret-{number}"]
+        for number in range(2)
     ]
     first, other = rows
     assert first["process"] != other["process"]
     assert first["parent"] == other["parent"]
     for row in rows:
-        # it came with PyTorch, and finds the modules of its app as if they were imported for the first time
+        # it came with PyTorch, and finds the modules of its app as if they were imported for the
+        # first time
         assert row["torch"]
         assert row["own"] == []
         assert row["path"] == str(Path(sys.executable).parent)

@@ -1,4 +1,6 @@
-"""Nodes that are absent: how long a run waits for them, when it goes on without them, and what it leaves otherwise."""
+"""Nodes that are absent: how long a run waits for them, when it goes on without them, and what it
+leaves otherwise.
+"""
 
 import json
 from collections.abc import Iterable
@@ -23,7 +25,13 @@ from tests.helpers.runs import OPTIONS
 
 CLIENTS = 3
 #: `node-timeout` is short, since nobody comes
-SHARED = {**OPTIONS, "clients": str(CLIENTS), "lr-schedule": "", "evaluate-every": "1", "node-timeout": "0"}
+SHARED = {
+    **OPTIONS,
+    "clients": str(CLIENTS),
+    "lr-schedule": "",
+    "evaluate-every": "1",
+    "node-timeout": "0",
+}
 
 
 class LeavingGrid(InProcessGrid):
@@ -62,7 +70,9 @@ def test_rounds_go_on_without_a_node_that_left_or_never_came(there: int, tmp_pat
     assert nodes_by_round(tmp_path) == [2 + there, 2, 2]
 
 
-def test_a_summary_says_how_many_rounds_brought_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_summary_says_how_many_rounds_brought_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     train = BNClient.train
 
     def failing(client: BNClient, received: Any, instruction: Instruction) -> Reply:
@@ -77,13 +87,17 @@ def test_a_summary_says_how_many_rounds_brought_nothing(tmp_path: Path, monkeypa
 
 @pytest.mark.parametrize(("clients", "found"), [("3", "2 of 3"), ("0", "2 of 3")])
 def test_too_few_nodes_at_the_start_are_one_line(tmp_path: Path, clients: str, found: str) -> None:
-    with pytest.raises(CannotTrainError, match=f"^{found} nodes connected within 0 seconds: node 1000, node 1001$"):
+    with pytest.raises(
+        CannotTrainError, match=f"^{found} nodes connected within 0 seconds: node 1000, node 1001$"
+    ):
         federate(tmp_path, 0, clients=clients, min_nodes="3")
     assert not list(tmp_path.iterdir())
 
 
 def test_a_run_that_cannot_go_on_leaves_its_last_model_and_says_why(tmp_path: Path) -> None:
-    with pytest.raises(CannotTrainError, match=r"^2 of 3 nodes connected within 0 seconds: node 1000, node 1001$"):
+    with pytest.raises(
+        CannotTrainError, match=r"^2 of 3 nodes connected within 0 seconds: node 1000, node 1001$"
+    ):
         federate(tmp_path / "cut", 2)
     summary = json.loads((tmp_path / "cut" / "summary.json").read_text())
     assert summary["failed"] == "2 of 3 nodes connected within 0 seconds: node 1000, node 1001"
@@ -96,7 +110,9 @@ def test_a_run_that_cannot_go_on_leaves_its_last_model_and_says_why(tmp_path: Pa
     assert all((left[name] == whole[name]).all() for name in left)
 
 
-def test_a_run_that_ends_in_its_first_round_says_why_and_gives_its_folder_to_another(tmp_path: Path) -> None:
+def test_a_run_that_ends_in_its_first_round_says_why_and_gives_its_folder_to_another(
+    tmp_path: Path,
+) -> None:
     options = {"method": "fedprox", "fraction-train": "1", "lr": "1e30"}
     with pytest.raises(CannotTrainError) as error:
         federate(tmp_path, 3, **options)

@@ -27,13 +27,25 @@ from fedbn_flwr.wire import wire_key
 from tests.helpers.runs import run
 
 
-def test_a_data_set_that_is_not_there_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_data_set_that_is_not_there_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["--methods", "fedavg", "--dry-run", "--data-root", str(tmp_path), "--model", "mlp"]
     assert run("compare", *words, dataset="cifar10", results_dir=str(tmp_path / "results")) == 0
     shown = capsys.readouterr().out
     assert "data set 'cifar10' is not there: " in shown
     assert "?" not in shown.partition("data set")[0]
-    assert run("compare", *words, "--local-epochs", "1", dataset="cifar10", results_dir=str(tmp_path / "results")) == 0
+    assert (
+        run(
+            "compare",
+            *words,
+            "--local-epochs",
+            "1",
+            dataset="cifar10",
+            results_dir=str(tmp_path / "results"),
+        )
+        == 0
+    )
     assert "0 client steps where known" in capsys.readouterr().out
 
 
@@ -42,7 +54,9 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"fedbn-flwr {__version__}\n"
 
 
-def test_success_is_0_and_says_where_the_results_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_success_is_0_and_says_where_the_results_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run("run", rounds="1", results_dir=str(tmp_path)) == 0
     output = capsys.readouterr()
     assert str(tmp_path) in output.out.replace("\n", "")
@@ -63,34 +77,57 @@ def test_an_error_of_the_program_is_not_taken_for_a_mistake_of_its_user(
 
 
 @pytest.mark.parametrize("name", ["run", "compare", "diagnose"])
-def test_help_names_every_option_with_its_default(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_names_every_option_with_its_default(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as left:
         main([name, "--help-all"])
     assert left.value.code == 0
     words = capsys.readouterr().out.split()
-    wanted = {wire_key(item.name) for item in fields(Config)} | set(all_options()) | {"engine", "verbose"}
+    wanted = (
+        {wire_key(item.name) for item in fields(Config)}
+        | set(all_options())
+        | {"engine", "verbose"}
+    )
     if name == "compare":
-        wanted = wanted - {"method", "resume"} | {"methods", "seeds", "grid", "grid-seeds", "side-by-side"}
+        wanted = wanted - {"method", "resume"} | {
+            "methods",
+            "seeds",
+            "grid",
+            "grid-seeds",
+            "side-by-side",
+        }
     if name == "diagnose":
-        wanted = wanted - {"resume", "checkpoint-every", "log-to", "engine", "verbose"} | {"batches"}
+        wanted = wanted - {"resume", "checkpoint-every", "log-to", "engine", "verbose"} | {
+            "batches"
+        }
         assert "--engine" not in words
     assert {f"--{key}" for key in wanted} <= set(words)
     assert f"[{Config.lr_schedule}]" in words
     # each strategy's own default and meaning
     text = " ".join(words)
     assert (
-        "a round's [0.9] (fbn); weight of the steady statistics when they move towards gathered ones [0.998] " in text
+        "a round's [0.9] (fbn); weight of the steady statistics when they move towards gathered "
+        "ones [0.998] " in text
     )
     assert "auto [0.5] (fixbn); when to freeze, as for fixbn; empty: never (centralized)" in text
     assert "[None]" not in words
 
 
 def options_of_commands() -> set[str]:
-    """Return the options of the commands that also have those of strategies, and the word that names a command."""
+    """Return the options of the commands that also have those of strategies, and the word that
+    names a command.
+    """
     names = {"command"}
     for action in _parser({})._actions:
-        for parser in (action.choices or {}).values() if isinstance(action, _SubParsersAction) else ():
-            words = {word.removeprefix("--") for word in parser._option_string_actions if word.startswith("--")}
+        for parser in (
+            (action.choices or {}).values() if isinstance(action, _SubParsersAction) else ()
+        ):
+            words = {
+                word.removeprefix("--")
+                for word in parser._option_string_actions
+                if word.startswith("--")
+            }
             names |= words if set(all_options()) < words else set()
     return names - set(all_options()) - {option_key(name) for name in SHARED}
 
@@ -105,11 +142,15 @@ def test_a_strategys_option_that_the_command_has_is_refused_in_one_line(
         def __init__(self, **options: Any) -> None:
             super().__init__(**options)
 
-    option = Parameter(key.replace("-", "_"), Parameter.KEYWORD_ONLY, default=False, annotation=bool)
+    option = Parameter(
+        key.replace("-", "_"), Parameter.KEYWORD_ONLY, default=False, annotation=bool
+    )
     Taken.__init__.__signature__ = Signature([option])  # type: ignore[attr-defined]
     assert main(["list"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"fedbn-flwr: strategy 'taken': the option {key!r} of its constructor is ")
+    assert line.startswith(
+        f"fedbn-flwr: strategy 'taken': the option {key!r} of its constructor is "
+    )
 
 
 @pytest.mark.parametrize("name", ["run", "compare"])
@@ -161,7 +202,14 @@ def test_the_list_fits_an_ascii_terminal_of_80_columns(monkeypatch: pytest.Monke
     text = shown.getvalue().decode("ascii")
     lines = [line for line in text.splitlines() if line.startswith("  ")]
     forms = {kind.form for kind in PARTITIONS.values()}
-    assert {line.split()[0] for line in lines} == {*REGISTRY, *NORMS, *MODELS, *DATASETS, *AUGMENTATIONS, *forms}
+    assert {line.split()[0] for line in lines} == {
+        *REGISTRY,
+        *NORMS,
+        *MODELS,
+        *DATASETS,
+        *AUGMENTATIONS,
+        *forms,
+    }
     assert max(map(len, lines)) <= 80
 
 

@@ -13,7 +13,9 @@ from fedbn_flwr.experiments.output.run_folder import RunFolder
 from fedbn_flwr.experiments.output.scoring import Scorer
 from tests.helpers.runs import DATA, OPTIONS, results, rounds, run_in
 
-SMALL: dict[str, Any] = {key.replace("-", "_"): value for key, value in OPTIONS.items() if key != "dataset"}
+SMALL: dict[str, Any] = {
+    key.replace("-", "_"): value for key, value in OPTIONS.items() if key != "dataset"
+}
 
 
 def quick(folder: Path, **options: Any) -> dict[str, Any]:
@@ -22,14 +24,18 @@ def quick(folder: Path, **options: Any) -> dict[str, Any]:
     return summary
 
 
-def scored(values: list[float], folder: Path, metric: str = "accuracy", **options: Any) -> dict[str, Any]:
+def scored(
+    values: list[float], folder: Path, metric: str = "accuracy", **options: Any
+) -> dict[str, Any]:
     """Run with these scores in place of those of the evaluations."""
     left = iter(values)
     with (
         patch.object(Scorer, "score", lambda *_: {metric: next(left)}),
         patch.object(Scorer, "metric", property(lambda _: metric, lambda *_: None), create=True),
     ):
-        return quick(folder, **{"model": "mlp", "evaluate_every": 1, "rounds": len(values), **options})
+        return quick(
+            folder, **{"model": "mlp", "evaluate_every": 1, "rounds": len(values), **options}
+        )
 
 
 @pytest.mark.parametrize(
@@ -37,13 +43,17 @@ def scored(values: list[float], folder: Path, metric: str = "accuracy", **option
     [
         ("fedavg", {"engine": "stacked"}),
         ("fedbn", {"workers": 2}),
-        pytest.param("fedbn", {"engine": "ray"}, marks=[pytest.mark.slow, pytest.mark.xdist_group("ray")]),
+        pytest.param(
+            "fedbn", {"engine": "ray"}, marks=[pytest.mark.slow, pytest.mark.xdist_group("ray")]
+        ),
     ],
 )
 def test_a_score_ends_a_run(tmp_path: Path, method: str, engine: dict[str, Any]) -> None:
     options: dict[str, Any] = {"method": method, "validation": 0.3, **engine}
     whole = quick(tmp_path / "whole", **options)
-    scores = {row["round"]: row["accuracy"] for row in rounds(tmp_path / "whole") if "accuracy" in row}
+    scores = {
+        row["round"]: row["accuracy"] for row in rounds(tmp_path / "whole") if "accuracy" in row
+    }
     target = max(scores.values())
     last = next(number for number, score in scores.items() if score == target)
     assert 1 < last < 8, scores
@@ -56,7 +66,9 @@ def test_a_score_ends_a_run(tmp_path: Path, method: str, engine: dict[str, Any])
     # finished: the same again runs nothing, and the model is that of the last round
     assert quick(tmp_path / "stopped", **options, stop_at=target)["seconds"] == stopped["seconds"]
     quick(tmp_path / "shorter", **options, rounds=last, lr_schedule="0.1@4,0.1@6")
-    models = [load_file(run_in(tmp_path / name) / "model.safetensors") for name in ("stopped", "shorter")]
+    models = [
+        load_file(run_in(tmp_path / name) / "model.safetensors") for name in ("stopped", "shorter")
+    ]
     assert all((models[0][name] == value).all() for name, value in models[1].items())
 
 
@@ -85,10 +97,25 @@ def test_of_an_error_less_is_better(tmp_path: Path) -> None:
     assert scored(falling[::-1], tmp_path / "rising", "mse", stop_after=2)["stopped-after"] == 3
 
 
-@pytest.mark.parametrize(("method", "dies"), [("fedbn", "on the way"), ("fednorm", "before its end")])
+@pytest.mark.parametrize(
+    ("method", "dies"), [("fedbn", "on the way"), ("fednorm", "before its end")]
+)
 def test_a_run_that_died_ends_where_it_would_have(tmp_path: Path, method: str, dies: str) -> None:
-    options = {"data": "digits-domains", "partition": "domain", "clients": 5, "method": method, "model": "mlp"}
-    options |= {"stop_after": 2, "lr": 0.0, "checkpoint_every": 1, "rounds": 9, "local_steps": 1, "evaluate_every": 2}
+    options = {
+        "data": "digits-domains",
+        "partition": "domain",
+        "clients": 5,
+        "method": method,
+        "model": "mlp",
+    }
+    options |= {
+        "stop_after": 2,
+        "lr": 0.0,
+        "checkpoint_every": 1,
+        "rounds": 9,
+        "local_steps": 1,
+        "evaluate_every": 2,
+    }
     assert quick(tmp_path / "whole", **options)["stopped-after"] == 4
     score, calls = Scorer.score, count()
 

@@ -1,4 +1,6 @@
-"""Engines, worker processes and resumed runs have the same results, whatever is asked: drawn by seed, in float64."""
+"""Engines, worker processes and resumed runs have the same results, whatever is asked: drawn by
+seed, in float64.
+"""
 
 import random
 import shutil
@@ -13,14 +15,49 @@ from tests.helpers.deaths import Death, dying, going_on
 from tests.helpers.runs import command, model_bytes, results, rounds
 
 METHODS = (
-    *("fedavg", "fedavg:weighting=uniform", "fedavg:server-optimizer=adam", "fedavg:robust=median", "fedbn"),
-    *("fedprox:mu=0.5", "fixbn:freeze-round=2", "fixbn:freeze-round=1:freeze=both", "fixbn:freeze-round=auto:window=2"),
-    *("silobn", "mtfl", "fedbs", "fedbs:loss=running", "fedwon:agc=on", "scaffold", "hbn", "heterofl", "standalone"),
+    *(
+        "fedavg",
+        "fedavg:weighting=uniform",
+        "fedavg:server-optimizer=adam",
+        "fedavg:robust=median",
+        "fedbn",
+    ),
+    *(
+        "fedprox:mu=0.5",
+        "fixbn:freeze-round=2",
+        "fixbn:freeze-round=1:freeze=both",
+        "fixbn:freeze-round=auto:window=2",
+    ),
+    *(
+        "silobn",
+        "mtfl",
+        "fedbs",
+        "fedbs:loss=running",
+        "fedwon:agc=on",
+        "scaffold",
+        "hbn",
+        "heterofl",
+        "standalone",
+    ),
     *("fedtan", "fedtan:exchange=paper", "fedtan:weighting=uniform", "fedtan-ii:m=2"),
-    *("fedtan:carry=true", "fedtan:carry=true:memory=0", "fedtan:carry=true:weighting=uniform", "feddna"),
+    *(
+        "fedtan:carry=true",
+        "fedtan:carry=true:memory=0",
+        "fedtan:carry=true:weighting=uniform",
+        "feddna",
+    ),
     *("feddna:carry=true", "feddna:exchange=paper", "centralized"),
-    *("fedavg:statistics=exact", "fixbn:freeze-round=2:statistics=exact", "fedtan:carry=true:statistics=exact"),
-    *("mtfl:statistics=exact:gather-samples=9", "mtfl:statistics=own", "fedbn:statistics=own", "silobn:statistics=own"),
+    *(
+        "fedavg:statistics=exact",
+        "fixbn:freeze-round=2:statistics=exact",
+        "fedtan:carry=true:statistics=exact",
+    ),
+    *(
+        "mtfl:statistics=exact:gather-samples=9",
+        "mtfl:statistics=own",
+        "fedbn:statistics=own",
+        "silobn:statistics=own",
+    ),
 )
 #: what any method may be told, each seldom
 MORE = ("momentum-state=local", "momentum-state=global", "server-optimizer=momentum")
@@ -31,13 +68,20 @@ COUNTED = ("nodes", "exchanges", "payload-bytes-down", "payload-bytes-up", "pape
 def drawn(chance: random.Random) -> dict[str, str]:
     return {
         "dataset": f"synthetic:n={chance.choice((60, 120, 240))}:test=20:classes=4:size=4:channels=1",
-        "method": ":".join([chance.choice(METHODS), *(each for each in MORE if chance.random() < 0.15)]),
+        "method": ":".join(
+            [chance.choice(METHODS), *(each for each in MORE if chance.random() < 0.15)]
+        ),
         "model": f"tests.helpers.harness:{chance.choice(('perceptron', 'convolutions'))}",
         "norm": chance.choice(("bn", "bn", "bn", "brn")),
         "partition": chance.choice(PARTITIONS),
         "clients": str(chance.randint(3, 9)),
         "fraction-train": chance.choice(("0.4", "0.7", "1")),
-        **chance.choice(({"local-steps": str(chance.randint(1, 4))}, {"local-epochs": str(chance.randint(1, 2))})),
+        **chance.choice(
+            (
+                {"local-steps": str(chance.randint(1, 4))},
+                {"local-epochs": str(chance.randint(1, 2))},
+            )
+        ),
         "batch-size": str(chance.choice((4, 7, 16, 32))),
         "replacement": chance.choice(("false", "false", "true")),
         "momentum": chance.choice(("0", "0.9")),
@@ -76,7 +120,9 @@ def assert_alike(one: Path, other: Path) -> None:
 def test_engines_agree_and_runs_go_on(
     number: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedbn_flwr.experiments.results.results.plot_curves", lambda *_: None)  # most of a run's time
+    monkeypatch.setattr(
+        "fedbn_flwr.experiments.results.results.plot_curves", lambda *_: None
+    )  # most of a run's time
     chance, whole = random.Random(number), tmp_path / "0"
     while refused(options := drawn(chance), whole, capsys):
         whole = tmp_path / str(int(whole.name) + 1)

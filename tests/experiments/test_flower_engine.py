@@ -1,4 +1,6 @@
-"""`flwr run`: its options, which engine is taken, what is refused, and the same run as the command's."""
+"""`flwr run`: its options, which engine is taken, what is refused, and the same run as the
+command's.
+"""
 
 import json
 import logging
@@ -39,13 +41,17 @@ def engine_of(folder: Path) -> str:
 
 
 @pytest.fixture
-def shown(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+def shown(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> pytest.LogCaptureFixture:
     monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
     caplog.set_level(logging.INFO, logger="flwr")
     return caplog
 
 
-@pytest.mark.parametrize(("method", "engine"), [("fedbn", "stacked"), ("fedtan:carry=true", "inprocess")])
+@pytest.mark.parametrize(
+    ("method", "engine"), [("fedbn", "stacked"), ("fedtan:carry=true", "inprocess")]
+)
 def test_the_bits_are_those_of_the_command(method: str, engine: str, tmp_path: Path) -> None:
     flower_run(tmp_path / "flower", method=method, engine=engine)
     here: dict[str, Any] = {"clients": str(NODES), "results_dir": str(tmp_path / "here")}
@@ -84,7 +90,9 @@ def test_layerwise_methods_train_on_workers_by_default_and_a_run_keeps_its_engin
 
 
 @pytest.mark.parametrize("key", ["", "resume"])
-def test_an_unfinished_run_goes_on_with_its_engine(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unfinished_run_goes_on_with_its_engine(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options: dict[str, Any] = {"method": "fedavg", "checkpoint_every": "1"}
     flower_run(tmp_path / "whole", engine="stacked", **options)
     record = Journal.record
@@ -104,8 +112,12 @@ def test_an_unfinished_run_goes_on_with_its_engine(key: str, tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("engine", ["stacked", "inprocess", "ray"])
-def test_a_deployment_has_messages_only(engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    refused = pytest.raises(UsageError, match=f"engine='{engine}' is for simulations: .* leave engine out")
+def test_a_deployment_has_messages_only(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = pytest.raises(
+        UsageError, match=f"engine='{engine}' is for simulations: .* leave engine out"
+    )
     with refused:
         flower_run(tmp_path / "none", InProcessGrid, engine=engine)
     assert not (tmp_path / "none").exists()
@@ -125,9 +137,13 @@ def test_names_and_clusters_are_refused_before_a_folder_is_made(
     with pytest.raises(UsageError, match=r"unknown engine 'stakked'; did you mean 'stacked'\?"):
         flower_run(tmp_path / "none", engine="stakked")
     for grid in (InMemoryGrid, InProcessGrid):
-        with pytest.raises(UsageError, match="workers=2 only works with the engines 'stacked' and 'inprocess'"):
+        with pytest.raises(
+            UsageError, match="workers=2 only works with the engines 'stacked' and 'inprocess'"
+        ):
             flower_run(tmp_path / "none", grid, workers="2")
-    with pytest.raises(UsageError, match="sites='north' chooses sites of a deployment, and a simulation has none"):
+    with pytest.raises(
+        UsageError, match="sites='north' chooses sites of a deployment, and a simulation has none"
+    ):
         flower_run(tmp_path / "none", engine="stacked", sites="north")
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     with pytest.raises(UsageError, match=r"RAY_ADDRESS=10.0.0.1:6379: .* use `fedbn-flwr run`"):
@@ -149,16 +165,25 @@ def test_the_nodes_are_counted_when_all_have_connected(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "summary.json").read_text())["clients"] == NODES
 
 
-# ---- the run configuration -------------------------------------------------------------------------------------------
+# ---- the run configuration -----------------------------------------------------------------------
 
 
 def test_the_run_config_has_every_option_with_the_commands_default_and_type() -> None:
     app = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]
     shared = Config().to_mapping()
     # a strategy's own option is not given by default
-    wanted = {"engine": "auto", "reuse": False, "anew": False, **shared, **dict.fromkeys(all_options(), "")}
+    wanted = {
+        "engine": "auto",
+        "reuse": False,
+        "anew": False,
+        **shared,
+        **dict.fromkeys(all_options(), ""),
+    }
     # Flower hands values over as they stand there
-    there, here = ({key: (type(value), value) for key, value in each.items()} for each in (app["config"], wanted))
+    there, here = (
+        {key: (type(value), value) for key, value in each.items()}
+        for each in (app["config"], wanted)
+    )
     assert there == here
 
 
@@ -175,7 +200,10 @@ def test_statistics_of_small_batches_are_warned_about(
     options: dict[str, str], warned: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     lines: list[str] = []
-    monkeypatch.setattr("fedbn_flwr.experiments.flower_run.log", lambda _, text, *values: lines.append(text % values))
+    monkeypatch.setattr(
+        "fedbn_flwr.experiments.flower_run.log",
+        lambda _, text, *values: lines.append(text % values),
+    )
     run_config = {**OPTIONS, **options, "rounds": "1", "results-dir": str(tmp_path)}
     serve(InProcessGrid(client_app(bound_client_fn(resolve(run_config).config)), 2), run_config)
     warnings = [line for line in lines if "FedTAN's authors advise at least 32" in line]
@@ -186,7 +214,12 @@ def test_statistics_of_small_batches_are_warned_about(
 def test_results_of_flwr_run_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # three rounds, as soon as it is known how many nodes there are
     work = {"clients": "0", "local-epochs": "1", "budget-epochs": "3", "rounds": "9"}
-    options: dict[str, Any] = {**OPTIONS, **work, "checkpoint-every": "1", "results-dir": str(tmp_path)}
+    options: dict[str, Any] = {
+        **OPTIONS,
+        **work,
+        "checkpoint-every": "1",
+        "results-dir": str(tmp_path),
+    }
 
     def start(**changes: str) -> Any:
         app = client_app(bound_client_fn(resolve(options, federation=True).config))

@@ -1,4 +1,6 @@
-"""Folders and files that somebody sent: what is written into them stays in them, and what they say is only text."""
+"""Folders and files that somebody sent: what is written into them stays in them, and what they say
+is only text.
+"""
 
 import csv
 import json
@@ -50,8 +52,13 @@ def test_a_command_writes_through_no_link_in_the_folder_of_a_study(
         kept.write_text("mine")
     (sent / name).unlink(missing_ok=True)
     (sent / name).symlink_to(kept)
-    line = refused(["compare", "--methods", "fedavg", "--rounds", "1", "--results-dir", str(sent)], capsys)
-    assert line == f"fedbn-flwr: {sent / name} is a link, and results are not written through links: remove it"
+    line = refused(
+        ["compare", "--methods", "fedavg", "--rounds", "1", "--results-dir", str(sent)], capsys
+    )
+    assert (
+        line == f"fedbn-flwr: {sent / name} is a link, and results are not written through links: "
+        "remove it"
+    )
     assert kept.exists() == (target == "a file")
     assert not kept.exists() or kept.read_text() == "mine"
 
@@ -68,7 +75,9 @@ def test_a_report_replaces_nothing_behind_a_link(
     assert kept.read_text() == "mine"
 
 
-@pytest.mark.parametrize("name", ["rounds.jsonl.partial", "checkpoint-partial", "personal", "states", "before"])
+@pytest.mark.parametrize(
+    "name", ["rounds.jsonl.partial", "checkpoint-partial", "personal", "states", "before"]
+)
 def test_a_run_that_goes_on_writes_through_no_link(
     name: str, sent: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -85,7 +94,9 @@ def test_a_run_that_goes_on_writes_through_no_link(
     assert not any(kept.iterdir())
 
 
-def test_what_a_folder_says_reaches_a_terminal_as_plain_text(sent: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_folder_says_reaches_a_terminal_as_plain_text(
+    sent: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     content = json.loads((sent / "study.json").read_text())
     for each in content["runs"]:
         each["label"] = f"{ESCAPE}red"
@@ -114,7 +125,9 @@ def test_a_cell_of_a_report_is_no_formula(sent: Path) -> None:
         assert not [cell for cell in cells if cell.startswith("=")], path
 
 
-def test_a_file_that_is_nested_without_end_counts_as_no_file(sent: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_nested_without_end_counts_as_no_file(
+    sent: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     deep = "[" * 200_000
     (sent / "deep.json").write_text(deep)
     assert read_json(sent / "deep.json") is None
@@ -141,7 +154,9 @@ def half(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("half")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RunFolder, "finish", Mock(side_effect=KeyboardInterrupt))
-        assert run("run", "--method", "fedavg", results_dir=str(folder), checkpoint_every="1") == 130
+        assert (
+            run("run", "--method", "fedavg", results_dir=str(folder), checkpoint_every="1") == 130
+        )
     return run_in(folder)
 
 
@@ -184,4 +199,6 @@ def test_a_configuration_that_was_edited_ends_in_one_line_or_counts_as_none(
         lines = capsys.readouterr().err.splitlines()
         is_usual = place[-1] in ("rounds", "choice", "versions", "files", "lr")
         assert code == 2 or is_usual, other
-        assert len([line for line in lines if line.startswith("fedbn-flwr: ")]) == (code == 2), other
+        assert len([line for line in lines if line.startswith("fedbn-flwr: ")]) == (code == 2), (
+            other
+        )

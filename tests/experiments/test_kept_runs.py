@@ -1,4 +1,6 @@
-"""Runs are kept: the same command goes on, another run lies beside, and nothing that is finished is lost."""
+"""Runs are kept: the same command goes on, another run lies beside, and nothing that is finished is
+lost.
+"""
 
 import errno
 import fcntl
@@ -35,7 +37,9 @@ TINY = {"dataset": "digits", "model": "mlp", "rounds": "12", "evaluate_every": "
 
 
 def compare_words(folder: Path, *words: str, **options: str) -> Sequence[str]:
-    return command("compare", "--methods", METHODS, *words, results_dir=str(folder), **{**TINY, **options})
+    return command(
+        "compare", "--methods", METHODS, *words, results_dir=str(folder), **{**TINY, **options}
+    )
 
 
 def all_results(folder: Path) -> dict[str, Any]:
@@ -45,7 +49,10 @@ def all_results(folder: Path) -> dict[str, Any]:
 
 def listed(folder: Path) -> list[tuple[str, int]]:
     """Return the runs that were asked for last."""
-    return [(row["method"], row["seed"]) for row in json.loads((folder / "study.json").read_text())["runs"]]
+    return [
+        (row["method"], row["seed"])
+        for row in json.loads((folder / "study.json").read_text())["runs"]
+    ]
 
 
 def check_report(folder: Path) -> None:
@@ -53,7 +60,9 @@ def check_report(folder: Path) -> None:
     frame = rows(folder)
     for path, state in zip(map(Path, frame["folder"]), frame["state"], strict=True):
         finished = (path / "summary.json").exists()
-        assert state == ("finished" if finished else "unfinished" if read_rounds(path) else "waiting")
+        assert state == (
+            "finished" if finished else "unfinished" if read_rounds(path) else "waiting"
+        )
     assert {*map(Path, frame["folder"])} >= {path.parent for path in folder.glob("*/summary.json")}
 
 
@@ -71,7 +80,9 @@ def say_ready_and_run(connection: Connection, words: Sequence[str]) -> None:
 
 
 @pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.slow)])
-def test_killed_at_random_moments_it_ends_with_the_same_bits(kills: int, tmp_path: Path, whole: dict[str, Any]) -> None:
+def test_killed_at_random_moments_it_ends_with_the_same_bits(
+    kills: int, tmp_path: Path, whole: dict[str, Any]
+) -> None:
     moments, folder = random.Random(kills), tmp_path / "out"
     words = compare_words(folder, "--seeds", "2")
     start = get_context("forkserver")
@@ -91,10 +102,18 @@ def test_killed_at_random_moments_it_ends_with_the_same_bits(kills: int, tmp_pat
 
 
 def test_a_disk_that_is_full_at_times_costs_no_bit(
-    tmp_path: Path, whole: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    whole: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Every so many files one cannot be written; in each turn more can."""
-    words, written, every, write = compare_words(tmp_path, "--seeds", "2"), [0], [10], Path.write_bytes
+    words, written, every, write = (
+        compare_words(tmp_path, "--seeds", "2"),
+        [0],
+        [10],
+        Path.write_bytes,
+    )
 
     def full_at_times(path: Path, content: bytes) -> int:
         written[0] += 1
@@ -131,7 +150,9 @@ def test_the_same_command_reuses_and_more_seeds_and_methods_are_added(
     assert {name: last[name] for name in first} == first
 
 
-@pytest.mark.parametrize("words", ["--lr 0.3", "--grid lr=0.1,0.3 --grid-seeds 1", "--engine inprocess"])
+@pytest.mark.parametrize(
+    "words", ["--lr 0.3", "--grid lr=0.1,0.3 --grid-seeds 1", "--engine inprocess"]
+)
 def test_another_run_lies_beside(words: str, tmp_path: Path) -> None:
     options = {"results_dir": str(tmp_path)}
     assert run("compare", "--methods", "fedavg", **options) == 0
@@ -163,7 +184,10 @@ def test_results_whose_options_are_lost_are_nobodys(
     config.unlink() if content is None else config.write_text(content)
     capsys.readouterr()
     assert run("run", **options) == 2
-    lost = "holds results of which nobody knows the options: its config.json is missing, cannot be read"
+    lost = (
+        "holds results of which nobody knows the options: its config.json is missing, cannot "
+        "be read"
+    )
     assert lost in capsys.readouterr().err
     assert run("compare", "--methods", "fedbn,fedavg", **options) == 1
     output = capsys.readouterr()
@@ -173,7 +197,9 @@ def test_results_whose_options_are_lost_are_nobodys(
     assert len(summary_bytes(tmp_path)) == 2
 
 
-def test_another_run_under_the_name_of_this_one_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_run_under_the_name_of_this_one_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """As where somebody has copied a folder over another one."""
     assert run("run", results_dir=str(tmp_path / "one"), lr="0.3") == 0
     assert run("run", results_dir=str(tmp_path / "two")) == 0
@@ -184,12 +210,17 @@ def test_another_run_under_the_name_of_this_one_is_refused(tmp_path: Path, capsy
     assert run("run", results_dir=str(tmp_path / "two")) == 2
     assert (
         capsys.readouterr().err
-        == f"fedbn-flwr: {place} holds another run: its lr is 0.3, not 0.1 (give another results-dir)\n"
+        == f"fedbn-flwr: {place} holds another run: its lr is 0.3, not 0.1 (give another "
+        "results-dir)\n"
     )
 
 
-def test_checkpoints_cost_a_small_share_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A round takes a second here, and a checkpoint a sixteenth of one: so two rounds pay for one."""
+def test_checkpoints_cost_a_small_share_of_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A round takes a second here, and a checkpoint a sixteenth of one: so two rounds pay for
+    one.
+    """
     clock, saved = [0.0], []
     record = Journal.record
 
@@ -211,7 +242,11 @@ def test_checkpoints_cost_a_small_share_of_the_time(tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_the_first_signal_ends_a_run_after_its_round_and_the_second_one_at_once(
-    number: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    number: int,
+    code: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     record, seen, times = Journal.record, list[int](), [1]
 
@@ -258,7 +293,9 @@ def test_a_signal_in_the_last_round_lets_the_run_end_and_no_other_begin(
 ) -> None:
     (tmp_path / "late.py").write_text(LATE)
     monkeypatch.syspath_prepend(tmp_path)
-    words = command("compare", "--methods", "late,fedavg", plugins="late", results_dir=str(tmp_path / "out"))
+    words = command(
+        "compare", "--methods", "late,fedavg", plugins="late", results_dir=str(tmp_path / "out")
+    )
     with registries_restored():
         assert main(words) == 143
     assert "1 of 2 runs finished; run the same again" in capsys.readouterr().err
@@ -301,8 +338,12 @@ def test_a_picture_that_fails_is_a_warning(tmp_path: Path, monkeypatch: pytest.M
     assert not (tmp_path / "curves.png").exists()
 
 
-@pytest.mark.parametrize("words", ["run", "compare --methods fedavg", "reproduce fedtan/table5 --smoke"])
-def test_two_processes_do_not_share_a_folder(words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "words", ["run", "compare --methods fedavg", "reproduce fedtan/table5 --smoke"]
+)
+def test_two_processes_do_not_share_a_folder(
+    words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with (tmp_path / "lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         assert main([*words.split(), "--results-dir", str(tmp_path)]) == 2
@@ -310,7 +351,9 @@ def test_two_processes_do_not_share_a_folder(words: str, tmp_path: Path, capsys:
 
 
 @pytest.mark.parametrize("words", [("run",), ("compare", "--methods", "fedavg")])
-def test_what_is_finished_is_read_where_nothing_can_be_written(words: tuple[str, ...], tmp_path: Path) -> None:
+def test_what_is_finished_is_read_where_nothing_can_be_written(
+    words: tuple[str, ...], tmp_path: Path
+) -> None:
     assert run(*words, results_dir=str(tmp_path)) == 0
     for path in (*tmp_path.rglob("*"), tmp_path):
         path.chmod(0o555 if path.is_dir() else 0o444)
@@ -319,7 +362,9 @@ def test_what_is_finished_is_read_where_nothing_can_be_written(words: tuple[str,
     program = [*powerless, str(BIN / "fedbn-flwr")]
     done, other = (
         subprocess.run(
-            [*program, *command(*words, rounds=rounds, results_dir=str(tmp_path))], capture_output=True, check=False
+            [*program, *command(*words, rounds=rounds, results_dir=str(tmp_path))],
+            capture_output=True,
+            check=False,
         )
         for rounds in ("3", "4")
     )

@@ -1,4 +1,6 @@
-"""Experiments from Python: the bits of the command, objects in the place of names, and nothing else changed."""
+"""Experiments from Python: the bits of the command, objects in the place of names, and nothing else
+changed.
+"""
 
 import gc
 import json
@@ -47,7 +49,9 @@ from tests.helpers.runs import run as command
 from tests.helpers.toys import CLASSES
 
 pytestmark = pytest.mark.usefixtures("registered")
-SMALL: dict[str, Any] = {key.replace("-", "_"): value for key, value in OPTIONS.items() if key != "dataset"}
+SMALL: dict[str, Any] = {
+    key.replace("-", "_"): value for key, value in OPTIONS.items() if key != "dataset"
+}
 
 
 class Pull(FedAvg):
@@ -67,7 +71,13 @@ WIDTH = 4
 
 def make_net(num_classes: int, in_channels: int) -> nn.Module:
     """Return a convolution with BN, whose width is this module's, for images of 8 x 8 pixels."""
-    layers = nn.Conv2d(in_channels, WIDTH, 3), nn.BatchNorm2d(WIDTH), nn.ReLU(), nn.Dropout(0.1), nn.Flatten()
+    layers = (
+        nn.Conv2d(in_channels, WIDTH, 3),
+        nn.BatchNorm2d(WIDTH),
+        nn.ReLU(),
+        nn.Dropout(0.1),
+        nn.Flatten(),
+    )
     return nn.Sequential(*layers, nn.Linear(WIDTH * 36, num_classes))
 
 
@@ -76,17 +86,25 @@ def quick(method: Any = "fedavg", folder: Path | None = None, **options: Any) ->
 
 
 def weights(*arguments: Any, **options: Any) -> dict[str, Any]:
-    return {name: value.tolist() for name, value in quick(*arguments, **options).model().state_dict().items()}
+    return {
+        name: value.tolist()
+        for name, value in quick(*arguments, **options).model().state_dict().items()
+    }
 
 
-# ---- the command and Python ------------------------------------------------------------------------------------------
+# ---- the command and Python ----------------------------------------------------------------------
 
 
 def test_compare_is_the_command(tmp_path: Path) -> None:
     methods = ["fedavg", "fixbn:freeze-round=1"]
     there, here = tmp_path / "command", tmp_path / "python"
-    assert command("compare", "--methods", ",".join(methods), "--seeds", "2", results_dir=str(there)) == 0
-    found = compare([methods[0], FixBN(freeze_round=1)], folder=here, seeds=2, **{**SMALL, "data": DATA})
+    assert (
+        command("compare", "--methods", ",".join(methods), "--seeds", "2", results_dir=str(there))
+        == 0
+    )
+    found = compare(
+        [methods[0], FixBN(freeze_round=1)], folder=here, seeds=2, **{**SMALL, "data": DATA}
+    )
     folders = sorted(path.name for path in there.glob("*-seed*"))
     assert len(folders) == 4
     for name in folders:
@@ -97,19 +115,28 @@ def test_compare_is_the_command(tmp_path: Path) -> None:
     assert asked[0] == asked[1]
 
 
-# ---- objects ---------------------------------------------------------------------------------------------------------
+# ---- objects -------------------------------------------------------------------------------------
 
 
 def test_a_strategy_of_ones_own_with_its_options() -> None:
-    found = compare([Pull(mu=0.1), "fedprox:mu=0.1", Pull, FedProx(mu=0.5)], **{**SMALL, "data": DATA})
+    found = compare(
+        [Pull(mu=0.1), "fedprox:mu=0.1", Pull, FedProx(mu=0.5)], **{**SMALL, "data": DATA}
+    )
     methods = [row["method"] for row in found.summaries]
     assert methods == ["pull:mu=0.1", "fedprox:mu=0.1", "pull", "fedprox:mu=0.5"]
-    states = [{name: value.tolist() for name, value in found.model(method).state_dict().items()} for method in methods]
+    states = [
+        {name: value.tolist() for name, value in found.model(method).state_dict().items()}
+        for method in methods
+    ]
     assert states[0] == states[1]
     assert states[2] == states[3]
     assert states[0] != states[2]
     # an option that all strategies share
-    assert weights(FedAvg(fraction_train=0.5)) == weights("fedavg:fraction-train=0.5") != weights("fedavg")
+    assert (
+        weights(FedAvg(fraction_train=0.5))
+        == weights("fedavg:fraction-train=0.5")
+        != weights("fedavg")
+    )
     assert found.model(Pull(mu=0.1)).state_dict().keys() == states[0].keys()
 
 
@@ -144,12 +171,22 @@ class OwnMessages(FedAvg):
         return [Message(content, node, "train") for node in grid.get_node_ids()]
 
 
-def test_a_run_begins_with_the_model_as_it_was_made_and_counts_its_rounds_by_itself(tmp_path: Path) -> None:
+def test_a_run_begins_with_the_model_as_it_was_made_and_counts_its_rounds_by_itself(
+    tmp_path: Path,
+) -> None:
     with registries_restored():
-        run(OwnMessages, model=Aging, data=DATA, folder=tmp_path, **{**SMALL, "rounds": 2, "workers": 1})
+        run(
+            OwnMessages,
+            model=Aging,
+            data=DATA,
+            folder=tmp_path,
+            **{**SMALL, "rounds": 2, "workers": 1},
+        )
         told = {"clip_norm": 0.1, "clip_factor": 0.1, "freeze_bn": True, "momentum_state": "local"}
         for key, value in told.items():
-            with pytest.raises(ValueError, match=f"clients are not told of {key}: change the messages"):
+            with pytest.raises(
+                ValueError, match=f"clients are not told of {key}: change the messages"
+            ):
                 run(OwnMessages, model=make_net, data=DATA, **{**SMALL, "rounds": 1, key: value})
     assert OwnMessages.seen[0] == 0
     assert [row["round"] for row in results(run_in(tmp_path))["rounds"]] == [1, 2]
@@ -159,7 +196,8 @@ def test_a_run_begins_with_the_model_as_it_was_made_and_counts_its_rounds_by_its
 def test_models_of_the_nodes_are_no_one_model(method: str, tmp_path: Path) -> None:
     found = quick(method, tmp_path)
     with pytest.raises(
-        UsageError, match=rf"^'{method}' has a model for each node: `models` returns them, or `adapt` fits their mean$"
+        UsageError,
+        match=rf"^'{method}' has a model for each node: `models` returns them, or `adapt` fits their mean$",
     ):
         found.model()
     assert list(found.models()) == [0, 1]
@@ -176,7 +214,9 @@ def test_models_of_the_nodes_are_no_one_model(method: str, tmp_path: Path) -> No
         ("fednorm", {"engine": "stacked"}),
     ],
 )
-def test_the_nodes_models_have_the_accuracy_of_the_summary(method: str, engine: dict[str, Any], tmp_path: Path) -> None:
+def test_the_nodes_models_have_the_accuracy_of_the_summary(
+    method: str, engine: dict[str, Any], tmp_path: Path
+) -> None:
     options: dict[str, Any] = {
         **SMALL,
         "data": "digits-domains",
@@ -199,7 +239,9 @@ def test_the_nodes_models_have_the_accuracy_of_the_summary(method: str, engine: 
     model = next(iter(own.values()))
     for path in (run_in(tmp_path) / "personal").iterdir():
         assert model.load_state_dict(load_file(path), strict=False).unexpected_keys == []
-        assert load_file(path).keys() == (model.state_dict().keys() if method == "fednorm" else set(bn_keys(model)))
+        assert load_file(path).keys() == (
+            model.state_dict().keys() if method == "fednorm" else set(bn_keys(model))
+        )
 
 
 def test_a_node_that_never_trained_has_the_servers_model(tmp_path: Path) -> None:
@@ -213,12 +255,15 @@ def test_a_node_that_never_trained_has_the_servers_model(tmp_path: Path) -> None
 
 
 def test_where_there_are_no_models_of_nodes(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"^'fedavg' has one model for all nodes: `model` returns it$"):
+    with pytest.raises(
+        UsageError, match=r"^'fedavg' has one model for all nodes: `model` returns it$"
+    ):
         quick().models()
     found = quick("fedbn", tmp_path)
     shutil.rmtree(run_in(tmp_path) / "personal")
     with pytest.raises(
-        UsageError, match="is missing or empty: with the engine ray and in deployments nodes keep their models"
+        UsageError,
+        match="is missing or empty: with the engine ray and in deployments nodes keep their models",
     ):
         found.models()
 
@@ -241,7 +286,9 @@ def test_data_of_ones_own() -> None:
     assert weights(data=loaded) == weights(data=lambda: loaded) == known
     pairs = (train.inputs, train.labels), (test.inputs.numpy(), test.labels.tolist())
     sets = TensorDataset(train.inputs, train.labels), TensorDataset(test.inputs, test.labels)
-    assert weights(data=pairs) == weights(data=sets) == weights(data=(Split(*pairs[0]), test)) == known
+    assert (
+        weights(data=pairs) == weights(data=sets) == weights(data=(Split(*pairs[0]), test)) == known
+    )
     assert weights(data=loaded, workers=2) == weights(workers=2)
 
 
@@ -250,7 +297,8 @@ def test_what_another_process_cannot_import_stays_in_one(monkeypatch: pytest.Mon
     monkeypatch.setattr("fedbn_flwr.experiments.engines.count_workers", lambda *_: 2)
     assert weights(Pull(mu=0.1)) == alone != weights("fedprox:mu=0.1")
     with pytest.raises(
-        UsageError, match="the strategy Pull stays in this process, so workers and side-by-side must be 1"
+        UsageError,
+        match="the strategy Pull stays in this process, so workers and side-by-side must be 1",
     ):
         quick(Pull(), workers=2)
     with pytest.raises(UsageError, match="the model '<lambda>' stays in this process"):
@@ -260,12 +308,14 @@ def test_what_another_process_cannot_import_stays_in_one(monkeypatch: pytest.Mon
     assert weights(model=make_net, workers=2) == weights(model=f"{__name__}:make_net", workers=2)
 
 
-# ---- what is kept ----------------------------------------------------------------------------------------------------
+# ---- what is kept --------------------------------------------------------------------------------
 
 
 def name_of(method: Any = "fedavg", model: Any = UNSET, **options: Any) -> str:
     """Return the name of the folder of a run."""
-    study = comparison([method], given_options(model, UNSET, None, {**OPTIONS, **options}), 1, {}, 1, "stacked")
+    study = comparison(
+        [method], given_options(model, UNSET, None, {**OPTIONS, **options}), 1, {}, 1, "stacked"
+    )
     (one,) = study.runs(Path("nowhere"))
     return one.folder.name
 
@@ -281,7 +331,11 @@ def test_numbers_of_other_libraries_and_mappings_are_options(tmp_path: Path) -> 
     for grid, norm_options, clients in given:
         options = {**SMALL, "norm_options": norm_options, "clients": clients}
         study = comparison(
-            ["fedavg+brn"], given_options(UNSET, DATA, tmp_path, options), grid=grid, engine="stacked", **counts
+            ["fedavg+brn"],
+            given_options(UNSET, DATA, tmp_path, options),
+            grid=grid,
+            engine="stacked",
+            **counts,
         )
         write_study(tmp_path, study, runs := study.runs(tmp_path))
         assert [run.experiment.config.norm_options for run in runs] == [(("r_max", 3.0),)] * 2
@@ -357,12 +411,15 @@ def test_a_script_goes_on_in_another_process_and_needs_no_guard(tmp_path: Path) 
     (tmp_path / "mine.py").write_text(MODULE)
     (tmp_path / "script.py").write_text(SCRIPT)
     path = environment(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
-    first, second = (run_program(sys.executable, "script.py", cwd=tmp_path, env=path).splitlines() for _ in range(2))
+    first, second = (
+        run_program(sys.executable, "script.py", cwd=tmp_path, env=path).splitlines()
+        for _ in range(2)
+    )
     assert "2 of 2 runs finished" in second[0]
     assert second[1:] == first
 
 
-# ---- errors ----------------------------------------------------------------------------------------------------------
+# ---- errors --------------------------------------------------------------------------------------
 
 
 def test_a_strategy_whose_name_or_options_are_taken() -> None:
@@ -370,7 +427,9 @@ def test_a_strategy_whose_name_or_options_are_taken() -> None:
         def __init__(self, *, model: int = 3, **options: Any) -> None:
             super().__init__(**options)
 
-    with pytest.raises(UsageError, match="the option 'model' of its constructor is one of all commands"):
+    with pytest.raises(
+        UsageError, match="the option 'model' of its constructor is one of all commands"
+    ):
         quick(Seeded())
     assert "seeded" not in REGISTRY
     quick()
@@ -393,7 +452,7 @@ def test_a_method_that_fails_does_not_stop_the_others() -> None:
         quick("fedavg:lr=1e30")
 
 
-# ---- the process -----------------------------------------------------------------------------------------------------
+# ---- the process ---------------------------------------------------------------------------------
 
 
 def process_state() -> list[Any]:
@@ -419,7 +478,12 @@ def test_the_process_is_as_before(tmp_path: Path) -> None:
     torch.set_num_threads(3)
     try:
         before = process_state()
-        found = compare(["fedavg", "fedbn", "fedtan"], model=make_net, folder=tmp_path, **{**SMALL, "data": DATA})
+        found = compare(
+            ["fedavg", "fedbn", "fedtan"],
+            model=make_net,
+            folder=tmp_path,
+            **{**SMALL, "data": DATA},
+        )
         found.model()
         quick(augmentation="crop-flip")
         with pytest.raises(UsageError):
@@ -435,16 +499,22 @@ def test_the_import_brings_no_torch() -> None:
     assert run_program(sys.executable, "-c", code).split() == ["False", "False"]
 
 
-# ---- what is returned ------------------------------------------------------------------------------------------------
+# ---- what is returned ----------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("drawn")
 def test_results(tmp_path: Path) -> None:
-    found = compare(["fedavg", "fedprox:mu=0.5"], folder=tmp_path, seeds=2, **{**SMALL, "data": DATA})
+    found = compare(
+        ["fedavg", "fedprox:mu=0.5"], folder=tmp_path, seeds=2, **{**SMALL, "data": DATA}
+    )
     key = ("fedprox:mu=0.5", 1)
-    assert list(found.curves()) == [(method, seed) for method in ("fedavg", key[0]) for seed in (0, 1)]
+    assert list(found.curves()) == [
+        (method, seed) for method in ("fedavg", key[0]) for seed in (0, 1)
+    ]
     rows = rounds(run_in(tmp_path, "fedprox_mu=0.5", 1))
-    assert found.curves()[key] == {row["round"]: row["accuracy"] for row in rows if "accuracy" in row}
+    assert found.curves()[key] == {
+        row["round"]: row["accuracy"] for row in rows if "accuracy" in row
+    }
     assert found.curves("train-loss")[key] == {row["round"]: row["train-loss"] for row in rows}
     with pytest.raises(UsageError, match=r"no run has recorded 'loses'; recorded: .*loss"):
         found.curves("loses")
@@ -452,7 +522,10 @@ def test_results(tmp_path: Path) -> None:
     gaps = [scores[key[0], seed] - scores["fedavg", seed] for seed in (0, 1)]
     assert found.differences[key[0]].difference == pytest.approx(sum(gaps) / 2)
     frame = found.to_pandas()
-    assert dict(zip(zip(frame["method"], frame["seed"], strict=True), frame["accuracy"], strict=True)) == scores
+    assert (
+        dict(zip(zip(frame["method"], frame["seed"], strict=True), frame["accuracy"], strict=True))
+        == scores
+    )
     model = found.model(*key)
     assert not model.training
     result = evaluate(model, load(DATA).test, CLASSES, torch.device("cpu"))
@@ -475,10 +548,12 @@ def test_results(tmp_path: Path) -> None:
     assert repr(found).count("fedprox:mu=0.5") == 1
 
 
-# ---- progress --------------------------------------------------------------------------------------------------------
+# ---- progress ------------------------------------------------------------------------------------
 
 
-def test_without_a_terminal_it_prints_a_line_a_tenth_or_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+def test_without_a_terminal_it_prints_a_line_a_tenth_or_nothing(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     quick(progress=False)
     assert capfd.readouterr() == ("", "")
     quick()

@@ -1,4 +1,6 @@
-"""Data, partition, model and rounds of an experiment, and what is checked and warned of before the first round."""
+"""Data, partition, model and rounds of an experiment, and what is checked and warned of before the
+first round.
+"""
 
 import json
 import logging
@@ -25,10 +27,12 @@ def config(**options: object) -> Config:
     return Config(**{"dataset": TINY, "model": "small-cnn", "partition": "iid", **options})  # type: ignore[arg-type]
 
 
-# ---- the process -----------------------------------------------------------------------------------------------------
+# ---- the process ---------------------------------------------------------------------------------
 
 
-def test_the_device_of_a_run_is_the_current_one_until_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_device_of_a_run_is_the_current_one_until_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     current = [0]
     cuda = SimpleNamespace(current_device=lambda: current[-1], set_device=current.append)
     monkeypatch.setattr(material, "pick_device", torch.device)
@@ -42,7 +46,7 @@ def test_the_device_of_a_run_is_the_current_one_until_its_end(monkeypatch: pytes
     assert torch.get_deterministic_debug_mode() == 0
 
 
-# ---- a budget of epochs ----------------------------------------------------------------------------------------------
+# ---- a budget of epochs --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -64,18 +68,26 @@ def test_the_device_of_a_run_is_the_current_one_until_its_end(monkeypatch: pytes
         ({"budget_epochs": 2, "local_steps": 4, "batch_size": 4, "validation": 0.2}, 5, 4),
     ],
 )
-def test_a_budget_of_epochs_sets_the_rounds(options: dict[str, float], clients: int, rounds: int) -> None:
+def test_a_budget_of_epochs_sets_the_rounds(
+    options: dict[str, float], clients: int, rounds: int
+) -> None:
     given = config(**options)
     assert rounds_within_budget(given, clients, len(load_data(given).train)).rounds == rounds
 
 
 def test_the_centralized_reference_has_the_same_budget() -> None:
     shared = {"dataset": TINY, "budget-epochs": 3, "local-steps": 2, "batch-size": 4, "clients": 5}
-    federated, central = (resolve({**shared, "method": method}).config for method in ("fedavg", "centralized"))
-    assert rounds_within_budget(federated, 5, 200).rounds == rounds_within_budget(central, 1, 200).rounds == 15
+    federated, central = (
+        resolve({**shared, "method": method}).config for method in ("fedavg", "centralized")
+    )
+    assert (
+        rounds_within_budget(federated, 5, 200).rounds
+        == rounds_within_budget(central, 1, 200).rounds
+        == 15
+    )
 
 
-# ---- models ----------------------------------------------------------------------------------------------------------
+# ---- models --------------------------------------------------------------------------------------
 
 
 def test_a_model_fits_the_data_and_is_a_function_of_the_seed() -> None:
@@ -86,7 +98,7 @@ def test_a_model_fits_the_data_and_is_a_function_of_the_seed() -> None:
     assert Material.of(config()).model(torch.zeros(2, 1, 8, 8)).shape == (2, 4)
 
 
-# ---- data ------------------------------------------------------------------------------------------------------------
+# ---- data ----------------------------------------------------------------------------------------
 
 
 def test_validation_takes_the_test_datas_place_and_is_not_trained_on() -> None:
@@ -101,7 +113,7 @@ def test_validation_takes_the_test_datas_place_and_is_not_trained_on() -> None:
     assert rows(held_out.test.inputs).isdisjoint(rows(whole.test.inputs))
 
 
-# ---- checks ----------------------------------------------------------------------------------------------------------
+# ---- checks --------------------------------------------------------------------------------------
 
 
 def test_only_a_federation_that_is_there_knows_how_many_it_is() -> None:
@@ -109,12 +121,18 @@ def test_only_a_federation_that_is_there_knows_how_many_it_is() -> None:
     material = checked_material(there, there.make_strategy(0))
     assert material
     assert not material.partition
-    assert [resolve({"dataset": TINY}, federation=there).config.clients for there in (True, False)] == [0, 5]
+    assert [
+        resolve({"dataset": TINY}, federation=there).config.clients for there in (True, False)
+    ] == [0, 5]
 
 
 def test_missing_weights_are_said_before_sites_are_asked() -> None:
-    at_sites = resolve({"dataset": "sites", "classes": "a,b", "init-from": "/nowhere/weights.pth"}, federation=True)
-    with pytest.raises(UsageError, match=r"no weights: there is no file /nowhere/weights\.pth for init-from"):
+    at_sites = resolve(
+        {"dataset": "sites", "classes": "a,b", "init-from": "/nowhere/weights.pth"}, federation=True
+    )
+    with pytest.raises(
+        UsageError, match=r"no weights: there is no file /nowhere/weights\.pth for init-from"
+    ):
         checked_material(at_sites, at_sites.make_strategy(0))
 
 
@@ -131,22 +149,32 @@ def test_sharing_leaves_a_users_array_its_memory() -> None:
     assert (view.data_ptr(), view.is_shared()) == (place, False)
 
 
-# ---- checks before the first round, and warnings ---------------------------------------------------------------------
+# ---- checks before the first round, and warnings -------------------------------------------------
 
 
 HERE = "tests.helpers.other_shapes"
 
 
-@pytest.mark.parametrize("options", [{"method": "fedavg", "model": f"{HERE}:functional"}, {"method": "centralized+gn"}])
-def test_a_method_that_does_without_bn_layers_takes_any_model(options: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "options", [{"method": "fedavg", "model": f"{HERE}:functional"}, {"method": "centralized+gn"}]
+)
+def test_a_method_that_does_without_bn_layers_takes_any_model(
+    options: dict[str, str], tmp_path: Path
+) -> None:
     assert run("run", rounds="1", results_dir=str(tmp_path), **options) == 0
 
 
 @pytest.mark.parametrize(
-    ("method", "engine"), [("fedtan", "inprocess"), ("fedtan", "stacked"), ("fixbn:freeze-round=15", "stacked")]
+    ("method", "engine"),
+    [("fedtan", "inprocess"), ("fedtan", "stacked"), ("fixbn:freeze-round=15", "stacked")],
 )
 def test_rows_of_numbers_are_trained_on(method: str, engine: str, tmp_path: Path) -> None:
-    chosen = {"dataset": f"{HERE}:rows_of_numbers", "model": f"{HERE}:perceptron", "rounds": "20", "lr": "0.3"}
+    chosen = {
+        "dataset": f"{HERE}:rows_of_numbers",
+        "model": f"{HERE}:perceptron",
+        "rounds": "20",
+        "lr": "0.3",
+    }
     assert run("run", engine=engine, method=method, results_dir=str(tmp_path), **chosen) == 0
     assert results(tmp_path)["summary"]["accuracy"] > 0.5
 
@@ -165,10 +193,16 @@ def test_what_no_node_can_do_is_said_without_a_traceback(
     given = {"method": method, "model": "mlp", "batch_size": "1", "engine": engine}
     assert run("run", results_dir=str(tmp_path), **given) == 1
     said = [*dict.fromkeys(flower_log.messages), capsys.readouterr().err.splitlines()[-1]]
-    assert "".join(said).count("batch normalization cannot train on a mini-batch of 1 sample") == times
+    assert (
+        "".join(said).count("batch normalization cannot train on a mini-batch of 1 sample") == times
+    )
     assert not [record for record in flower_log.records if record.exc_info]
     folder = run_in(tmp_path)
-    assert {path.name for path in folder.iterdir()} == {"config.json", "rounds.jsonl", "summary.json"}
+    assert {path.name for path in folder.iterdir()} == {
+        "config.json",
+        "rounds.jsonl",
+        "summary.json",
+    }
     assert (folder / "rounds.jsonl").read_text() == ""
     assert "mini-batch of 1 sample" in json.loads((folder / "summary.json").read_text())["failed"]
 
@@ -187,9 +221,17 @@ def test_outputs_of_no_class_are_said_once_and_count_as_wrong(
 ) -> None:
     monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
     warn_once.cache_clear()
-    chosen = {"model": f"{HERE}:wide", "methods": "fedavg,fedprox", "class_metrics": "f1,auc", "lr": "0"}
+    chosen = {
+        "model": f"{HERE}:wide",
+        "methods": "fedavg,fedprox",
+        "class_metrics": "f1,auc",
+        "lr": "0",
+    }
     assert run("compare", results_dir=str(tmp_path), **chosen) == 0
-    line = f"model '{HERE}:wide' has 7 outputs for 4 classes: a prediction of none of them counts as wrong"
+    line = (
+        f"model '{HERE}:wide' has 7 outputs for 4 classes: a prediction of none of them counts "
+        "as wrong"
+    )
     assert caplog.messages.count(line) == 1
     summary = results(run_in(tmp_path, "fedavg"))["summary"]
     config = Config(dataset=DATA, model=f"{HERE}:wide")
@@ -221,5 +263,14 @@ def test_classes_that_nobody_has_and_a_single_seed_are_said(
     shown = " ".join(capsys.readouterr().out.split())
     assert shown.count(f"Caution: {line}.") == 1
     assert shown.count("One seed: a difference may be chance.") == 1
-    assert run("compare", methods="fedavg,fedbn", seeds="2", rounds="1", results_dir=str(tmp_path / "all")) == 0
+    assert (
+        run(
+            "compare",
+            methods="fedavg,fedbn",
+            seeds="2",
+            rounds="1",
+            results_dir=str(tmp_path / "all"),
+        )
+        == 0
+    )
     assert not {"Caution:", "One"} & set(capsys.readouterr().out.split())

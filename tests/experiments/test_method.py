@@ -14,7 +14,9 @@ from fedbn_flwr.wire import wire_key
 
 
 class Parent(FedAvg):
-    def __init__(self, *, pull_often: Annotated[int | str, "how often it pulls"] = 3, **options: Any) -> None:
+    def __init__(
+        self, *, pull_often: Annotated[int | str, "how often it pulls"] = 3, **options: Any
+    ) -> None:
         super().__init__(**options)
 
 
@@ -28,9 +30,13 @@ class Child(Parent):
 def test_an_option_has_its_kind_its_default_and_its_help() -> None:
     option = own_options(Parent)["pull-often"]
     assert option == Option("pull_often", int | str, 3, "how often it pulls")
-    assert own_options(FedProx)["mu"] == Option("mu", float, 0.01, "weight of the proximal term", Range(0))
+    assert own_options(FedProx)["mu"] == Option(
+        "mu", float, 0.01, "weight of the proximal term", Range(0)
+    )
     # a subclass changes the default and keeps the help; what it replaces is not its own
-    assert own_options(Child)["pull-often"] == Option("pull_often", float, 5.0, "how often it pulls")
+    assert own_options(Child)["pull-often"] == Option(
+        "pull_often", float, 5.0, "how often it pulls"
+    )
     assert own_options(Child)["bare"] == Option("bare", bool, False, "")
     assert ["weighting" in own_options(kind) for kind in (Parent, Child)] == [True, False]
 
@@ -38,9 +44,12 @@ def test_an_option_has_its_kind_its_default_and_its_help() -> None:
 def test_options_belong_to_the_strategies_that_have_them() -> None:
     assert sorted(owners("mu")) == ["fedbs", "fedprox"]
     assert owners("clip-norm") == list(REGISTRY)
-    # objects of Python's are no options, and what follows from shared options is not a strategy's own
+    # objects of Python's are no options, and what follows from shared options is not a strategy's
+    # own
     assert not {"privacy", "seed", "lr-schedule", "patience", "evaluate-every"} & set(all_options())
-    assert resolve({"method": "fixbn", "mu": "0.2", "freeze-round": "0.25"}).options == {"freeze_round": 0.25}
+    assert resolve({"method": "fixbn", "mu": "0.2", "freeze-round": "0.25"}).options == {
+        "freeze_round": 0.25
+    }
 
 
 @pytest.mark.parametrize(
@@ -49,8 +58,14 @@ def test_options_belong_to_the_strategies_that_have_them() -> None:
         ("fedavg", ("fedavg", None, {})),
         ("fedavg+gn", ("fedavg", "gn", {})),
         ("fixbn:freeze-round=0.3", ("fixbn", None, {"freeze-round": "0.3"})),
-        ("fedavg:model=my.models:tiny:lr=0.5", ("fedavg", None, {"model": "my.models:tiny", "lr": "0.5"})),
-        ("fedavg:partition=domain:2:10:lr=1", ("fedavg", None, {"partition": "domain:2:10", "lr": "1"})),
+        (
+            "fedavg:model=my.models:tiny:lr=0.5",
+            ("fedavg", None, {"model": "my.models:tiny", "lr": "0.5"}),
+        ),
+        (
+            "fedavg:partition=domain:2:10:lr=1",
+            ("fedavg", None, {"partition": "domain:2:10", "lr": "1"}),
+        ),
         ("fedavg:lr-schedule==0.01@freeze", ("fedavg", None, {"lr-schedule": "=0.01@freeze"})),
     ],
 )
@@ -59,8 +74,14 @@ def test_a_method_is_taken_apart(method: str, wanted: tuple[Any, ...]) -> None:
 
 
 def test_a_methods_own_options_override_the_shared_ones() -> None:
-    experiment = resolve({"method": "fedprox+gn:mu=0.5:lr=0.05", "lr": "0.3", "mu": "0.2", "rounds": "7"})
-    assert (experiment.config.lr, experiment.config.norm, experiment.config.rounds) == (0.05, "gn", 7)
+    experiment = resolve(
+        {"method": "fedprox+gn:mu=0.5:lr=0.05", "lr": "0.3", "mu": "0.2", "rounds": "7"}
+    )
+    assert (experiment.config.lr, experiment.config.norm, experiment.config.rounds) == (
+        0.05,
+        "gn",
+        7,
+    )
     assert experiment.options == {"mu": 0.5}
     strategy = experiment.make_strategy(5)
     assert isinstance(strategy, FedProx)
@@ -81,23 +102,40 @@ def test_shared_options_reach_the_strategy() -> None:
     given = {"seed": "4", "fraction-train": "0.5", "evaluate-every": "3", "lr-schedule": "0.5@0.5"}
     strategy = resolve({**given, "node-timeout": "9", "timeout": "50"}).make_strategy(8)
     assert (strategy.seed, strategy.fraction_train, strategy.evaluate_every) == (4, 0.5, 3)
-    assert (strategy.exchange_timeout, strategy.patience, strategy.min_available_nodes) == (50.0, 9.0, 8)
+    assert (strategy.exchange_timeout, strategy.patience, strategy.min_available_nodes) == (
+        50.0,
+        9.0,
+        8,
+    )
     assert [change.rate(1.0, 6, 10, None) for change in strategy.schedule] == [0.5]
-    strategy = resolve({"timeout": "50", "exchange-timeout": "7", "min-nodes": "2"}).make_strategy(8)
+    strategy = resolve({"timeout": "50", "exchange-timeout": "7", "min-nodes": "2"}).make_strategy(
+        8
+    )
     assert (strategy.exchange_timeout, strategy.min_available_nodes) == (7.0, 2)
     # nodes with models of their own all evaluate them
-    assert [resolve({"method": name}).make_strategy(5).fraction_evaluate for name in ("fedbn", "fedavg")] == [1.0, 0.0]
+    assert [
+        resolve({"method": name}).make_strategy(5).fraction_evaluate for name in ("fedbn", "fedavg")
+    ] == [1.0, 0.0]
 
 
 def test_a_resolved_experiment_resolves_to_itself() -> None:
-    for method in ("fedavg", "fedprox+gn:mu=0.5:lr=0.05", "fixbn:freeze-round=0.3", "fedavg:partition=classes:4"):
+    for method in (
+        "fedavg",
+        "fedprox+gn:mu=0.5:lr=0.05",
+        "fixbn:freeze-round=0.3",
+        "fedavg:partition=classes:4",
+    ):
         experiment = resolve({"method": method, "rounds": "9"})
         again = resolve(experiment.to_mapping())
         assert (again.config, again.options) == (experiment.config, experiment.options)
 
 
 def test_a_strategy_that_brings_its_own_normalizer_refuses_another() -> None:
-    own = {name: brought[0] for name, kind in REGISTRY.items() if (brought := kind.own_norm({})) is not None}
+    own = {
+        name: brought[0]
+        for name, kind in REGISTRY.items()
+        if (brought := kind.own_norm({})) is not None
+    }
     assert own
     for name, norm in own.items():
         assert resolve({"method": name}).config.norm == norm
@@ -112,7 +150,9 @@ def test_a_strategy_that_brings_its_own_normalizer_refuses_another() -> None:
 def options_that_build(monkeypatch: pytest.MonkeyPatch, **options: str) -> dict[str, object]:
     """The options that the normalizer of an experiment is built with."""
     built: dict[str, object] = {}
-    monkeypatch.setattr("fedbn_flwr.norm.replace", lambda model, kind, **given: built.update(given) or model)
+    monkeypatch.setattr(
+        "fedbn_flwr.norm.replace", lambda model, kind, **given: built.update(given) or model
+    )
     Material.of(resolve(options).config)
     return built
 
@@ -141,7 +181,11 @@ def test_the_centralized_reference_has_one_node_and_all_clients_batches() -> Non
     # its one client resolves what the server has resolved
     for config in (experiment.config, resolve(experiment.to_mapping()).config):
         assert (config.clients, config.batch_size, config.partition) == (1, 32, "union")
-        assert (config.fraction_train, config.rounds, config.local_steps) == (1.0, Config.rounds, Config.local_steps)
+        assert (config.fraction_train, config.rounds, config.local_steps) == (
+            1.0,
+            Config.rounds,
+            Config.local_steps,
+        )
     # its own batch size is meant for the one node
     assert resolve({"method": "centralized:batch-size=20", "clients": "4"}).config.batch_size == 20
     with pytest.raises(UsageError, match="needs clients"):
@@ -159,12 +203,18 @@ def test_a_list_of_methods_is_not_split_inside_a_value() -> None:
     ]
 
 
-# ---- shared options --------------------------------------------------------------------------------------------------
+# ---- shared options ------------------------------------------------------------------------------
 
 
 def test_every_option_has_a_kebab_name_and_a_help_text() -> None:
-    assert list(options_of(Config)) == [wire_key(item.name) for item in fields(Config)] == list(Config().to_mapping())
-    of_strategies = [option for strategy in REGISTRY.values() for option in own_options(strategy).values()]
+    assert (
+        list(options_of(Config))
+        == [wire_key(item.name) for item in fields(Config)]
+        == list(Config().to_mapping())
+    )
+    of_strategies = [
+        option for strategy in REGISTRY.values() for option in own_options(strategy).values()
+    ]
     assert all(option.help for option in [*options_of(Config).values(), *of_strategies])
 
 

@@ -1,4 +1,6 @@
-"""Users' own data: what a model takes can be made from raw data, mistakes are one line, and sites are seen."""
+"""Users' own data: what a model takes can be made from raw data, mistakes are one line, and sites
+are seen.
+"""
 
 import json
 import re
@@ -21,13 +23,22 @@ from fedbn_flwr.experiments import UsageError, main
 from tests.helpers.image_sets import paint
 from tests.helpers.runs import run_in
 
-QUICK: dict[str, Any] = {"clients": 2, "rounds": 4, "local_steps": 4, "batch_size": 16, "lr": 0.05, "device": "cpu"}
+QUICK: dict[str, Any] = {
+    "clients": 2,
+    "rounds": 4,
+    "local_steps": 4,
+    "batch_size": 16,
+    "lr": 0.05,
+    "device": "cpu",
+}
 #: words of the command for one round
 ONE = ("--rounds", "1", "--local-steps", "1", "--batch-size", "8", "--device", "cpu")
 
 
 def pair(count: int, seed: int, side: int = 8) -> tuple[Tensor, Tensor]:
-    """Return images around 100, far from what a model takes, whose class shows in a part of them."""
+    """Return images around 100, far from what a model takes, whose class shows in a part of
+    them.
+    """
     labels, noise = (
         torch.arange(count) % 3,
         torch.randn(count, 3, side, side, generator=torch.Generator().manual_seed(seed)),
@@ -51,7 +62,11 @@ class Words(nn.Module):
 
     def __init__(self, num_classes: int) -> None:
         super().__init__()
-        self.embedding, self.norm, self.last = nn.Embedding(40, 4), nn.BatchNorm1d(4), nn.Linear(4, num_classes)
+        self.embedding, self.norm, self.last = (
+            nn.Embedding(40, 4),
+            nn.BatchNorm1d(4),
+            nn.Linear(4, num_classes),
+        )
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return the logits of N x 6 ids."""
@@ -87,12 +102,18 @@ def test_the_reported_accuracy_by_hand_from_raw_data(kind: str, tmp_path: Path) 
     with safe_open(run_in(tmp_path) / "model.safetensors", "pt") as file:
         kept = json.loads(file.metadata()["about"])
     summary = json.loads((run_in(tmp_path) / "summary.json").read_text())
-    assert kept == {"mean": summary["mean"], "std": summary["std"], "image-size": options.get("image_size", 8)}
+    assert kept == {
+        "mean": summary["mean"],
+        "std": summary["std"],
+        "image-size": options.get("image_size", 8),
+    }
     assert len(kept["mean"]) == 3
     assert all(value > 0 for value in kept["std"])
 
 
-def test_says_that_test_data_have_another_scale(tmp_path: Path, flower_log: pytest.LogCaptureFixture) -> None:
+def test_says_that_test_data_have_another_scale(
+    tmp_path: Path, flower_log: pytest.LogCaptureFixture
+) -> None:
     images, labels = pair(40, 1)
     for scale in (1, 255):
         run("fedavg", data=((images, labels), (images * scale, labels)), partition="iid", **QUICK)
@@ -109,13 +130,19 @@ def test_raw_data_on_another_scale_than_in_training_are_refused() -> None:
 
     preprocess = trained_on(raw)
     wanted = preprocess(raw)
-    torch.testing.assert_close(preprocess(raw.numpy() / np.float32(255)), wanted)  # floats from 0 to 1 are the same
+    torch.testing.assert_close(
+        preprocess(raw.numpy() / np.float32(255)), wanted
+    )  # floats from 0 to 1 are the same
     for other in (raw.float(), raw.long()):
-        message = f"inputs are {other.dtype}, and those of training torch.uint8: give them in that type"
+        message = (
+            f"inputs are {other.dtype}, and those of training torch.uint8: give them in that type"
+        )
         with pytest.raises(ValueError, match=re.escape(message)):
             preprocess(other)
     torch.testing.assert_close(trained_on(raw / 255)(raw), wanted)
-    with pytest.raises(ValueError, match=r"inputs are torch\.uint8, and those of training torch\.float32"):
+    with pytest.raises(
+        ValueError, match=r"inputs are torch\.uint8, and those of training torch\.float32"
+    ):
         trained_on(raw.float())(raw)
 
 
@@ -134,10 +161,15 @@ class Drawn(Dataset[Any]):
 
 
 @pytest.mark.parametrize(("start", "warned"), [(0, True), (READ_TWICE - 1, True), (24, False)])
-def test_random_transforms_of_a_dataset_are_said(start: int, warned: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_random_transforms_of_a_dataset_are_said(
+    start: int, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     data = own_data((Drawn(24), Drawn(start)))
     assert data.test.inputs.shape == (24, 3, 8, 8)
-    text = "the test data change with each read, and are read once: leave random transforms to `augmentation`"
+    text = (
+        "the test data change with each read, and are read once: leave random transforms to "
+        "`augmentation`"
+    )
     assert caplog.messages == [text] * warned
 
 
@@ -155,13 +187,19 @@ def test_a_data_frame_of_inputs_is_an_array() -> None:
     images, labels = pair(40, 1)
     frame = pd.DataFrame(images.flatten(1).numpy())
     accuracies = [
-        run("fedavg", data=((inputs, labels), (inputs, labels)), model="mlp", partition="iid", **QUICK).summaries[0]
+        run(
+            "fedavg",
+            data=((inputs, labels), (inputs, labels)),
+            model="mlp",
+            partition="iid",
+            **QUICK,
+        ).summaries[0]
         for inputs in (frame, np.array(frame))
     ]
     assert accuracies[0]["loss"] == accuracies[1]["loss"]
 
 
-# ---- sites -----------------------------------------------------------------------------------------------------------
+# ---- sites ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -170,7 +208,10 @@ def sites(tmp_path: Path) -> Path:
     for site in range(3):
         for label, name in enumerate(("cat", "dog")):
             for number in range(5):
-                paint(tmp_path / f"site-{site}" / name / f"{number}.png", 100 * site + 10 * label + number)
+                paint(
+                    tmp_path / f"site-{site}" / name / f"{number}.png",
+                    100 * site + 10 * label + number,
+                )
     return tmp_path
 
 
@@ -182,7 +223,10 @@ def test_sites_are_clients_unless_a_partition_is_given(sites: Path, tmp_path: Pa
         return results.summaries[0]["partition"], results.summaries[0]["clients"]
 
     found = compare(["fedavg", "centralized"], data=data, **quick)
-    assert [(run["partition"], run["clients"]) for run in found.summaries] == [("domain", 3), ("union", 1)]
+    assert [(run["partition"], run["clients"]) for run in found.summaries] == [
+        ("domain", 3),
+        ("union", 1),
+    ]
     assert chosen(run("fedavg", data=load(data), clients=6, **quick)) == ("domain", 6)
     assert chosen(run("fedavg", data=data, partition="domain", **quick)) == ("domain", 3)
     assert chosen(run("fedavg", data=data, partition="iid", **quick)) == ("iid", 5)
@@ -191,19 +235,41 @@ def test_sites_are_clients_unless_a_partition_is_given(sites: Path, tmp_path: Pa
     assert chosen(run("fedavg", data="digits", **quick)) == ("classes", 5)
 
 
-@pytest.mark.parametrize("command", [["run"], ["compare", "--methods", "fedavg"], ["diagnose", "--batches", "1"]])
+@pytest.mark.parametrize(
+    "command", [["run"], ["compare", "--methods", "fedavg"], ["diagnose", "--batches", "1"]]
+)
 def test_commands_see_sites_and_say_what_the_data_are(
     command: list[str], sites: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ONE if command != ["diagnose", "--batches", "1"] else ONE[4:]
-    assert main([*command, "--dataset", f"folder:{sites}", "--results-dir", str(tmp_path / "out"), *words]) == 0
-    sizes = "24 training and 6 test samples; 2 classes (cat, dog); 3 domains (site-0 8, site-1 8, site-2 8)"
+    assert (
+        main(
+            [
+                *command,
+                "--dataset",
+                f"folder:{sites}",
+                "--results-dir",
+                str(tmp_path / "out"),
+                *words,
+            ]
+        )
+        == 0
+    )
+    sizes = (
+        "24 training and 6 test samples; 2 classes (cat, dog); 3 domains (site-0 8, site-1 8, "
+        "site-2 8)"
+    )
     assert f"{sites.name}: {sizes}\n" in capsys.readouterr().out
     written = json.loads(next((tmp_path / "out").rglob("[cd]*i*.json")).read_text())["options"]
     assert (written["partition"], written["clients"]) == ("domain", 3)
 
 
-def test_classes_that_differ_by_upper_case_only_are_named(sites: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_classes_that_differ_by_upper_case_only_are_named(
+    sites: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (sites / "site-1" / "cat").rename(sites / "site-1" / " Cat")
     run("fedavg", data=f"folder:{sites}", rounds=1, device="cpu")
-    assert "classes differ only by upper case or spaces, and count as different ones:  Cat, cat" in caplog.text
+    assert (
+        "classes differ only by upper case or spaces, and count as different ones:  Cat, cat"
+        in caplog.text
+    )

@@ -1,10 +1,12 @@
 """The communication tables of FedTAN's paper, counted from what two rounds of five clients send.
 
-Wang et al., Why Batch Normalization Damage Federated Learning on Non-IID Data?, tables 3 to 5, appendices G and H.
-Megabytes have 2^20 bytes. What the server sends to all clients counts once. Batch counters do not count.
+Wang et al., Why Batch Normalization Damage Federated Learning on Non-IID Data?, tables 3 to 5,
+appendices G and H. Megabytes have 2^20 bytes. What the server sends to all clients counts once.
+Batch counters do not count.
 
-Table 5 is headed "GB", but holds gigabits, of 2^30 bits, over 500 iterations of the perceptron. Its models are counted
-without BN statistics, unlike those of tables 3 and 4. The row of FedTAN prints the total without its exchanges.
+Table 5 is headed "GB", but holds gigabits, of 2^30 bits, over 500 iterations of the perceptron. Its
+models are counted without BN statistics, unlike those of tables 3 and 4. The row of FedTAN prints
+the total without its exchanges.
 """
 
 from dataclasses import dataclass
@@ -25,8 +27,12 @@ from fedbn_flwr.wire import Instruction
 MEGABYTE, GIGABYTE = 2**20, 2**30
 CLIENTS = 5
 
-#: images have the shapes of CIFAR-10's and MNIST's, the only property of the data that traffic depends on
-IMAGES = {"resnet20": "synthetic:n=20:test=10:size=32", "mlp": "synthetic:n=20:test=10:size=28:channels=1"}
+#: images have the shapes of CIFAR-10's and MNIST's, the only property of the data that traffic
+#: depends on
+IMAGES = {
+    "resnet20": "synthetic:n=20:test=10:size=32",
+    "mlp": "synthetic:n=20:test=10:size=28:channels=1",
+}
 #: parameters of ResNet-20, and its BN statistics (appendix G): 2 x (16 x 7 + 32 x 6 + 64 x 6)
 PARAMETERS, STATISTICS = 269_722, 2 * (16 * 7 + 32 * 6 + 64 * 6)
 #: once to all clients, once from each, in float32
@@ -61,7 +67,8 @@ class LongRun:
 
 
 def fedtan_ii(m: int, rounds: int, exchange: str = "paper", send_frozen: bool = True) -> LongRun:
-    """Return the traffic of m rounds like the first of a short run, and of the others like its second.
+    """Return the traffic of m rounds like the first of a short run, and of the others like its
+    second.
 
     BN is frozen in the second. The paper keeps sending the frozen statistics.
     """
@@ -70,7 +77,9 @@ def fedtan_ii(m: int, rounds: int, exchange: str = "paper", send_frozen: bool = 
     exchanges = m * first.exchanges + (rounds - m) * second.exchanges
     sent = m * first.paper + (rounds - m) * second.paper
     return LongRun(
-        sent / GIGABYTE, m * (first.exchanges - plain.exchanges) / exchanges, m * (first.paper - plain.paper) / sent
+        sent / GIGABYTE,
+        m * (first.exchanges - plain.exchanges) / exchanges,
+        m * (first.paper - plain.paper) / sent,
     )
 
 
@@ -117,12 +126,15 @@ def test_table_4(m: int, gigabytes: float, extra_exchanges: float, extra_bytes: 
         (10, 2.1388, 0.0566, 0.000100),
         (50, 2.1397, 0.2308, 0.000501),
         (100, 2.1408, 0.3750, 0.001002),
-        # FedTAN itself; the paper prints 2.1386, the total of no exchange, but the right share of 2.1493
+        # FedTAN itself; the paper prints 2.1386, the total of no exchange, but the right share of
+        # 2.1493
         (500, 2.1493, 0.7500, 0.004992),
     ],
 )
 def test_table_5(m: int, gigabits: float, extra_exchanges: float, extra_bits: float) -> None:
-    """The column is headed "Exchanged bits (GB)" and holds 2^30 bits, so that its gigabytes are an eighth."""
+    """The column is headed "Exchanged bits (GB)" and holds 2^30 bits, so that its gigabytes are an
+    eighth.
+    """
     iterations = 500
     # BN's parameters are there, its statistics are not counted: the same numbers as with GN
     (base,) = count("fedavg+gn", model="mlp")
@@ -148,6 +160,8 @@ def test_leaner_than_the_paper() -> None:
     assert (paper.gigabytes - lean.gigabytes) * 2**30 == pytest.approx(saved)
     # FedTAN's exchanges, of table 3, in the rounds before the freeze
     extra = 1_000 * 2 * STATISTICS * COPIES
-    assert lean.extra_bytes == pytest.approx(extra / (10_000 * (PARAMETERS + STATISTICS) * COPIES + extra - saved))
+    assert lean.extra_bytes == pytest.approx(
+        extra / (10_000 * (PARAMETERS + STATISTICS) * COPIES + extra - saved)
+    )
     assert lean.extra_exchanges == paper.extra_exchanges
     assert round(fused.extra_exchanges, 4) == round(38_000 / 48_000, 4)

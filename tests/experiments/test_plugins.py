@@ -1,4 +1,6 @@
-"""A method of a user's own, both halves in one file outside of this package, runs like those of the project."""
+"""A method of a user's own, both halves in one file outside of this package, runs like those of the
+project.
+"""
 
 import json
 import os
@@ -66,7 +68,7 @@ def test_a_rule_works_in_a_layer_wise_method() -> None:
     assert distance(by_rule, Federation(make_model()).run(FedTAN(), 2)) > 1e-3
 
 
-# ---- code that files name -----------------------------------------------------------------------------------------
+# ---- code that files name ------------------------------------------------------------------------
 
 HINT = "names code of brought; if you trust it, add --plugins brought"
 
@@ -74,7 +76,10 @@ HINT = "names code of brought; if you trust it, add --plugins brought"
 @pytest.fixture
 def brought(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The working directory has a module with a method."""
-    lines = "from tests.helpers.toy_method import Toy, register_strategy", "@register_strategy('brought')"
+    lines = (
+        "from tests.helpers.toy_method import Toy, register_strategy",
+        "@register_strategy('brought')",
+    )
     (tmp_path / "brought.py").write_text("\n".join([*lines, "class Brought(Toy): ..."]))
     os.utime(tmp_path / "brought.py", (1, 1))  # before this process began
     monkeypatch.chdir(tmp_path)
@@ -100,7 +105,9 @@ def brought(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         {"methods": ["fedavg"], "options": {"model": "digits:net", "dataset": "digits:net"}},
     ],
 )
-def test_a_recipe_imports_nothing_by_itself(content: object, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recipe_imports_nothing_by_itself(
+    content: object, capsys: pytest.CaptureFixture[str]
+) -> None:
     Path("mine.yaml").write_text(json.dumps(content))
     path = [*sys.path]
     for words in ((), ("--dry-run",)):
@@ -113,7 +120,9 @@ def test_a_recipe_imports_nothing_by_itself(content: object, capsys: pytest.Capt
 
 
 @pytest.mark.usefixtures("brought")
-@pytest.mark.parametrize("named", [{"plugins": "brought", "method": "brought"}, {"dataset": "brought:data"}])
+@pytest.mark.parametrize(
+    "named", [{"plugins": "brought", "method": "brought"}, {"dataset": "brought:data"}]
+)
 def test_results_import_nothing_by_themselves(named: dict[str, str]) -> None:
     sys.path.insert(0, str(Path.cwd()))
     options = {"method": "fedavg:lr-schedule=0.1@0.5", "rounds": 4, **named}
@@ -134,7 +143,9 @@ def test_plugins_are_given_again(capsys: pytest.CaptureFixture[str]) -> None:
             assert run("run", **options, results_dir="whole") == 0
         with dying(int(0.9 * whole.count)), pytest.raises(Death):
             run("run", **options, results_dir="first")
-    Path("mine.json").write_text(json.dumps(json.loads(Path("first/study.json").read_text())["recipe"]))
+    Path("mine.json").write_text(
+        json.dumps(json.loads(Path("first/study.json").read_text())["recipe"])
+    )
     for words in (["run", "--resume", "first"], ["reproduce", "mine.json"]):
         sys.path[:] = [folder for folder in sys.path if folder != str(Path.cwd())]
         with registries_restored():
@@ -143,7 +154,17 @@ def test_plugins_are_given_again(capsys: pytest.CaptureFixture[str]) -> None:
             assert "brought" not in sys.modules
         assert str(Path.cwd()) not in sys.path
         with registries_restored():
-            assert main([*words, "--plugins", "brought", *(["--results-dir", "second"] * (words[0] != "run"))]) == 0
+            assert (
+                main(
+                    [
+                        *words,
+                        "--plugins",
+                        "brought",
+                        *(["--results-dir", "second"] * (words[0] != "run")),
+                    ]
+                )
+                == 0
+            )
     assert model_bytes(Path("first")) == model_bytes(Path("second")) == model_bytes(Path("whole"))
 
 
@@ -155,4 +176,6 @@ def test_an_error_is_told_with_the_line_of_the_users_code_that_led_to_it() -> No
 
     with pytest.raises(RuntimeError) as caught:
         forward()
-    assert described(caught.value).endswith(f"({__file__}, line {forward.__code__.co_firstlineno + 1})")
+    assert described(caught.value).endswith(
+        f"({__file__}, line {forward.__code__.co_firstlineno + 1})"
+    )

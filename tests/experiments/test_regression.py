@@ -16,9 +16,16 @@ pytestmark = pytest.mark.usefixtures("registered")
 N, TEST = 96, 40
 INPUTS = torch.randn(N + TEST, 3, generator=torch.Generator().manual_seed(0))
 SUMS = (INPUTS.sum(1) + 1.5).unsqueeze(1).repeat(1, 2) * torch.tensor([1.0, -0.5])
-SMALL: dict[str, Any] = {"rounds": 4, "clients": 3, "local_steps": 3, "batch_size": 8, "evaluate_every": 2}
+SMALL: dict[str, Any] = {
+    "rounds": 4,
+    "clients": 3,
+    "local_steps": 3,
+    "batch_size": 8,
+    "evaluate_every": 2,
+}
 SMALL |= {"device": "cpu", "progress": False, "lr": 0.05, "partition": "iid"}
-#: outputs and targets: one number for each sample in both shapes, two numbers, one in another shape than the model's
+#: outputs and targets: one number for each sample in both shapes, two numbers, one in another shape
+#: than the model's
 SHAPES = {"(n,)": SUMS[:, 0], "(n, 1)": SUMS[:, :1], "(n, 2)": SUMS}
 
 
@@ -40,7 +47,9 @@ def domains() -> Data:
     numbers = torch.arange(N + TEST) % 3
     targets = SUMS[:, 0] + 5.0 * numbers
     test = torch.arange(N, N + TEST)[numbers[N:] < 2]
-    train, held = (Split(INPUTS[rows], targets[rows], numbers[rows]) for rows in (torch.arange(N), test))
+    train, held = (
+        Split(INPUTS[rows], targets[rows], numbers[rows]) for rows in (torch.arange(N), test)
+    )
     return Data("domains", train, held, 1, ("a", "b", "c"), task="regression")
 
 
@@ -62,19 +71,29 @@ def test_the_score_is_the_error_on_the_test_data(shape: str, objective: str, fun
     (summary,) = found.summaries
     assert summary["partition"] == "iid"
     assert summary["metric"] == objective
-    assert summary[objective] == summary["loss"] == pytest.approx(error_of(found.model(), data, function), rel=1e-5)
+    assert (
+        summary[objective]
+        == summary["loss"]
+        == pytest.approx(error_of(found.model(), data, function), rel=1e-5)
+    )
     assert not {"accuracy", "accuracy-personal", "absent-classes"} & summary.keys()
-    assert list(found.curves().values()) == [{2: found.curves()["fedavg", 0][2], 4: summary[objective]}]
+    assert list(found.curves().values()) == [
+        {2: found.curves()["fedavg", 0][2], 4: summary[objective]}
+    ]
 
 
 def test_a_function_of_ones_own() -> None:
     data = own()
     found = run("fedavg", model=net, data=data, objective=half_squared, **SMALL)
     assert found.summaries[0]["metric"] == "loss"
-    assert found.summaries[0]["loss"] == pytest.approx(error_of(found.model(), data, half_squared), rel=1e-5)
+    assert found.summaries[0]["loss"] == pytest.approx(
+        error_of(found.model(), data, half_squared), rel=1e-5
+    )
     # of two numbers, half of the sum of squares is their mean
     same = run("fedavg", model=net, data=data, objective="mse", **SMALL)
-    named = run("fedavg", model=net, data=data, objective=f"{__name__}:half_squared", **SMALL, workers=2)
+    named = run(
+        "fedavg", model=net, data=data, objective=f"{__name__}:half_squared", **SMALL, workers=2
+    )
     for other in (same, named):
         states = [results.model().state_dict() for results in (found, other)]
         for name, value in states[0].items():
@@ -88,17 +107,39 @@ def test_a_function_of_ones_own() -> None:
         for options in ({}, {"objective": F.cross_entropy}, {"objective": smooth})
     )
     assert given.summaries[0]["metric"] == "accuracy"
-    assert given.summaries[0]["train-loss"] == pytest.approx(plain.summaries[0]["train-loss"], rel=1e-5)
-    assert other.summaries[0]["train-loss"] != pytest.approx(plain.summaries[0]["train-loss"], rel=1e-3)
+    assert given.summaries[0]["train-loss"] == pytest.approx(
+        plain.summaries[0]["train-loss"], rel=1e-5
+    )
+    assert other.summaries[0]["train-loss"] != pytest.approx(
+        plain.summaries[0]["train-loss"], rel=1e-3
+    )
 
 
-METHODS = ["fedavg", "scaffold", "fixbn:freeze-round=2", "fedtan", "fedtan:carry=true", "feddna", "fedbs", "fedbn"]
+METHODS = [
+    "fedavg",
+    "scaffold",
+    "fixbn:freeze-round=2",
+    "fedtan",
+    "fedtan:carry=true",
+    "feddna",
+    "fedbs",
+    "fedbn",
+]
 METHODS += ["hbn", "centralized", "fedavg+gn", "fedtan:statistics=exact", "fedbn:statistics=own"]
 
 
 def test_every_method_learns_and_engines_agree() -> None:
-    options = {**SMALL, "rounds": 10, "model": net, "data": own(), "objective": "mse", "local_steps": 2}
-    stacked, single = (compare(METHODS, **options, engine=engine) for engine in ("stacked", "inprocess"))
+    options = {
+        **SMALL,
+        "rounds": 10,
+        "model": net,
+        "data": own(),
+        "objective": "mse",
+        "local_steps": 2,
+    }
+    stacked, single = (
+        compare(METHODS, **options, engine=engine) for engine in ("stacked", "inprocess")
+    )
     assert not stacked.failures
     for one, other in zip(stacked.summaries, single.summaries, strict=True):
         assert one["mse"] == pytest.approx(other["mse"], rel=1e-3), one["method"]
@@ -108,12 +149,18 @@ def test_every_method_learns_and_engines_agree() -> None:
 
 def test_what_cannot_be_stacked_trains_one_after_another() -> None:
     def clipped(outputs: Tensor, targets: Tensor) -> Tensor:
-        return F.mse_loss(outputs, targets) if float(outputs.detach().mean()) < 1e9 else outputs.sum()
+        return (
+            F.mse_loss(outputs, targets) if float(outputs.detach().mean()) < 1e9 else outputs.sum()
+        )
 
-    given = [run("fedavg", model=net, data=own(), objective=loss, **SMALL) for loss in (clipped, "mse")]
+    given = [
+        run("fedavg", model=net, data=own(), objective=loss, **SMALL) for loss in (clipped, "mse")
+    ]
     assert given[0].summaries[0]["loss"] == pytest.approx(given[1].summaries[0]["mse"], rel=1e-4)
     with pytest.raises(
-        UsageError, match="the objective 'clipped' stays in this process, so workers and side-by-side must be 1"
+        UsageError,
+        match="the objective 'clipped' stays in this process, so workers and side-by-side must be "
+        "1",
     ):
         run("fedavg", model=f"{__name__}:net", data=own(), objective=clipped, **SMALL, workers=2)
 
@@ -124,7 +171,14 @@ OWN = [f"{method}:statistics=own" for method in ("fedbn", "mtfl", "fednorm")]
 @pytest.mark.parametrize("method", ["fedavg", "fedbn", "fednorm", *OWN])
 def test_domains_have_errors_of_their_own(method: str) -> None:
     data = domains()
-    found = run(method, model=net, data=data, objective="mse", **{**SMALL, "partition": ""}, fraction_evaluate=1.0)
+    found = run(
+        method,
+        model=net,
+        data=data,
+        objective="mse",
+        **{**SMALL, "partition": ""},
+        fraction_evaluate=1.0,
+    )
     (summary,) = found.summaries
     assert summary["partition"] == "domain"
     own_models = found.models() if method != "fedavg" else dict.fromkeys("abc", found.model())
@@ -134,13 +188,20 @@ def test_domains_have_errors_of_their_own(method: str) -> None:
     for number, name in enumerate("ab"):
         rows = assigned == number
         with torch.no_grad():
-            errors[name] = float(F.mse_loss(own_models[name](inputs[rows])[:, 0], data.test.labels[rows]))
+            errors[name] = float(
+                F.mse_loss(own_models[name](inputs[rows])[:, 0], data.test.labels[rows])
+            )
         assert summary["domain-mse"][name] == pytest.approx(errors[name], rel=1e-5)
     with torch.no_grad():
-        whole = [float(F.mse_loss(model(inputs)[:, 0], data.test.labels)) for model in own_models.values()]
+        whole = [
+            float(F.mse_loss(model(inputs)[:, 0], data.test.labels))
+            for model in own_models.values()
+        ]
     assert summary["mse"] == pytest.approx(np.mean(whole), rel=1e-5)
     # the third client's domain is not tested: all of them count for it
-    assert summary["mse-personal"] == pytest.approx(np.mean([errors["a"], errors["b"], whole[2]]), rel=1e-5)
+    assert summary["mse-personal"] == pytest.approx(
+        np.mean([errors["a"], errors["b"], whole[2]]), rel=1e-5
+    )
 
 
 def test_held_out_data_and_an_early_end() -> None:
@@ -150,9 +211,15 @@ def test_held_out_data_and_an_early_end() -> None:
     best = min(whole, key=lambda number: whole[number])
     target = whole[best // 2]
     stopped = run("fedavg", **options, stop_at=target).summaries[0]
-    assert stopped["stopped-after"] == next(number for number, error in whole.items() if error <= target) < 12
+    assert (
+        stopped["stopped-after"]
+        == next(number for number, error in whole.items() if error <= target)
+        < 12
+    )
     assert whole[1] > whole[12]
-    assert "stopped-after" not in run("fedavg", **options, lr_schedule="", stop_after=11).summaries[0]
+    assert (
+        "stopped-after" not in run("fedavg", **options, lr_schedule="", stop_after=11).summaries[0]
+    )
     # an error is no share, and every one here is below 80
     assert run("fedavg", **options, stop_at=80).summaries[0]["stopped-after"] == 1
 
@@ -168,14 +235,26 @@ ABSENT = Split(INPUTS[:N], SUMS[:N])
             {**GOOD, "objective": ""},
             "own data has float targets, which need objective=mse, mae or package.module:funct",
         ),
-        ({**GOOD, "objective": "msa"}, "unknown objective 'msa'; known: mse, mae, or package.module:function"),
-        ({**GOOD, "objective": "huber"}, "unknown objective 'huber'; known: mse, mae, or package.module:function"),
-        ({**GOOD, "objective": "nowhere.at:all"}, "objective 'nowhere.at:all': cannot import 'nowhere.at'"),
+        (
+            {**GOOD, "objective": "msa"},
+            "unknown objective 'msa'; known: mse, mae, or package.module:function",
+        ),
+        (
+            {**GOOD, "objective": "huber"},
+            "unknown objective 'huber'; known: mse, mae, or package.module:function",
+        ),
+        (
+            {**GOOD, "objective": "nowhere.at:all"},
+            "objective 'nowhere.at:all': cannot import 'nowhere.at'",
+        ),
         (
             {**GOOD, "objective": lambda outputs, _: outputs.nothing},
             "objective '<lambda>' fails for the outputs of the model: 'Tensor",
         ),
-        ({**GOOD, "objective": lambda *_: 1.0}, "objective '<lambda>' fails for the outputs of the model: 'float' o"),
+        (
+            {**GOOD, "objective": lambda *_: 1.0},
+            "objective '<lambda>' fails for the outputs of the model: 'float' o",
+        ),
         ({**GOOD, "model": lambda: net(3)}, "model '<lambda>' has 3 outputs for 2 targets"),
         ({**GOOD, "model": lambda: net(1)}, "model '<lambda>' has 1 outputs for 2 targets"),
         (
@@ -184,9 +263,18 @@ ABSENT = Split(INPUTS[:N], SUMS[:N])
         ),
         ({**GOOD, "partition": "dirichlet:1"}, "own data has float targets and no labels"),
         ({**GOOD, "partition": "shards:2"}, "own data has float targets and no labels"),
-        ({**GOOD, "class_metrics": "f1"}, "class-metrics are of labels, and own data has float targets"),
-        ({**GOOD, "classes": "a,b"}, "own data: its classes have no names, so they cannot be numbered by name"),
-        ({**GOOD, "data": "digits"}, "objective 'mse' is for float targets, not for classification"),
+        (
+            {**GOOD, "class_metrics": "f1"},
+            "class-metrics are of labels, and own data has float targets",
+        ),
+        (
+            {**GOOD, "classes": "a,b"},
+            "own data: its classes have no names, so they cannot be numbered by name",
+        ),
+        (
+            {**GOOD, "data": "digits"},
+            "objective 'mse' is for float targets, not for classification",
+        ),
         (
             {**GOOD, "data": own(SUMS * torch.inf)},
             "own data: training sample 0 has a value that is not a finite number",
@@ -195,7 +283,10 @@ ABSENT = Split(INPUTS[:N], SUMS[:N])
             {**GOOD, "data": (own()[0], own(SUMS[:, 0])[1])},
             "own data: labels of 2 for regression cannot be (40,), torch",
         ),
-        ({**GOOD, "data": lambda: Data("mine", ABSENT, ABSENT, 2)}, "mine: labels of 2 for classification cannot be ("),
+        (
+            {**GOOD, "data": lambda: Data("mine", ABSENT, ABSENT, 2)},
+            "mine: labels of 2 for classification cannot be (",
+        ),
     ],
 )
 def test_what_cannot_be_is_one_line(options: dict[str, Any], message: str) -> None:

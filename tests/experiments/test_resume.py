@@ -1,4 +1,6 @@
-"""A run that died at any moment and is resumed has the files of a run that did not, or says why it cannot be."""
+"""A run that died at any moment and is resumed has the files of a run that did not, or says why it
+cannot be.
+"""
 
 import fcntl
 import json
@@ -35,7 +37,12 @@ CASES: dict[str, dict[str, Any]] = {
         "state_dir": "states",
     },
     "server optimizer": {"method": "fedavg", "server_optimizer": "yogi", "engine": "stacked"},
-    "layer-wise": {"method": "fedtan", "engine": "stacked", "momentum": "0.9", "momentum_state": "local"},
+    "layer-wise": {
+        "method": "fedtan",
+        "engine": "stacked",
+        "momentum": "0.9",
+        "momentum_state": "local",
+    },
 }
 SMALL = {"model": "mlp", "rounds": "5", "checkpoint_every": "2"}
 
@@ -68,16 +75,22 @@ def written(folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module", params=CASES)
-def uninterrupted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+def uninterrupted(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Whole:
     folder = tmp_path_factory.mktemp("whole") / "run"
     with dying(0) as moments:
         assert main(words(request.param, folder)) == 0
     return Whole(request.param, written(folder), moments.count)
 
 
-@settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=2, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(deaths=st.lists(st.floats(0, 1), min_size=1, max_size=3))
-def test_the_moment_of_death_does_not_matter(uninterrupted: Whole, tmp_path: Path, deaths: list[float]) -> None:
+def test_the_moment_of_death_does_not_matter(
+    uninterrupted: Whole, tmp_path: Path, deaths: list[float]
+) -> None:
     case, expected, count = uninterrupted
     shutil.rmtree(tmp_path)
     folder = tmp_path / "run"
@@ -108,17 +121,25 @@ def test_a_run_goes_on_where_its_checkpoint_is(uninterrupted: Whole, tmp_path: P
 @pytest.mark.xdist_group("ray")
 def test_a_killed_simulation_of_flowers(tmp_path: Path) -> None:
     # its nodes keep their states themselves
-    options = {**SMALL, "method": "fedbn", "momentum": "0.9", "momentum_state": "local", "engine": "ray"}
+    options = {
+        **SMALL,
+        "method": "fedbn",
+        "momentum": "0.9",
+        "momentum_state": "local",
+        "engine": "ray",
+    }
     code, count = run_in_process(0, command("run", results_dir=str(tmp_path / "whole"), **options))
     assert code == 0
-    killed = run_in_process(int(0.8 * count), command("run", results_dir=str(tmp_path / "run"), **options))
+    killed = run_in_process(
+        int(0.8 * count), command("run", results_dir=str(tmp_path / "run"), **options)
+    )
     assert killed == (-signal.SIGKILL, 0)
     assert (run_in(tmp_path / "run") / "checkpoint-4").exists()
     assert run_in_process(0, ["run", "--resume", str(tmp_path / "run")])[0] == 0
     assert written(tmp_path / "run") == written(tmp_path / "whole")
 
 
-# ---- checkpoints that cannot be used, and why ------------------------------------------------------------------------
+# ---- checkpoints that cannot be used, and why ----------------------------------------------------
 
 
 OPTIONS = {"method": "fedbn", "model": "mlp", "engine": "inprocess", "checkpoint_every": "2"}
@@ -146,7 +167,11 @@ def refusal(capsys: pytest.CaptureFixture[str], run: Path, *words: str) -> str:
     """Return the one line that says why a run cannot be resumed."""
 
     def files() -> dict[Path, bytes]:
-        return {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "lock"}
+        return {
+            path: path.read_bytes()
+            for path in run.rglob("*")
+            if path.is_file() and path.name != "lock"
+        }
 
     before = files()
     assert main(["run", "--resume", str(run), *words]) == 2
@@ -157,7 +182,10 @@ def refusal(capsys: pytest.CaptureFixture[str], run: Path, *words: str) -> str:
 
 OTHERS = {
     ("--method", "fedavg"): "its method is 'fedbn', not 'fedavg'",
-    ("--method", "fedbn:mean-personal=true"): "its method is 'fedbn', not 'fedbn:mean-personal=true'",
+    (
+        "--method",
+        "fedbn:mean-personal=true",
+    ): "its method is 'fedbn', not 'fedbn:mean-personal=true'",
     ("--lr", "0.2"): "its lr is 0.1, not 0.2",
     ("--mean-personal", "true"): "its mean-personal is None, not True",
     ("--engine", "stacked"): "its engine is 'inprocess', not 'stacked'",
@@ -168,7 +196,9 @@ OTHERS = {
 def test_another_run_is_refused_by_what_differs(
     words: tuple[str, str], run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert refusal(capsys, run, *words).startswith(f"fedbn-flwr: {run} cannot be resumed: {OTHERS[words]}")
+    assert refusal(capsys, run, *words).startswith(
+        f"fedbn-flwr: {run} cannot be resumed: {OTHERS[words]}"
+    )
 
 
 def test_a_run_of_a_study_that_another_process_holds_is_not_resumed(
@@ -222,19 +252,43 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
         "server.pt cannot be read: ",
     ),
     "no file": (f"{LAST}/server.pt", Path.unlink, "server.pt cannot be read: "),
-    "without a part": (f"{LAST}/server.pt", lose("standing"), "server.pt cannot be read: 'standing'"),
+    "without a part": (
+        f"{LAST}/server.pt",
+        lose("standing"),
+        "server.pt cannot be read: 'standing'",
+    ),
     "of an older method": (
         f"{LAST}/server.pt",
         lose("strategy", "moments"),
         "wrote the checkpoint, which lacks 'moments'",
     ),
-    "a node's state truncated": (f"{LAST}/nodes/1.records", truncate, "is damaged: nodes/1.records should have "),
-    "a node's state lost": (f"{LAST}/nodes/0.records", Path.unlink, "is damaged: nodes/0.records should have "),
+    "a node's state truncated": (
+        f"{LAST}/nodes/1.records",
+        truncate,
+        "is damaged: nodes/1.records should have ",
+    ),
+    "a node's state lost": (
+        f"{LAST}/nodes/0.records",
+        Path.unlink,
+        "is damaged: nodes/0.records should have ",
+    ),
     "rows lost": ("rounds.jsonl", forget_rows, "does not have the rows of the first 2 rounds"),
-    "options lost": ("config.json", Path.unlink, "cannot be resumed: its config.json is missing, cannot"),
+    "options lost": (
+        "config.json",
+        Path.unlink,
+        "cannot be resumed: its config.json is missing, cannot",
+    ),
     "another architecture": (f"{LAST}/server.pt", resize, "is ((3, 5), 'float32'), not "),
-    "another version": ("config.json", change_version("fedbn-flwr"), "its version of fedbn-flwr is '7.0', not "),
-    "another torch": ("config.json", change_version("torch"), "its version of torch is '7.0', not "),
+    "another version": (
+        "config.json",
+        change_version("fedbn-flwr"),
+        "its version of fedbn-flwr is '7.0', not ",
+    ),
+    "another torch": (
+        "config.json",
+        change_version("torch"),
+        "its version of torch is '7.0', not ",
+    ),
     "all rows lost": ("rounds.jsonl", Path.unlink, "does not have the rows of the first 2 rounds"),
 }
 
@@ -248,16 +302,34 @@ def test_a_checkpoint_that_is_damaged_or_of_another_run_is_refused(
     assert said in refusal(capsys, run)
 
 
-def test_torn_rows_are_made_again_and_options_that_change_no_bit_are_taken(run: Path, tmp_path: Path) -> None:
+def test_torn_rows_are_made_again_and_options_that_change_no_bit_are_taken(
+    run: Path, tmp_path: Path
+) -> None:
     with (run / "rounds.jsonl").open("a") as file:
         file.write('{"round": 3, "no')
-    words = ["--lr", "0.1", "--method", "fedbn", "--engine", "inprocess", "--timeout", "9", "--state-dir"]
+    words = [
+        "--lr",
+        "0.1",
+        "--method",
+        "fedbn",
+        "--engine",
+        "inprocess",
+        "--timeout",
+        "9",
+        "--state-dir",
+    ]
     assert main(["run", "--resume", str(run), *words, str(tmp_path / "states")]) == 0
-    assert [json.loads(row)["round"] for row in (run / "rounds.jsonl").read_text().splitlines()] == [1, 2, 3]
+    assert [
+        json.loads(row)["round"] for row in (run / "rounds.jsonl").read_text().splitlines()
+    ] == [1, 2, 3]
 
 
-def test_without_a_checkpoint_it_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert refusal(capsys, tmp_path).endswith("it has no checkpoint (`checkpoint-every` makes some)")
+def test_without_a_checkpoint_it_says_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert refusal(capsys, tmp_path).endswith(
+        "it has no checkpoint (`checkpoint-every` makes some)"
+    )
     assert main(command("run", results_dir=str(tmp_path), **OPTIONS)) == 0
     assert refusal(capsys, tmp_path).endswith("it has no checkpoint (the run is complete)")
 
@@ -274,7 +346,8 @@ def test_what_a_checkpoint_cannot_hold_is_named_when_it_is_written(tmp_path: Pat
 def test_half_a_checkpoint_that_a_death_left_is_replaced(
     leftover: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # folders are listed in any order: here, a checkpoint is to be removed before half of another one is
+    # folders are listed in any order: here, a checkpoint is to be removed before half of another
+    # one is
     glob = Path.glob
     monkeypatch.setattr(Path, "glob", lambda path, pattern: sorted(glob(path, pattern)))
     (tmp_path / "rounds.jsonl").touch()

@@ -1,4 +1,6 @@
-"""A run whose nodes keep their states themselves, as in a deployment, is resumed by another ServerApp."""
+"""A run whose nodes keep their states themselves, as in a deployment, is resumed by another
+ServerApp.
+"""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -32,7 +34,9 @@ FIRST = 71
 
 
 class Forgetful(InProcessGrid):
-    """Nodes whose SuperNodes remember nothing of another run of Flower's: each begins with empty contexts."""
+    """Nodes whose SuperNodes remember nothing of another run of Flower's: each begins with empty
+    contexts.
+    """
 
     run_id = FIRST
 
@@ -42,11 +46,14 @@ class Forgetful(InProcessGrid):
 
 
 class Nodes(PassingGrid):
-    """The nodes as the ServerApp of a deployment sees them; it may die when they have answered a push of messages."""
+    """The nodes as the ServerApp of a deployment sees them; it may die when they have answered a
+    push of messages.
+    """
 
     def __init__(self, options: dict[str, Any], sites: Path, run: int, fatal: int) -> None:
         nodes = Forgetful(
-            client_app(bound_client_fn(resolve(options).config), mods=[keep_states_in(sites)]), int(options["clients"])
+            client_app(bound_client_fn(resolve(options).config), mods=[keep_states_in(sites)]),
+            int(options["clients"]),
         )
         nodes.run_id = run
         super().__init__(nodes)
@@ -61,7 +68,9 @@ class Nodes(PassingGrid):
             raise Death
         return ids
 
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
         """Deliver and collect."""
         return self.pull_messages(self.push_messages(messages))
 
@@ -70,7 +79,14 @@ class Server:
     """Runs of one experiment, each going on with the one before."""
 
     def __init__(self, method: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        given = {"method": method, "model": "mlp", "rounds": 5, "clients": 4, "checkpoint-every": 2, **CASES[method]}
+        given = {
+            "method": method,
+            "model": "mlp",
+            "rounds": 5,
+            "clients": 4,
+            "checkpoint-every": 2,
+            **CASES[method],
+        }
         self.options = {**OPTIONS, **given, "lr-schedule": ""}
         self.results, self.sites, self.run = folder / "results", folder / "sites", FIRST
         self.results.mkdir(parents=True)
@@ -86,7 +102,9 @@ class Server:
 
 
 @pytest.mark.parametrize("method", [*USUAL, *MORE])
-def test_whatever_messages_it_dies_after(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whatever_messages_it_dies_after(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = Server(method, tmp_path / "whole", monkeypatch).go()
     pushes = range(1, 200)
     resumed = 0
@@ -106,7 +124,8 @@ def test_whatever_messages_it_dies_after(method: str, tmp_path: Path, monkeypatc
 def test_a_second_death_and_another_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = Server("fedbn", tmp_path / "whole", monkeypatch).go()
     server = Server("fedbn", tmp_path / "died", monkeypatch)
-    # in round 3, whose training messages come after those of two rounds and an evaluation, or after a description
+    # in round 3, whose training messages come after those of two rounds and an evaluation, or after
+    # a description
     for moment, resume in ((4, False), (2, True), (2, True)):
         with pytest.raises(Death):
             server.go(fatal=moment, resume=resume)
@@ -119,10 +138,14 @@ def test_a_second_death_and_another_option(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("resume", ["72", "../results/71", "/", "somewhere"])
-def test_only_a_run_of_the_server_is_resumed(resume: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_run_of_the_server_is_resumed(
+    resume: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server = Server("fedbn", tmp_path, monkeypatch)
     (server.results / "71").mkdir()
     server.options["resume"] = resume
-    with pytest.raises(UsageError, match="resume must be the number of a run with results on the server, got '"):
+    with pytest.raises(
+        UsageError, match="resume must be the number of a run with results on the server, got '"
+    ):
         server.go()
     assert [path.name for path in server.results.iterdir()] == ["71"]

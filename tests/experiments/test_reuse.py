@@ -1,4 +1,6 @@
-"""Results that were made with code or data of a user's own: taken or trained again only where the user says so."""
+"""Results that were made with code or data of a user's own: taken or trained again only where the
+user says so.
+"""
 
 import json
 import sys
@@ -24,7 +26,9 @@ from tests.helpers.registered import registries_restored
 from tests.helpers.runs import DATA, OPTIONS, results, run_in
 from tests.helpers.runs import run as command
 
-SMALL: dict[str, Any] = {key.replace("-", "_"): value for key, value in OPTIONS.items() if key != "dataset"}
+SMALL: dict[str, Any] = {
+    key.replace("-", "_"): value for key, value in OPTIONS.items() if key != "dataset"
+}
 QUESTION = "has results that were made with code or data of your own"
 
 
@@ -52,8 +56,13 @@ class Mine(FedAvg):
 
 def made(method: Any = "fedavg", model: Any = UNSET, data: Any = UNSET, **options: Any) -> Run:
     """Return a run."""
-    given = {**{key: value for key, value in OPTIONS.items() if key != "dataset" or data is UNSET}, **options}
-    (one,) = comparison([method], given_options(model, data, None, given), 1, {}, 1, "stacked").runs(Path("nowhere"))
+    given = {
+        **{key: value for key, value in OPTIONS.items() if key != "dataset" or data is UNSET},
+        **options,
+    }
+    (one,) = comparison(
+        [method], given_options(model, data, None, given), 1, {}, 1, "stacked"
+    ).runs(Path("nowhere"))
     return one
 
 
@@ -107,7 +116,9 @@ def test_a_run_of_built_in_parts_has_nothing_of_a_users_own(options: dict[str, A
 
 
 def grey(shade: float) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Return grey images as if in three colours, which take no memory more: classes differ by their brightness."""
+    """Return grey images as if in three colours, which take no memory more: classes differ by their
+    brightness.
+    """
     labels = torch.arange(60) % 3
     noise = torch.rand(60, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     images = (noise / 10 + labels.reshape(-1, 1, 1, 1) * shade).expand(-1, 3, -1, -1)
@@ -115,14 +126,26 @@ def grey(shade: float) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
 
 
 def test_other_data_under_the_same_name_do_not_get_a_finished_score(tmp_path: Path) -> None:
-    options: dict[str, Any] = {**SMALL, "partition": "iid", "folder": tmp_path, "rounds": 8, "progress": False}
+    options: dict[str, Any] = {
+        **SMALL,
+        "partition": "iid",
+        "folder": tmp_path,
+        "rounds": 8,
+        "progress": False,
+    }
     (first,) = compare(["fedavg"], data=grey(0.3), **options).summaries
     (folder,) = tmp_path.glob("fedavg*")
     before = (folder / "summary.json").read_bytes()
-    with pytest.raises(UsageError, match=f"{folder} {QUESTION} .dataset own data.*--reuse takes them, --anew trains"):
+    with pytest.raises(
+        UsageError,
+        match=f"{folder} {QUESTION} .dataset own data.*--reuse takes them, --anew trains",
+    ):
         compare(["fedavg"], data=grey(0.0), **options)
     assert (folder / "summary.json").read_bytes() == before
-    assert compare(["fedavg"], data=grey(0.0), reuse=True, **options).summaries[0]["seconds"] == first["seconds"]
+    assert (
+        compare(["fedavg"], data=grey(0.0), reuse=True, **options).summaries[0]["seconds"]
+        == first["seconds"]
+    )
     (other,) = compare(["fedavg"], data=grey(0.0), anew=True, **options).summaries
     assert other["loss"] != first["loss"]
     assert (folder / BEFORE / "1" / "summary.json").read_bytes() == before
@@ -153,7 +176,9 @@ def test_the_command_asks_in_one_line_and_takes_both_answers(
     assert command("compare", "--methods", "fedavg", *words[1:], results_dir=str(tmp_path)) == 2
 
 
-def test_built_in_runs_are_taken_without_a_question_and_trained_again_on_request(tmp_path: Path) -> None:
+def test_built_in_runs_are_taken_without_a_question_and_trained_again_on_request(
+    tmp_path: Path,
+) -> None:
     first = quick("fedavg", tmp_path).summaries
     assert quick("fedavg", tmp_path).summaries[0]["seconds"] == first[0]["seconds"]
     assert not list(tmp_path.glob(f"*/{BEFORE}"))
@@ -175,7 +200,9 @@ class Dies(FedAvg):
 
 
 @pytest.mark.parametrize("how", ["reuse", "resume"])
-def test_an_interrupted_run_of_own_code_goes_on_where_the_user_says_so(how: str, tmp_path: Path) -> None:
+def test_an_interrupted_run_of_own_code_goes_on_where_the_user_says_so(
+    how: str, tmp_path: Path
+) -> None:
     Dies.alive = True
     options = {"rounds": 4, "checkpoint_every": 1}
     whole = quick(Dies, tmp_path / "whole", **options)
@@ -198,7 +225,9 @@ def test_an_interrupted_run_of_own_code_goes_on_where_the_user_says_so(how: str,
 def test_a_function_that_was_loaded_again_gives_its_new_data(module: ModuleType) -> None:
     def labelled(label: int) -> Callable[[], Data]:
         known = load(DATA)
-        return lambda: replace(known, train=replace(known.train, labels=torch.full_like(known.train.labels, label)))
+        return lambda: replace(
+            known, train=replace(known.train, labels=torch.full_like(known.train.labels, label))
+        )
 
     found = []
     for label in (1, 2):

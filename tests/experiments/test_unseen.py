@@ -1,4 +1,6 @@
-"""A domain that nobody trains with: what is tested, what a model is adapted to, and what the table says."""
+"""A domain that nobody trains with: what is tested, what a model is adapted to, and what the table
+says.
+"""
 
 import json
 from pathlib import Path
@@ -15,7 +17,9 @@ from fedbn_flwr.experiments.results.rows import rows
 from fedbn_flwr.randomness import torch_generator
 from tests.helpers.runs import OPTIONS
 
-SMALL: dict[str, Any] = {key.replace("-", "_"): value for key, value in OPTIONS.items() if key != "dataset"}
+SMALL: dict[str, Any] = {
+    key.replace("-", "_"): value for key, value in OPTIONS.items() if key != "dataset"
+}
 SMALL |= {"model": "mlp", "partition": "domain", "clients": 2, "progress": False}
 DOMAINS = ("dark", "grey", "light")
 
@@ -32,7 +36,9 @@ def made() -> Data:
     return Data("levels", drawn(120, 0), drawn(40, 1), 4, DOMAINS, ("a", "b", "c", "d"))
 
 
-def inputs_of(split: Split, domain: str, mean: tuple[float, ...] = (0.0,), std: tuple[float, ...] = (1.0,)) -> Split:
+def inputs_of(
+    split: Split, domain: str, mean: tuple[float, ...] = (0.0,), std: tuple[float, ...] = (1.0,)
+) -> Split:
     """Return the samples of a domain, normalized."""
     here = split.domains == DOMAINS.index(domain)
     return Split((split.inputs[here] - mean[0]) / std[0], split.labels[here])
@@ -45,7 +51,10 @@ def test_a_run_is_tested_on_the_domain_as_it_is_and_adapted(method: str, tmp_pat
     (summary,) = found.summaries
     seen = data.train.inputs[data.train.domains != 2]
     mean, std = (float(seen.mean()),), (float(seen.std(correction=0)),)
-    assert (summary["mean"], summary["std"]) == (pytest.approx(mean, rel=1e-5), pytest.approx(std, rel=1e-5))
+    assert (summary["mean"], summary["std"]) == (
+        pytest.approx(mean, rel=1e-5),
+        pytest.approx(std, rel=1e-5),
+    )
     unlabeled = inputs_of(data.train, "light").inputs
     unlabeled = unlabeled[torch.randperm(120, generator=torch_generator(3, "unlabeled"))]
     tested = inputs_of(data.test, "light", mean, std)
@@ -58,7 +67,9 @@ def test_a_run_is_tested_on_the_domain_as_it_is_and_adapted(method: str, tmp_pat
         assert summary["accuracy"] == evaluate(plain, tested, 4, "cpu").accuracy
         assert summary["domain-accuracy"] == {"light": summary["accuracy"]}
         by_hand = adapt(plain, unlabeled, preprocess=found.preprocess()).state_dict()
-        torch.testing.assert_close(found.model(adapt=unlabeled).state_dict(), by_hand, rtol=0, atol=0)
+        torch.testing.assert_close(
+            found.model(adapt=unlabeled).state_dict(), by_hand, rtol=0, atol=0
+        )
         return
     # the nodes' models, and the mean of them: all that they share is the same
     models = [*found.models().values()]
@@ -71,7 +82,9 @@ def test_a_run_is_tested_on_the_domain_as_it_is_and_adapted(method: str, tmp_pat
             torch.testing.assert_close(value, (states[0][name] + states[1][name]) / 2)
 
 
-def test_a_model_that_trained_under_frozen_statistics_warns_of_others(recwarn: pytest.WarningsRecorder) -> None:
+def test_a_model_that_trained_under_frozen_statistics_warns_of_others(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
     methods = {
         "fedavg": "",
         "fixbn:freeze=affine": "affine",
@@ -84,15 +97,22 @@ def test_a_model_that_trained_under_frozen_statistics_warns_of_others(recwarn: p
         with safe_open(path, "pt") as file:
             about = json.loads(file.metadata()["about"])
         summary = json.loads((path.parent / "summary.json").read_text())
-        assert (about["class-names"], about.get("frozen")) == (["a", "b", "c", "d"], summary.get("frozen"))
+        assert (about["class-names"], about.get("frozen")) == (
+            ["a", "b", "c", "d"],
+            summary.get("frozen"),
+        )
     for method, frozen in methods.items():
         found.model(method, adapt=drawn(20, 2).inputs)
-        warned = [str(each.message) for each in recwarn.list if "trained with frozen" in str(each.message)]
+        warned = [
+            str(each.message) for each in recwarn.list if "trained with frozen" in str(each.message)
+        ]
         assert [text.split(" ")[0] for text in warned] == [method] * (frozen == "statistics")
         recwarn.clear()
 
 
-def test_each_domain_in_turn_is_a_run_that_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_domain_in_turn_is_a_run_that_is_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     options = {**SMALL, "data": made(), "folder": tmp_path, "unseen": "each"}
     found = compare(["fedavg", "fedwon"], **options)
     assert not found.failures
@@ -108,7 +128,9 @@ def test_each_domain_in_turn_is_a_run_that_is_kept(tmp_path: Path, capsys: pytes
     assert [words.count(domain) for domain in (*DOMAINS, "mean")] == [1, 1, 1, 1]
     assert words.count("fedavg") == words.count("fedwon") == 4
     # of a method without a run on the last of them there is no mean
-    partly = [f"{method}:unseen={domain}" for method in ("fedavg", "fedwon") for domain in DOMAINS][:-1]
+    partly = [f"{method}:unseen={domain}" for method in ("fedavg", "fedwon") for domain in DOMAINS][
+        :-1
+    ]
     compare(partly, reuse=True, **{**options, "unseen": ""}).show()
     words = capsys.readouterr().out.split()
     assert (words.count("fedavg"), words.count("fedwon")) == (4, 2)
@@ -119,8 +141,18 @@ def test_each_domain_in_turn_is_a_run_that_is_kept(tmp_path: Path, capsys: pytes
 
 
 def test_values_are_chosen_without_the_domain(tmp_path: Path) -> None:
-    """Held-out data are of the domains that take part, and no score of a choice is of adapted models."""
-    compare(["fedavg"], data=made(), unseen="grey", grid={"lr": [0.1, 0.2]}, grid_seeds=1, folder=tmp_path, **SMALL)
+    """Held-out data are of the domains that take part, and no score of a choice is of adapted
+    models.
+    """
+    compare(
+        ["fedavg"],
+        data=made(),
+        unseen="grey",
+        grid={"lr": [0.1, 0.2]},
+        grid_seeds=1,
+        folder=tmp_path,
+        **SMALL,
+    )
     tried = rows([path for path in (tmp_path / "grid").iterdir() if path.is_dir()])
     assert len(tried) == 2
     assert all(sorted(each) == ["dark", "light"] for each in tried["domain-accuracy"])

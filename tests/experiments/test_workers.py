@@ -1,4 +1,6 @@
-"""Worker processes: their number follows from options, cores, GPUs and the model, and changes no bit."""
+"""Worker processes: their number follows from options, cores, GPUs and the model, and changes no
+bit.
+"""
 
 import json
 import pickle
@@ -66,12 +68,18 @@ def test_a_long_run_has_a_process_for_every_five_clients_of_a_round(
     options: dict[str, Any], wanted: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engines, "WORTH_STARTING", 10 * 10 * MLP)
-    assert [count_workers(material(**options), layerwise) for layerwise in (False, True)] == [wanted] * 2
+    assert [count_workers(material(**options), layerwise) for layerwise in (False, True)] == [
+        wanted
+    ] * 2
 
 
 @pytest.mark.usefixtures("_four_cores")
-def test_a_run_has_one_process_beside_others_and_all_in_a_child_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("multiprocessing.process._parent_process", Mock())  # of a benchmark, or a user's own pool
+def test_a_run_has_one_process_beside_others_and_all_in_a_child_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        "multiprocessing.process._parent_process", Mock()
+    )  # of a benchmark, or a user's own pool
     assert count_workers(material()) == 2
     monkeypatch.setattr("fedbn_flwr.experiments.engines.SIDE_BY_SIDE", beside := Event())
     beside.set()
@@ -79,10 +87,16 @@ def test_a_run_has_one_process_beside_others_and_all_in_a_child_process(monkeypa
 
 
 @pytest.mark.usefixtures("_four_cores")
-def test_of_a_model_that_is_not_stacked_every_client_can_have_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_model_that_is_not_stacked_every_client_can_have_a_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(engines, "largest_useful_stack", lambda *_: 1)
     for layerwise in (False, True):
-        assert [count_workers(material(clients=clients), layerwise) for clients in (1, 3, 5)] == [1, 3, 4]
+        assert [count_workers(material(clients=clients), layerwise) for clients in (1, 3, 5)] == [
+            1,
+            3,
+            4,
+        ]
 
 
 @pytest.mark.usefixtures("_four_cores")
@@ -119,30 +133,52 @@ def test_each_of_several_gpus_has_a_process(
 
 def test_multiplications_are_those_of_convolutions_and_linear_layers() -> None:
     assert count_multiplications(Material.of(config())) == MLP
-    # three 3x3 convolutions of 16, 32 and 32 channels on 8x8, 4x4 and 2x2 positions, and a linear layer
+    # three 3x3 convolutions of 16, 32 and 32 channels on 8x8, 4x4 and 2x2 positions, and a linear
+    # layer
     convolutions = 9 * (1 * 16 * 64 + 16 * 32 * 16 + 32 * 32 * 4)
     assert count_multiplications(Material.of(config(model="small-cnn"))) == convolutions + 32 * 4
 
 
-def test_any_number_of_workers_gives_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_number_of_workers_gives_the_same_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before, started = {*active_children()}, Mock(wraps=Worker)
     monkeypatch.setattr(engines, "Worker", started)
     for workers in "13":
         folder = str(tmp_path / workers)
-        assert run("run", engine="inprocess", clients="4", workers=workers, method="fedtan", results_dir=folder) == 0
+        assert (
+            run(
+                "run",
+                engine="inprocess",
+                clients="4",
+                workers=workers,
+                method="fedtan",
+                results_dir=folder,
+            )
+            == 0
+        )
     assert results(tmp_path / "3") == results(tmp_path / "1")
-    assert json.loads((run_in(tmp_path / "3") / "config.json").read_text())["options"]["workers"] == 3
+    assert (
+        json.loads((run_in(tmp_path / "3") / "config.json").read_text())["options"]["workers"] == 3
+    )
     # one of the three is this process
     assert started.call_count == 2
     assert {*active_children()} <= before  # other tests' processes may still run
 
 
 def test_a_worker_sees_the_gpu_of_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With more workers than GPUs, they share them in turn; the first one is this process, and uses the first GPU."""
+    """With more workers than GPUs, they share them in turn.
+
+    The first one is this process, and uses the first GPU.
+    """
     started: list[tuple[int, dict[str, str]]] = []
     monkeypatch.setattr(engines, "visible_gpus", lambda _: ["4", "6"])
-    monkeypatch.setattr(engines, "Worker", lambda index, _, variables: started.append((index, variables)))
-    monkeypatch.setattr(engines, "WorkersGrid", lambda *_, start, **__: [start(index, 1) for index in (1, 2)])
+    monkeypatch.setattr(
+        engines, "Worker", lambda index, _, variables: started.append((index, variables))
+    )
+    monkeypatch.setattr(
+        engines, "WorkersGrid", lambda *_, start, **__: [start(index, 1) for index in (1, 2)]
+    )
     engines.spread_over(3, InProcessGrid, resolve({}).config)  # type: ignore[arg-type]
     assert started == [(1, {"CUDA_VISIBLE_DEVICES": "6"}), (2, {"CUDA_VISIBLE_DEVICES": "4"})]
 
@@ -159,19 +195,27 @@ def test_a_run_holds_the_layer_wise_steps_that_fit_and_the_next_run_as_many_as_b
         return advance(step, answer)
 
     monkeypatch.setattr(SuspendedStep, "advance", noting)
-    options = {"method": "fedtan", "engine": "inprocess", "rounds": "1", "local_steps": "1", "clients": "3"}
+    options = {
+        "method": "fedtan",
+        "engine": "inprocess",
+        "rounds": "1",
+        "local_steps": "1",
+        "clients": "3",
+    }
     assert run("run", results_dir=str(tmp_path), **options) == 0
     assert len(made) == 3  # and none of them again
     assert message_client.MAX_STEPS == 1
 
 
-# ---- data that worker processes map, and do not load -----------------------------------------------------------------
+# ---- data that worker processes map, and do not load ---------------------------------------------
 
 SHARED = Config(dataset="synthetic:n=2000:seed=9", validation=0.1, clients=5, partition="iid")
 
 
 def changed_in_a_worker(material: Material) -> dict[str, Any]:
-    """Return what a worker has of data that it has not loaded; it writes into the memory that it maps."""
+    """Return what a worker has of data that it has not loaded; it writes into the memory that it
+    maps.
+    """
     train = material.data.train
     inputs, _ = train.batch(torch.arange(5))
     is_mapped = train.inputs.is_shared()
@@ -197,7 +241,11 @@ def test_images_in_files_are_left_to_each_process() -> None:
     assert pickle.loads(pickle.dumps(material)).data.name == Material.of(SHARED).data.name
 
 
-def test_data_without_room_in_shared_memory_are_left_to_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.Tensor, "share_memory_", Mock(side_effect=RuntimeError("no space left")))
+def test_data_without_room_in_shared_memory_are_left_to_each_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        torch.Tensor, "share_memory_", Mock(side_effect=RuntimeError("no space left"))
+    )
     material = Material.of(Config(dataset="synthetic:n=100:test=10", clients=2, partition="iid"))
     assert not pickle.loads(pickle.dumps(material)).data.train.inputs.is_shared()

@@ -48,4 +48,8 @@ def _line() -> str:
     frame: Any = sys._getframe(2)
     while frame is not None and not frame.f_code.co_filename.startswith(_OURS):
         frame = frame.f_back
-    return "" if frame is None else f"{Path(frame.f_code.co_filename).relative_to(ROOT)}:{frame.f_lineno}"
+    return (
+        ""
+        if frame is None
+        else f"{Path(frame.f_code.co_filename).relative_to(ROOT)}:{frame.f_lineno}"
+    )

@@ -1,4 +1,6 @@
-"""Runs the tests of `on_device/` in processes that have the simulated accelerator: torch knows one for each process."""
+"""Runs the tests of `on_device/` in processes that have the simulated accelerator: torch knows one
+for each process.
+"""
 
 import subprocess
 import sys
@@ -19,20 +21,36 @@ FILES = sorted({*FOLDER.glob("*.py")} - {*WITHOUT})
 #: seconds after which a step is taken to wait forever: all files take a tenth of them by themselves
 DEADLINE = 900
 HAS_DEVICE = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
-SKIPPED = "the simulated accelerator needs torch 2.14: nothing was run on a device other than the CPU"
+SKIPPED = (
+    "the simulated accelerator needs torch 2.14: nothing was run on a device other than the CPU"
+)
 
 pytestmark = pytest.mark.skipif(not HAS_DEVICE, reason=SKIPPED)
 if not HAS_DEVICE:
     warnings.warn(SKIPPED, stacklevel=1)  # which a run shows at its end
 
 
-@pytest.mark.parametrize(("files", "float64"), [(FILES, "1"), (WITHOUT, "0")], ids=["with float64", "without"])
+@pytest.mark.parametrize(
+    ("files", "float64"), [(FILES, "1"), (WITHOUT, "0")], ids=["with float64", "without"]
+)
 def test_on_the_device(files: list[Path], float64: str, tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short", *map(str, files)]
+    words = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "--tb=short",
+        *map(str, files),
+    ]
     done = subprocess.run(
         words,
         cwd=ROOT,
-        env=environment(FAKE_ACCELERATOR_FAILS=str(tmp_path / "fails"), FAKE_ACCELERATOR_FLOAT64=float64),
+        env=environment(
+            FAKE_ACCELERATOR_FAILS=str(tmp_path / "fails"), FAKE_ACCELERATOR_FLOAT64=float64
+        ),
         capture_output=True,
         text=True,
         timeout=DEADLINE,
@@ -43,8 +61,21 @@ def test_on_the_device(files: list[Path], float64: str, tmp_path: Path) -> None:
 
 
 def test_the_checks_of_a_gpu_run_here_and_say_what_they_skip() -> None:
-    words = [sys.executable, "-m", "benchmarks.gpu", "--only", "resume,memory", "--seconds", str(10 * DEADLINE)]
-    done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=DEADLINE)
+    words = [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu",
+        "--only",
+        "resume,memory",
+        "--seconds",
+        str(10 * DEADLINE),
+    ]
+    done = subprocess.run(
+        words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=DEADLINE
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert [line.split("|")[2].strip() for line in done.stdout.splitlines()[-2:]] == ["passed", "skipped"]
+    assert [line.split("|")[2].strip() for line in done.stdout.splitlines()[-2:]] == [
+        "passed",
+        "skipped",
+    ]
     assert "the device does not tell its memory" in done.stdout

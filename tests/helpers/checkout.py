@@ -17,7 +17,16 @@ def copy_checkout(target: Path) -> Path:
 
     `target` must have no underscore in its name, which Flower refuses.
     """
-    listed = run("git", "-c", "safe.directory=*", "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    listed = run(
+        "git",
+        "-c",
+        "safe.directory=*",
+        "ls-files",
+        "-z",
+        "--cached",
+        "--others",
+        "--exclude-standard",
+    )
     for name in filter(None, listed.split("\0")):
         if (ROOT / name).is_file():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
@@ -26,13 +35,24 @@ def copy_checkout(target: Path) -> Path:
 
 
 def run(*command: str | Path, cwd: Path = ROOT, env: Mapping[str, str] | None = None) -> str:
-    """Run a program to its end and return what it printed; any failure fails the test, with all that it printed."""
+    """Run a program to its end and return what it printed.
+
+    Any failure fails the test, with all that it printed.
+    """
     done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{command} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
+    assert done.returncode == 0, (
+        f"{command} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
+    )
     return done.stdout
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """Return this process's environment without Python's paths to the checkout, and with `changes`."""
-    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    """Return this process's environment without Python's paths to the checkout, and with
+    `changes`.
+    """
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONPATH", "PYTHONHOME")
+    }
     return {**kept, "PATH": f"{BIN}{os.pathsep}{kept['PATH']}", **changes}

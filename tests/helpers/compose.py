@@ -1,4 +1,6 @@
-"""docker-compose.yml as Compose reads it: what each service of a profile runs, with which files and networks."""
+"""docker-compose.yml as Compose reads it: what each service of a profile runs, with which files and
+networks.
+"""
 
 import re
 import shlex
@@ -39,7 +41,9 @@ class Service:
     raw: Mapping[str, Any]
 
 
-def read_compose(profile: str, variables: Mapping[str, str], path: Path = COMPOSE) -> dict[str, Service]:
+def read_compose(
+    profile: str, variables: Mapping[str, str], path: Path = COMPOSE
+) -> dict[str, Service]:
     """Return the services of a profile."""
     content = yaml.safe_load(interpolate(path.read_text(), variables))
     return {
@@ -70,7 +74,10 @@ def _service(name: str, raw: Mapping[str, Any]) -> Service:
         name,
         tuple(str(word) for word in (*raw.get("entrypoint", ()), *raw.get("command", ()))),
         # compose puts values into what it has parsed, so that an empty one is an empty text
-        {key: "" if value is None else str(value) for key, value in raw.get("environment", {}).items()},
+        {
+            key: "" if value is None else str(value)
+            for key, value in raw.get("environment", {}).items()
+        },
         tuple(Volume(source, target, mode == ["ro"]) for source, target, *mode in volumes),
         tuple(raw.get("networks", ())),
         tuple(raw.get("ports", ())),
@@ -82,4 +89,8 @@ def _service(name: str, raw: Mapping[str, Any]) -> Service:
 def image_environment() -> dict[str, str]:
     """Return the variables that the Dockerfile sets."""
     text = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
-    return dict(word.split("=", 1) for line in re.findall("(?m)^ENV (.*)$", text) for word in shlex.split(line))
+    return dict(
+        word.split("=", 1)
+        for line in re.findall("(?m)^ENV (.*)$", text)
+        for word in shlex.split(line)
+    )

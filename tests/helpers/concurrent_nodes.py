@@ -1,4 +1,6 @@
-"""Nodes that answer at the same time, as in a deployment: a process for every message, and one at a time for a node."""
+"""Nodes that answer at the same time, as in a deployment: a process for every message, and one at a
+time for a node.
+"""
 
 import os
 import pickle
@@ -65,7 +67,10 @@ class Site:
 
 
 class ConcurrentNodes(InProcessGrid):
-    """A grid whose nodes answer at the same time; `sites` are those of single nodes, by partition."""
+    """A grid whose nodes answer at the same time.
+
+    `sites` are those of single nodes, by partition.
+    """
 
     def __init__(self, num_nodes: int, sites: Mapping[int, Site] | None = None) -> None:
         super().__init__(ClientApp(), num_nodes)
@@ -94,7 +99,9 @@ class ConcurrentNodes(InProcessGrid):
         """Return the replies that are there; an error for a process that has died."""
         return [reply for item in message_ids if (reply := self._reply(item)) is not None]
 
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> list[Message]:
         """Deliver, and wait for all replies."""
         ids, replies = self.push_messages(messages), list[Message]()
         while len(replies) < len(ids):
@@ -113,7 +120,9 @@ class ConcurrentNodes(InProcessGrid):
             process.join()
 
     def _finish_earlier(self, node: int) -> None:
-        """Wait for what a node does already: a SuperNode answers the messages of a run one after the other."""
+        """Wait for what a node does already: a SuperNode answers the messages of a run one after
+        the other.
+        """
         for message_id, (message, connection, _) in self._answering.items():
             if message.metadata.dst_node_id == node and not connection.closed:
                 connection.poll(60)
@@ -130,11 +139,15 @@ class ConcurrentNodes(InProcessGrid):
             self.remember(message.metadata.dst_node_id, context.state)
             connection.close()
             if isinstance(answer, str):
-                return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, answer), reply_to=message)
+                return Message(
+                    Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, answer), reply_to=message
+                )
             return answer  # type: ignore[no-any-return]
         connection.close()
         process.join()
-        return Message(Error(ErrorCode.CLIENT_APP_CRASHED, "the process has ended"), reply_to=message)
+        return Message(
+            Error(ErrorCode.CLIENT_APP_CRASHED, "the process has ended"), reply_to=message
+        )
 
 
 def _work(connection: Connection, packed: bytes) -> None:

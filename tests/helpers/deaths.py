@@ -1,4 +1,6 @@
-"""Processes that die at a chosen moment of a run: between two messages, or in the middle of writing a checkpoint."""
+"""Processes that die at a chosen moment of a run: between two messages, or in the middle of writing
+a checkpoint.
+"""
 
 import os
 import shutil
@@ -30,8 +32,12 @@ class Moments:
     def __init__(self, fatal: int, die: Callable[[], Any]) -> None:
         self.fatal, self.count, self._die = fatal, 0, die
 
-    def before(self, function: Callable[..., Any], half: Callable[..., None] = lambda *_, **__: None) -> Any:
-        """Return a function that may die before it does anything, or after `half` of what it does."""
+    def before(
+        self, function: Callable[..., Any], half: Callable[..., None] = lambda *_, **__: None
+    ) -> Any:
+        """Return a function that may die before it does anything, or after `half` of what it
+        does.
+        """
 
         def tick(*arguments: Any, **options: Any) -> Any:
             for partly in (False, True):
@@ -79,7 +85,9 @@ def _remove_half(path: Path, **_: object) -> None:
 
 
 def going_on(folder: Path, words: Sequence[str]) -> Sequence[str]:
-    """Return the command that goes on with a run: after its checkpoint, or from the start if it has none yet."""
+    """Return the command that goes on with a run: after its checkpoint, or from the start if it has
+    none yet.
+    """
     return ["run", "--resume", str(folder)] if list(folder.rglob("checkpoint-[0-9]*")) else words
 
 

@@ -1,4 +1,6 @@
-"""The same run on the sequential engine and on the stacked one, and what both must have in common."""
+"""The same run on the sequential engine and on the stacked one, and what both must have in
+common.
+"""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -40,7 +42,9 @@ class Stacked(StackedGrid):
 
     most: ClassVar[int] = 20
 
-    def __init__(self, client_app: ClientApp, num_nodes: int, run_config: RunConfig | None = None) -> None:
+    def __init__(
+        self, client_app: ClientApp, num_nodes: int, run_config: RunConfig | None = None
+    ) -> None:
         super().__init__(client_app, num_nodes, run_config, chunk=self.most)
 
 
@@ -155,18 +159,25 @@ def both(
 def memories(grid: InProcessGrid | WorkersGrid) -> list[dict[str, State]]:
     """Return the arrays that every node keeps."""
     contexts = [grid.context(node) for node in grid.get_node_ids()]
-    return [{name: state.from_record(kept) for name, kept in each.state.array_records.items()} for each in contexts]
+    return [
+        {name: state.from_record(kept) for name, kept in each.state.array_records.items()}
+        for each in contexts
+    ]
 
 
 def memory_difference(one: list[dict[str, State]], other: list[dict[str, State]]) -> float:
     """Return the largest difference of what nodes keep."""
     assert [each.keys() for each in one] == [each.keys() for each in other]
     pairs = zip(one, other, strict=True)
-    return max((distance(kept[name], too[name]) for kept, too in pairs for name in kept), default=0.0)
+    return max(
+        (distance(kept[name], too[name]) for kept, too in pairs for name in kept), default=0.0
+    )
 
 
 def difference(one: Side, other: Side) -> float:
-    """Return the largest difference of final states, memories and losses, relative to the larger of 1 and the value."""
+    """Return the largest difference of final states, memories and losses, relative to the larger of
+    1 and the value.
+    """
     kept = memory_difference(memories(one.nodes.grid), memories(other.nodes.grid))
     return max(distance(one.final, other.final), distance(one.losses(), other.losses()), kept)
 
@@ -186,7 +197,9 @@ def assert_same(
     within: float = EXACT,
     **options: Any,
 ) -> tuple[Side, Side]:
-    """Check that both engines agree, and that the second one stacked all four nodes in every round (or `clients`)."""
+    """Check that both engines agree, and that the second one stacked all four nodes in every round
+    (or `clients`).
+    """
     alone, together = both(make, model, **options)
     assert_stacked(together, clients or 4 * options.get("rounds", ROUNDS))
     found = difference(alone, together)

@@ -23,7 +23,9 @@ def silent(_: Message) -> None:
 
 
 def _sent(reply: Message) -> tuple[str, ArrayRecord]:
-    """Return the name of the arrays in a request, or in the reply at the end of a step, and them."""
+    """Return the name of the arrays in a request, or in the reply at the end of a step, and
+    them.
+    """
     group = layerwise_wire.REQUEST if layerwise_wire.REQUEST in reply.content else wire.ARRAYS
     return group, reply.content.array_records[group]
 
@@ -78,7 +80,10 @@ class Faulty(InProcessGrid):
         """Return whether the reply to this message has the fault."""
         if message.metadata.message_type != self.message_type:
             return False
-        turn, instruction = StepPosition.of(message.content), message.content.config_records[wire.CONFIG]
+        turn, instruction = (
+            StepPosition.of(message.content),
+            message.content.config_records[wire.CONFIG],
+        )
         if instruction["server-round"] not in tuple(self.rounds):
             return False
         return self.due(message.metadata.dst_node_id, turn)
@@ -93,7 +98,10 @@ class FaultyReply(Faulty):
 
     def is_spoiled(self, message: Message) -> bool:
         """Return whether the message is of the type, and goes to the node."""
-        return (message.metadata.dst_node_id, message.metadata.message_type) == (self.node, self.message_type)
+        return (message.metadata.dst_node_id, message.metadata.message_type) == (
+            self.node,
+            self.message_type,
+        )
 
 
 #: changes a reply to a message
@@ -118,7 +126,9 @@ def spoiling(
     kinds: Sequence[str] = ("train", wire.LAYERWISE),
     base: type[InProcessGrid] = InProcessGrid,
 ) -> type[InProcessGrid]:
-    """A grid that spoils the replies of some partitions in some rounds, counted from 1, to messages of some kinds."""
+    """A grid that spoils the replies of some partitions in some rounds, counted from 1, to messages
+    of some kinds.
+    """
 
     class Grid(base):  # type: ignore[valid-type, misc]
         def _answer(self, message: Message) -> Message:

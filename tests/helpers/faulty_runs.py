@@ -1,4 +1,6 @@
-"""Runs in which a site fails, and what they must leave: the bits of a run in process with the same attendance."""
+"""Runs in which a site fails, and what they must leave: the bits of a run in process with the same
+attendance.
+"""
 
 import json
 import time
@@ -23,7 +25,13 @@ from tests.helpers.processes import kill, processes_with
 
 #: of every run with faults; its sites are north, with partition 0, and south, with partition 1
 SITES = ("north", "south")
-SHARED: dict[str, Any] = {**OPTIONS, "method": "fedavg", "rounds": 3, "evaluate-every": 100, "lr-schedule": ""}
+SHARED: dict[str, Any] = {
+    **OPTIONS,
+    "method": "fedavg",
+    "rounds": 3,
+    "evaluate-every": 100,
+    "lr-schedule": "",
+}
 # by messages, unless a run asks for the side channel
 SHARED |= {"clients": len(SITES), "min-nodes": 1, "exchange-port": 0}
 
@@ -48,14 +56,19 @@ class FaultyRuns:
         return FaultyRun(self, self.federation.submit(given, self._app), given)
 
     def await_held(self, site: str) -> int:
-        """Wait until the app of a site is in the midst of the message where it is held; returns its process."""
+        """Wait until the app of a site is in the midst of the message where it is held.
+
+        Returns its process.
+        """
         await_that(self._held(site).exists, f"{site} is held")
         return int(self._held(site).read_text())
 
     def await_states(self, site: str, run: "FaultyRun", server_round: int) -> None:
         """Wait until a site has kept its state after its part in a round."""
         folder = self.federation.kit(site) / "state" / run.number / str(SITES.index(site))
-        await_that(lambda: any(folder.glob(f"{server_round}-*.records")), f"{site} has kept its state")
+        await_that(
+            lambda: any(folder.glob(f"{server_round}-*.records")), f"{site} has kept its state"
+        )
 
     def release(self, site: str) -> None:
         """Let a held app go on."""
@@ -83,7 +96,9 @@ class FaultyRun:
         self.folder = runs.federation.results(number)
 
     def completes(self, fault: str, faulty_round: int, outcome: str) -> list[int]:
-        """Wait for the run's success, note the seconds of a round, and return how many nodes each round had."""
+        """Wait for the run's success, note the seconds of a round, and return how many nodes each
+        round had.
+        """
         self._end("finished:completed")
         assert "failed" not in self.summary()
         seconds = read_rounds(self.folder)[faulty_round - 1]["seconds"]
@@ -91,10 +106,14 @@ class FaultyRun:
         return self.nodes()
 
     def fails(self, fault: str) -> str:
-        """Wait for the run's failure, note the seconds until it, and return the reason that the summary names."""
+        """Wait for the run's failure, note the seconds until it, and return the reason that the
+        summary names.
+        """
         self._end("finished:failed")
         reason = str(self.summary()["failed"])
-        self._runs.table.append((fault, f"the run ends: {reason}", time.monotonic() - self._started))
+        self._runs.table.append(
+            (fault, f"the run ends: {reason}", time.monotonic() - self._started)
+        )
         return reason
 
     def nodes(self) -> list[int]:
@@ -106,14 +125,26 @@ class FaultyRun:
         return dict(json.loads((self.folder / "summary.json").read_text()))
 
     def assert_same_model(self, folder: Path) -> None:
-        """Compare the model with that of a run in process in which south takes part in the same rounds only."""
+        """Compare the model with that of a run in process in which south takes part in the same
+        rounds only.
+        """
         nodes = self.nodes()
-        options = {**self._options, "rounds": len(nodes), "min-nodes": 1, "node-timeout": 0, "device": "cpu"}
+        options = {
+            **self._options,
+            "rounds": len(nodes),
+            "min-nodes": 1,
+            "node-timeout": 0,
+            "device": "cpu",
+        }
         grid = _AttendedGrid(client_app(bound_client_fn(resolve(options).config)), len(SITES))
         grid.attendance = nodes
-        Run(resolve(options), "inprocess", folder).train(lambda experiment, folder, _: run(grid, experiment, folder))
+        Run(resolve(options), "inprocess", folder).train(
+            lambda experiment, folder, _: run(grid, experiment, folder)
+        )
         assert [row["nodes"] for row in read_rounds(folder)] == nodes
-        assert (folder / "model.safetensors").read_bytes() == (self.folder / "model.safetensors").read_bytes()
+        assert (folder / "model.safetensors").read_bytes() == (
+            self.folder / "model.safetensors"
+        ).read_bytes()
 
     def _end(self, status: str) -> None:
         assert self._runs.federation.await_end(self.number) == status
@@ -138,7 +169,9 @@ class _AttendedGrid(InProcessGrid):
 
 
 def kill_serverapp(federation: LoopbackFederation) -> None:
-    """Kill the process of the run's ServerApp with SIGKILL; it is started by the server's SuperExec."""
+    """Kill the process of the run's ServerApp with SIGKILL; it is started by the server's
+    SuperExec.
+    """
     mark = federation.services["superexec"].mark
     found = [
         process

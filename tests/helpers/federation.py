@@ -40,7 +40,11 @@ class Federation:
     """Provisions a federation, and submits runs to it."""
 
     def __init__(self, folder: Path, description: Mapping[str, Any]) -> None:
-        self.folder, self.out, self.sites = folder, folder / "federation", tuple(description["sites"])
+        self.folder, self.out, self.sites = (
+            folder,
+            folder / "federation",
+            tuple(description["sites"]),
+        )
         self.home = self.out / "operator"
         #: where sites and others ask for its health
         self.server = f"{description['server']}:{description['port']}"
@@ -83,16 +87,23 @@ class Federation:
         await_that(lambda: self.online() == set(sites), f"online: {', '.join(sites) or 'none'}")
 
     def submit(self, options: Mapping[str, object], app: Path | None = None) -> str:
-        """Submit a run of the project, or of another app, with Flower's own command; returns its number."""
+        """Submit a run of the project, or of another app, with Flower's own command.
+
+        Returns its number.
+        """
         config = " ".join(f"{key}={json.dumps(value)}" for key, value in options.items())
         words = ("run", str(app or self.app), self.operator.name, "--run-config", config)
-        shown = run(BIN / "flwr", *words, cwd=self.folder, env=environment(FLWR_HOME=str(self.home)))
+        shown = run(
+            BIN / "flwr", *words, cwd=self.folder, env=environment(FLWR_HOME=str(self.home))
+        )
         (number,) = re.findall(r"Successfully started run (\d+)", shown)
         return str(number)
 
     def status(self, number: str) -> str:
         """Return the state of a run."""
-        return next(str(item["status"]) for item in self.operator.runs() if str(item["run-id"]) == number)
+        return next(
+            str(item["status"]) for item in self.operator.runs() if str(item["run-id"]) == number
+        )
 
     def log(self, number: str) -> str:
         """Return what the ServerApp of a run has said so far."""

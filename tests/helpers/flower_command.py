@@ -22,7 +22,9 @@ class FlowerCommand:
     env: dict[str, str]
 
     def run(self, app: Path, *options: str, **run_config: object) -> tuple[str, str]:
-        """`flwr run`; what was shown, and the status of the run, which the exit code does not tell."""
+        """`flwr run`; what was shown, and the status of the run, which the exit code does not
+        tell.
+        """
         shown = self._run(app, "--stream", *options, **run_config)
         return shown, self.status(_number(shown))
 
@@ -31,7 +33,9 @@ class FlowerCommand:
         return _number(self._run(app, **run_config))
 
     def _run(self, app: Path, *options: str, **run_config: object) -> str:
-        config = " ".join(f"{key.replace('_', '-')}={json.dumps(value)}" for key, value in run_config.items())
+        config = " ".join(
+            f"{key.replace('_', '-')}={json.dumps(value)}" for key, value in run_config.items()
+        )
         return self("run", str(app), "--run-config", config, *options)
 
     def status(self, run_id: str) -> str:
@@ -57,7 +61,9 @@ def _number(shown: str) -> str:
 
 @contextmanager
 def flower_command(home: Path, bin_folder: Path = BIN) -> Iterator[FlowerCommand]:
-    """Make the home; the first `flwr run` starts a local SuperLink, which ends afterwards, as all that it started."""
+    """Make the home; the first `flwr run` starts a local SuperLink, which ends afterwards, as all
+    that it started.
+    """
     home.mkdir()
     ports = free_ports(2)
     env = environment(
@@ -69,6 +75,8 @@ def flower_command(home: Path, bin_folder: Path = BIN) -> Iterator[FlowerCommand
         OMP_NUM_THREADS="1",
     )
     try:
-        yield FlowerCommand(bin_folder / "flwr", home, {**env, "PATH": f"{bin_folder}:{env['PATH']}"})
+        yield FlowerCommand(
+            bin_folder / "flwr", home, {**env, "PATH": f"{bin_folder}:{env['PATH']}"}
+        )
     finally:
         kill_processes("FLWR_HOME", str(home))

@@ -44,7 +44,11 @@ class Double(nn.Module):
 def perceptron(num_classes: int, in_channels: int, image_size: int) -> nn.Module:
     """Return two linear layers, with BN and dropout between them."""
     inputs = nn.Flatten(), nn.Linear(in_channels * image_size**2, 12)
-    return Double(nn.Sequential(*inputs, nn.BatchNorm1d(12), nn.Tanh(), nn.Dropout(0.2), nn.Linear(12, num_classes)))
+    return Double(
+        nn.Sequential(
+            *inputs, nn.BatchNorm1d(12), nn.Tanh(), nn.Dropout(0.2), nn.Linear(12, num_classes)
+        )
+    )
 
 
 def convolutions(num_classes: int, in_channels: int, image_size: int) -> nn.Module:
@@ -56,10 +60,15 @@ def convolutions(num_classes: int, in_channels: int, image_size: int) -> nn.Modu
 
 
 def make_split(sizes: Sequence[int] = SIZES, seed: int = 0) -> Split:
-    """Return one split of all clients' samples; clients have different means, and the domain is the client."""
+    """Return one split of all clients' samples.
+
+    Clients have different means, and the domain is the client.
+    """
     generator = torch.Generator().manual_seed(seed)
     owners = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
-    inputs = torch.randn(len(owners), 1, 4, 4, generator=generator) + 0.5 * owners[:, None, None, None]
+    inputs = (
+        torch.randn(len(owners), 1, 4, 4, generator=generator) + 0.5 * owners[:, None, None, None]
+    )
     labels = torch.randint(CLASSES, (len(owners),), generator=generator)
     return Split(inputs, labels, domains=owners)
 
@@ -145,9 +154,12 @@ class Federation:
         evaluate_every: int = 0,
         **instruction: Any,
     ) -> state.State:
-        """Train, and return the final global state; `instruction` overrides options of `INSTRUCTION`.
+        """Train, and return the final global state.
 
-        Nodes evaluate after the last round only, unless told otherwise: to evaluate takes as long as to train.
+        `instruction` overrides options of `INSTRUCTION`.
+
+        Nodes evaluate after the last round only, unless told otherwise: to evaluate takes as long
+        as to train.
         """
         if strategy.evaluate_every == 1:
             strategy.evaluate_every = evaluate_every or rounds
@@ -164,9 +176,13 @@ class Federation:
         return state.from_record(seen[-1])
 
     def kept(self, partition: int, name: str = wire.STAYS) -> state.State:
-        """Return the arrays that a node has kept under a name; without entries if there are none."""
+        """Return the arrays that a node has kept under a name; without entries if there are
+        none.
+        """
         contexts = (self.grid.context(node) for node in self.grid.get_node_ids())
-        (memory,) = (Memory(each.state) for each in contexts if each.node_config["partition-id"] == partition)
+        (memory,) = (
+            Memory(each.state) for each in contexts if each.node_config["partition-id"] == partition
+        )
         return memory.recall(name)
 
 
@@ -176,7 +192,9 @@ INSTRUCTION = Instruction(local_steps=3, batch_size=4, lr=0.1, seed=5)
 class Backwards(InProcessGrid):
     """A grid whose node ids run against the partitions, and whose replies come back to front."""
 
-    def __init__(self, client_app: ClientApp, num_nodes: int, run_config: RunConfig | None = None) -> None:
+    def __init__(
+        self, client_app: ClientApp, num_nodes: int, run_config: RunConfig | None = None
+    ) -> None:
         super().__init__(client_app, num_nodes, run_config)
         self._nodes = range(7_000, 7_000 - 13 * num_nodes, -13)
 
@@ -187,7 +205,9 @@ class Backwards(InProcessGrid):
 class Traffic(InProcessGrid):
     """A grid that keeps all messages, and all replies."""
 
-    def __init__(self, client_app: ClientApp, num_nodes: int, run_config: RunConfig | None = None) -> None:
+    def __init__(
+        self, client_app: ClientApp, num_nodes: int, run_config: RunConfig | None = None
+    ) -> None:
         super().__init__(client_app, num_nodes, run_config)
         self.sent: list[Message] = []
         self.replies: list[Message] = []
@@ -222,7 +242,9 @@ def assert_all_differ(states: Iterable[state.State], by: float) -> None:
 
 
 def distance(one: state.State, other: state.State) -> float:
-    """Return the largest difference between two states, relative to the larger of 1 and the value."""
+    """Return the largest difference between two states, relative to the larger of 1 and the
+    value.
+    """
     assert one.keys() == other.keys()
     largest = 0.0
     for name, value in one.items():

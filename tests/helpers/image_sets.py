@@ -10,7 +10,9 @@ from PIL import Image
 from fedbn_flwr.data.sets.fedbn_archives import OFFICE, Lists
 
 
-def paint(path: Path, seed: int = 0, size: tuple[int, int] = (8, 8), grey: int | None = None) -> Path:
+def paint(
+    path: Path, seed: int = 0, size: tuple[int, int] = (8, 8), grey: int | None = None
+) -> Path:
     """Write an image (width x height) of random colours, or of one grey."""
     path.parent.mkdir(parents=True, exist_ok=True)
     pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
@@ -27,7 +29,9 @@ def write_imagenet(home: Path) -> Path:
         for number in range(4):
             paint(home / "train" / name / f"{name}_{number}.JPEG", 100 * label + number, (16, 12))
         for number in (2 * label, 2 * label + 1):
-            paint(home / "val" / name / f"ILSVRC2012_val_{number:08d}.JPEG", 1000 + number, (16, 12))
+            paint(
+                home / "val" / name / f"ILSVRC2012_val_{number:08d}.JPEG", 1000 + number, (16, 12)
+            )
     return home
 
 
@@ -39,7 +43,11 @@ def write_tiny_imagenet(home: Path) -> Path:
     lines = []
     for label, name in enumerate(names):
         for number in range(3):
-            paint(home / "train" / name / "images" / f"{name}_{number}.JPEG", 10 * label + number, (64, 64))
+            paint(
+                home / "train" / name / "images" / f"{name}_{number}.JPEG",
+                10 * label + number,
+                (64, 64),
+            )
         paint(home / "val" / "images" / f"val_{label}.JPEG", 90 + label, (64, 64))
         lines.append(f"val_{label}.JPEG\t{name}\t0\t0\t62\t62")
     (home / "val" / "val_annotations.txt").write_text("\n".join(lines) + "\n")
@@ -47,7 +55,9 @@ def write_tiny_imagenet(home: Path) -> Path:
 
 
 def write_domain_lists(root: Path, lists: Lists) -> Path:
-    """Write FedBN's lists and their images: two training images a class and domain, and one for testing."""
+    """Write FedBN's lists and their images: two training images a class and domain, and one for
+    testing.
+    """
     for number, domain in enumerate(lists.domains):
         for role, count in (("train", 2), ("test", 1)):
             files, names = [], []
@@ -64,7 +74,13 @@ def write_domain_lists(root: Path, lists: Lists) -> Path:
 
 
 #: shape of an image in FedBN's archive
-ARCHIVE = {"MNIST": (28, 28), "SVHN": (32, 32, 3), "USPS": (16, 16), "SynthDigits": (32, 32, 3), "MNIST_M": (28, 28, 3)}
+ARCHIVE = {
+    "MNIST": (28, 28),
+    "SVHN": (32, 32, 3),
+    "USPS": (16, 16),
+    "SynthDigits": (32, 32, 3),
+    "MNIST_M": (28, 28, 3),
+}
 
 
 def write_digits_archive(home: Path) -> Path:
@@ -75,14 +91,19 @@ def write_digits_archive(home: Path) -> Path:
         for part in range(10):
             images = generator.integers(0, 256, (5, *shape), dtype=np.uint8)
             labels = (np.arange(5) + 5 * part) % 10
-            (home / folder / "partitions" / f"train_part{part}.pkl").write_bytes(pickle.dumps((images, labels)))
+            (home / folder / "partitions" / f"train_part{part}.pkl").write_bytes(
+                pickle.dumps((images, labels))
+            )
         images = generator.integers(0, 256, (10, *shape), dtype=np.uint8)
         (home / folder / "test.pkl").write_bytes(pickle.dumps((images, np.arange(10)[:, None])))
     return home
 
 
-def write_cityscapes(home: Path, size: tuple[int, int] = (64, 32), others: Sequence[int] = ()) -> Path:
-    """Write two cities for training and one for validation: the map's value is 7 on the left and 33 on the right.
+def write_cityscapes(
+    home: Path, size: tuple[int, int] = (64, 32), others: Sequence[int] = ()
+) -> Path:
+    """Write two cities for training and one for validation: the map's value is 7 on the left and 33
+    on the right.
 
     The `others` are values of single pixels.
     """

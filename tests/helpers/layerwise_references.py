@@ -1,4 +1,6 @@
-"""The gradients of layer-wise steps, in one process and without Flower, and, slow and obvious, what they must equal."""
+"""The gradients of layer-wise steps, in one process and without Flower, and, slow and obvious, what
+they must equal.
+"""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -33,19 +35,22 @@ def gradients(
 ) -> list[Gradients]:
     """Return each client's gradients by parameter name; their weighted mean is FedTAN's gradient.
 
-    Wang et al., "Why Batch Normalization Damage Federated Learning on Non-IID Data?", algorithm 1, one
-    iteration with E = 1. `mode` is "paper" (three exchanges a layer), "fused" (two, and the same numbers)
-    or "forward" (one: in the backward pass, each client's own gradients; "forward-paper" takes two). One client,
-    or clients with equal data, are plain BN.
+    Wang et al., "Why Batch Normalization Damage Federated Learning on Non-IID Data?", algorithm 1,
+    one iteration with E = 1. `mode` is "paper" (three exchanges a layer), "fused" (two, and the
+    same numbers) or "forward" (one: in the backward pass, each client's own gradients;
+    "forward-paper" takes two). One client, or clients with equal data, are plain BN.
 
-    The model stays as it is, except that its running statistics move as those of centralized BN. Client i's
-    dropout draws from a stream of (seed, i); `observe` sees every exchange.
+    The model stays as it is, except that its running statistics move as those of centralized BN.
+    Client i's dropout draws from a stream of (seed, i); `observe` sees every exchange.
     """
     shares, replicas = normalized(weights), [replica(model) for _ in batches]
     steps = [
-        partial(client_gradients, other, batch, loss_fn, mode) for other, batch in zip(replicas, batches, strict=True)
+        partial(client_gradients, other, batch, loss_fn, mode)
+        for other, batch in zip(replicas, batches, strict=True)
     ]
-    results = lockstep(steps, shares, [derive(seed, "client", client) for client in range(len(steps))], observe)
+    results = lockstep(
+        steps, shares, [derive(seed, "client", client) for client in range(len(steps))], observe
+    )
     state, moved = model.state_dict(), [other.state_dict() for other in replicas]
     for key in statistics_keys(model):
         state[key].copy_(combine("mean", torch.stack([each[key] for each in moved]), shares))
@@ -54,9 +59,13 @@ def gradients(
     return results
 
 
-def client_gradients(model: nn.Module, batch: Batch, loss_fn: Loss, mode: Mode, exchange: Exchange) -> Gradients:
+def client_gradients(
+    model: nn.Module, batch: Batch, loss_fn: Loss, mode: Mode, exchange: Exchange
+) -> Gradients:
     """Return one client's gradients by parameter name."""
-    learning = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    learning = {
+        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
     with shared_statistics(model, exchange, mode):
         loss = loss_fn(model(batch[0]), batch[1])
         values = torch.autograd.grad(loss, list(learning.values()), materialize_grads=True)
@@ -64,7 +73,9 @@ def client_gradients(model: nn.Module, batch: Batch, loss_fn: Loss, mode: Mode, 
 
 
 class WeightedBatchNorm(nn.Module):
-    """BN of the clients' mini-batches behind each other, in one graph: mean = sum_i p_i mean_i(x)."""
+    """BN of the clients' mini-batches behind each other, in one graph: mean = sum_i p_i
+    mean_i(x).
+    """
 
     def __init__(self, layer: _BatchNorm, sizes: Sequence[int], weights: Sequence[float]) -> None:
         super().__init__()
@@ -94,7 +105,9 @@ class WeightedBatchNorm(nn.Module):
         layer.running_var.copy_((1 - f) * layer.running_var + f * unbiased)
 
 
-def weighted_gradients(model: nn.Module, batches: Sequence[Batch], weights: Sequence[float]) -> Gradients:
+def weighted_gradients(
+    model: nn.Module, batches: Sequence[Batch], weights: Sequence[float]
+) -> Gradients:
     """The gradient of sum_i p_i F_i under p-weighted BN; moves the model's running statistics."""
     learning = {name: p for name, p in model.named_parameters() if p.requires_grad}
     slow = copy.deepcopy(model, {id(t): t for t in [*model.parameters(), *model.buffers()]})
@@ -104,9 +117,13 @@ def weighted_gradients(model: nn.Module, batches: Sequence[Batch], weights: Sequ
             parent, _, child = name.rpartition(".")
             setattr(slow.get_submodule(parent), child, WeightedBatchNorm(layer, sizes, weights))
     outputs = slow(torch.cat([inputs for inputs, _ in batches])).split(sizes)
-    losses = [F.cross_entropy(out, targets) for out, (_, targets) in zip(outputs, batches, strict=True)]
+    losses = [
+        F.cross_entropy(out, targets) for out, (_, targets) in zip(outputs, batches, strict=True)
+    ]
     loss = torch.stack([p * each for p, each in zip(weights, losses, strict=True)]).sum()
-    found = torch.autograd.grad(loss, list(learning.values()), allow_unused=True, materialize_grads=True)
+    found = torch.autograd.grad(
+        loss, list(learning.values()), allow_unused=True, materialize_grads=True
+    )
     return dict(zip(learning, found, strict=True))
 
 
@@ -121,7 +138,9 @@ def centralized_gradients(model: nn.Module, batches: Sequence[Batch]) -> Gradien
 def mean_gradient(gradients: Sequence[Gradients], weights: Sequence[float]) -> Gradients:
     """What the server makes of the clients' gradients."""
     return {
-        name: torch.stack([p * each[name] for p, each in zip(weights, gradients, strict=True)]).sum(0)
+        name: torch.stack([p * each[name] for p, each in zip(weights, gradients, strict=True)]).sum(
+            0
+        )
         for name in gradients[0]
     }
 

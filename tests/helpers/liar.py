@@ -1,4 +1,6 @@
-"""A client that lies, for tests of `robust`: a grid that changes what the server gets from the client."""
+"""A client that lies, for tests of `robust`: a grid that changes what the server gets from the
+client.
+"""
 
 from typing import Any
 
@@ -21,10 +23,12 @@ LIAR = 0
 
 
 class LyingGrid(PassingGrid):
-    """A grid of messages, one of whose clients sends `factor` times its numbers: large or negated, but plausible.
+    """A grid of messages, one of whose clients sends `factor` times its numbers: large or negated,
+    but plausible.
 
-    The numbers are its model, carried values, control variates, gathered moments, and what it sends in exchanges.
-    Variances keep their sign, because negative ones would be refused. Counters, metrics and evaluations are true.
+    The numbers are its model, carried values, control variates, gathered moments, and what it sends
+    in exchanges. Variances keep their sign, because negative ones would be refused. Counters,
+    metrics and evaluations are true.
     """
 
     def __init__(self, grid: Grid, factor: float) -> None:
@@ -37,18 +41,24 @@ class LyingGrid(PassingGrid):
 
 
 def lie(reply: Message, factor: float) -> Message:
-    """Multiply the numbers of the liar's reply to training messages, in place, and return the reply."""
+    """Multiply the numbers of the liar's reply to training messages, in place, and return the
+    reply.
+    """
     is_training = reply.metadata.message_type.partition(".")[0] == MessageType.TRAIN
     if not (is_training and reply.has_content()):
         return reply
-    if not any(metrics.get(wire.PARTITION_ID) == LIAR for metrics in reply.content.metric_records.values()):
+    if not any(
+        metrics.get(wire.PARTITION_ID) == LIAR for metrics in reply.content.metric_records.values()
+    ):
         return reply
     for group, arrays in array_records(reply.content).items():
         if group == REQUEST:
             request = read_request(reply.content)
             lies = {request.layer: _scaled_rows(request, factor)[0].numpy(force=True)}
         else:
-            lies = {name: _scaled(name, array, factor) for name, array in view_arrays(arrays).items()}
+            lies = {
+                name: _scaled(name, array, factor) for name, array in view_arrays(arrays).items()
+            }
         reply.content[group] = arrays_to_record(lies)
     return reply
 

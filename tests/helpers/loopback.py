@@ -1,7 +1,9 @@
-"""The compose file's services as plain processes on the loopback: any user can run them, with or without a proxy.
+"""The compose file's services as plain processes on the loopback: any user can run them, with or
+without a proxy.
 
-The SuperLink and each site have an address of their own in 127.0.0.0/8. What the compose file says of paths, names and
-addresses is replaced by where they are here. A site reaches its server through a relay, which can be cut.
+The SuperLink and each site have an address of their own in 127.0.0.0/8. What the compose file says
+of paths, names and addresses is replaced by where they are here. A site reaches its server through
+a relay, which can be cut.
 """
 
 import os
@@ -55,14 +57,20 @@ class Supervised(Thread):
                 break
             with self.log.open("ab") as log:
                 self._process = subprocess.Popen(
-                    self.command, env=self.environment, stdout=log, stderr=log, start_new_session=True
+                    self.command,
+                    env=self.environment,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
                 )
             self.starts += 1
             self._process.wait()
             self._stopped.wait(PAUSE)
 
     def kill(self, stay_away: bool = False) -> None:
-        """Kill the command with SIGKILL, and not what it has started; with `stay_away` until `come_back`."""
+        """Kill the command with SIGKILL, and not what it has started; with `stay_away` until
+        `come_back`.
+        """
         if stay_away:
             self._wanted.clear()
         assert self._process is not None
@@ -145,13 +153,21 @@ class LoopbackFederation(Federation):
         if not has_proxy():
             del server["proxy"], server["operator"]
         for service in server.values():
-            self._add(service.name, service, self.out / "server", dict.fromkeys(server, self._superlink))
+            self._add(
+                service.name, service, self.out / "server", dict.fromkeys(server, self._superlink)
+            )
         for number, site in enumerate(self.sites):
-            env = {**read_env(self.kit(site)), "FEDBN_SERVER": f"127.0.0.1:{self.relays[site].port}"}
+            env = {
+                **read_env(self.kit(site)),
+                "FEDBN_SERVER": f"127.0.0.1:{self.relays[site].port}",
+            }
             env["FEDBN_EXCHANGE"] = f"127.0.0.1:{self.exchange_relays[site].port}"
             if site in self._data:
                 # the SuperNode names the folder as its apps see it
-                env |= {"FEDBN_DATA": str(self._data[site]), "FEDBN_READ": f"folder:{self._data[site]}"}
+                env |= {
+                    "FEDBN_DATA": str(self._data[site]),
+                    "FEDBN_READ": f"folder:{self._data[site]}",
+                }
             if self._only_own_app:
                 env["FEDBN_APPS"] = f"{'0' * 64},{app_hash(self.app)}"
             services = read_compose("site", env)
@@ -171,12 +187,17 @@ class LoopbackFederation(Federation):
             text = config.read_text().replace("/srv/home", str(home))
             text = text.replace("superlink:8000", f"{self._superlink}:8000")
             # the ServerApp's port is one that no other test run of this machine has
-            config.write_text(text.replace("superexec:8445", f"{self._superlink}:{self._serverapp_port}"))
+            config.write_text(
+                text.replace("superexec:8445", f"{self._superlink}:{self._serverapp_port}")
+            )
             # as root, workers would be nobody, who may not enter a test's folder
             words[-1] += " user root;" if os.geteuid() == 0 else ""
-        image = {key: value.replace("/srv/home", str(home)) for key, value in image_environment().items()}
+        image = {
+            key: value.replace("/srv/home", str(home)) for key, value in image_environment().items()
+        }
         given = {
-            key: _replaced(value.replace("/srv/home", str(home)), places) for key, value in service.environment.items()
+            key: _replaced(value.replace("/srv/home", str(home)), places)
+            for key, value in service.environment.items()
         }
         if PORT_VARIABLE in given:
             given[PORT_VARIABLE] = str(self._serverapp_port)
@@ -189,7 +210,9 @@ class LoopbackFederation(Federation):
     def _reach_superlink(self, operator_port: int) -> None:
         self.server = f"{self._superlink}:8000"
         config = self.home / "config.toml"
-        config.write_text(config.read_text().replace(f"127.0.0.1:{operator_port}", f"{self._superlink}:8000"))
+        config.write_text(
+            config.read_text().replace(f"127.0.0.1:{operator_port}", f"{self._superlink}:8000")
+        )
         self.operator = type(self.operator)(self.home)
 
 
@@ -198,7 +221,10 @@ def _places(service: Service, folder: Path, addresses: Mapping[str, str]) -> dic
     mounted = sorted(service.volumes, key=lambda volume: -len(volume.target))
     paths = {volume.target: str(folder / volume.source) for volume in mounted}
     # a folder whose files are mounted one by one
-    paths |= {str(Path(target).parent) + "/": str(Path(source).parent) + "/" for target, source in paths.items()}
+    paths |= {
+        str(Path(target).parent) + "/": str(Path(source).parent) + "/"
+        for target, source in paths.items()
+    }
     names = {f"{name}:": f"{address}:" for name, address in addresses.items()}
     return {**paths, **names, "0.0.0.0": addresses[service.name], "inside": addresses[service.name]}
 

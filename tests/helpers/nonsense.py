@@ -1,4 +1,6 @@
-"""What a bad node may send: every kind of nonsense as a change of its reply, and a grid in which one node sends it."""
+"""What a bad node may send: every kind of nonsense as a change of its reply, and a grid in which
+one node sends it.
+"""
 
 from collections.abc import Callable
 from io import BytesIO
@@ -25,7 +27,9 @@ def npy(descr: object, shape: object, numbers: bytes = b"") -> Array:
     return Array("float32", (3,), SType.NUMPY, data)
 
 
-def bytes_of(data: bytes, dtype: str = "float32", shape: tuple[int, ...] = (3,), stype: str = SType.NUMPY) -> Array:
+def bytes_of(
+    data: bytes, dtype: str = "float32", shape: tuple[int, ...] = (3,), stype: str = SType.NUMPY
+) -> Array:
     """Return an array of these bytes."""
     return Array(dtype, shape, stype, data)
 
@@ -109,7 +113,9 @@ def losses(value: object) -> Change:
     train, evaluate = metric(wire.TRAIN_LOSS, value), metric(wire.EVAL_LOSS, value)
 
     def change(content: RecordDict) -> None:
-        (evaluate if wire.EVAL_LOSS in content.metric_records.get(wire.METRICS, {}) else train)(content)
+        (evaluate if wire.EVAL_LOSS in content.metric_records.get(wire.METRICS, {}) else train)(
+            content
+        )
 
     return change
 
@@ -119,7 +125,9 @@ def report(key: str, value: Any) -> Change:
 
     def change(content: RecordDict) -> None:
         values = {**content.config_records.get(wire.REPORT, {}), key: value}
-        content[wire.REPORT] = ConfigRecord({name: each for name, each in values.items() if each is not None})
+        content[wire.REPORT] = ConfigRecord(
+            {name: each for name, each in values.items() if each is not None}
+        )
 
     return change
 
@@ -152,7 +160,9 @@ NONSENSE: dict[str, Change] = {
     "a zip of arrays": array(zipped),
     "another serialization": array(lambda old: bytes_of(plain(old).data, stype="pickle")),
     "a dtype that is none": array(lambda old: bytes_of(plain(old).data, "nonsense", old.shape)),
-    "a shape that is not its own": array(lambda old: bytes_of(plain(old).data, str(old.dtype), HUGE)),
+    "a shape that is not its own": array(
+        lambda old: bytes_of(plain(old).data, str(old.dtype), HUGE)
+    ),
     # arrays that are not the model's
     "float64": array(lambda old: plain(old.astype(np.float64))),
     "whole numbers": array(lambda old: plain(old.astype(np.int64))),
@@ -163,7 +173,9 @@ NONSENSE: dict[str, Change] = {
     "no numbers": array(lambda old: plain(old[:0])),
     "another name": entries(lambda arrays: {f"x.{name}": value for name, value in arrays.items()}),
     "one array too few": entries(lambda arrays: dict(list(arrays.items())[1:])),
-    "one array too many": entries(lambda arrays: {**arrays, "more": plain(np.zeros(2, np.float32))}),
+    "one array too many": entries(
+        lambda arrays: {**arrays, "more": plain(np.zeros(2, np.float32))}
+    ),
     "no arrays": entries(lambda _: {}),
     "a group of objects": record("more", ArrayRecord({"x": npy("|O", (1,), PICKLE)})),
     # numbers that are none, or too large
@@ -211,12 +223,15 @@ VARIATES: dict[str, Change] = {
         for name, change in {
             "too few": lambda arrays: dict(list(arrays.items())[1:]),
             "too many": lambda arrays: {**arrays, "more": plain(np.zeros(2, np.float32))},
-            "wider": lambda arrays: {name: plain(value.numpy()[None]) for name, value in arrays.items()},
+            "wider": lambda arrays: {
+                name: plain(value.numpy()[None]) for name, value in arrays.items()
+            },
         }.items()
     },
 }
 
-#: nonsense that takes nothing from the others: the reply counts, or its message does not read what is wrong with it
+#: nonsense that takes nothing from the others: the reply counts, or its message does not read what
+#: is wrong with it
 HARMLESS: dict[str, Change] = {
     "a metric more": metric("more", 3.0),
     "a list of metrics more": metric("more", [1.0, 2.0]),
@@ -241,9 +256,19 @@ HARMLESS: dict[str, Change] = {
 DESCRIPTIONS: dict[str, Change] = {
     name: NONSENSE[name]
     for name in (
-        *("no records", "empty metrics", "no metrics", "a configuration for metrics", "arrays for a report"),
+        *(
+            "no records",
+            "empty metrics",
+            "no metrics",
+            "a configuration for metrics",
+            "arrays for a report",
+        ),
         *("configurations for all records", "arrays for all records"),
-        *(name for name in NONSENSE if "count " in f"{name} " or "counts" in name or "partition" in name),
+        *(
+            name
+            for name in NONSENSE
+            if "count " in f"{name} " or "counts" in name or "partition" in name
+        ),
     )
 } | {
     "no domain": metric(wire.DOMAIN, None),

@@ -1,4 +1,7 @@
-"""Nodes that end, stop or describe their process when a message says so; a new process imports little for them."""
+"""Nodes that end, stop or describe their process when a message says so.
+
+A new process imports little for them.
+"""
 
 import os
 import signal
@@ -15,7 +18,9 @@ from tests.helpers.waiting import PATIENCE
 
 
 def counting_app() -> ClientApp:
-    """Return an app that counts its messages in its context, and fails at the word `fail` after counting."""
+    """Return an app that counts its messages in its context, and fails at the word `fail` after
+    counting.
+    """
     app = ClientApp()
 
     @app.train()
@@ -33,7 +38,9 @@ def counting_app() -> ClientApp:
 
 
 def question(node: int, word: str = "hello", kind: str = "train") -> Message:
-    return Message(RecordDict({"config": ConfigRecord({"word": word})}), dst_node_id=node, message_type=kind)
+    return Message(
+        RecordDict({"config": ConfigRecord({"word": word})}), dst_node_id=node, message_type=kind
+    )
 
 
 def answers(replies: list[Message]) -> list[tuple[object, ...]]:
@@ -43,13 +50,19 @@ def answers(replies: list[Message]) -> list[tuple[object, ...]]:
 def send(grid: Grid, *words: str) -> list[Message]:
     """Send a word to each node, from the first one on."""
     nodes = list(grid.get_node_ids())
-    return list(grid.send_and_receive([question(node, word) for node, word in zip(nodes, words, strict=False)]))
+    return list(
+        grid.send_and_receive(
+            [question(node, word) for node, word in zip(nodes, words, strict=False)]
+        )
+    )
 
 
 def app_that_obeys() -> ClientApp:
-    """Return an app that counts, and ends, stops, interrupts or describes its process when a message says so.
+    """Return an app that counts, and ends, stops, interrupts or describes its process when a
+    message says so.
 
-    `sleep` says so on the console, and `interrupt 17` sends process 17 an alarm; then both wait for longer than a test.
+    `sleep` says so on the console, and `interrupt 17` sends process 17 an alarm; then both wait for
+    longer than a test.
     """
     app, counting = ClientApp(), counting_app()
 
@@ -68,7 +81,9 @@ def app_that_obeys() -> ClientApp:
             time.sleep(2 * PATIENCE)
         if word == "threads":
             gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-            told = ConfigRecord({"threads": torch.get_num_threads(), "process": os.getpid(), "gpus": gpus})
+            told = ConfigRecord(
+                {"threads": torch.get_num_threads(), "process": os.getpid(), "gpus": gpus}
+            )
             return Message(RecordDict({"answer": told}), reply_to=message)
         return counting(message, context)
 

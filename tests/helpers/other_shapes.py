@@ -24,7 +24,9 @@ def rows_of_numbers() -> Data:
 
 def perceptron(num_classes: int, in_channels: int) -> nn.Module:
     """Return a network with one BN layer for rows of numbers."""
-    return nn.Sequential(nn.Linear(in_channels, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, num_classes))
+    return nn.Sequential(
+        nn.Linear(in_channels, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, num_classes)
+    )
 
 
 class WarmBatchNorm(nn.BatchNorm2d):
@@ -43,7 +45,13 @@ class WarmBatchNorm(nn.BatchNorm2d):
 
 def warm(num_classes: int, in_channels: int) -> nn.Module:
     """Return a network with a BN layer of a kind of its own."""
-    layers = nn.Conv2d(in_channels, 8, 3), WarmBatchNorm(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    layers = (
+        nn.Conv2d(in_channels, 8, 3),
+        WarmBatchNorm(8),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+    )
     return nn.Sequential(*layers, nn.Linear(8, num_classes))
 
 
@@ -64,7 +72,13 @@ class Functional(nn.Module):
 
 def functional(num_classes: int, in_channels: int) -> nn.Module:
     """Return a network with one BN layer that can be found and one that cannot."""
-    layers = nn.Conv2d(in_channels, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), Functional(8)
+    layers = (
+        nn.Conv2d(in_channels, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3),
+        Functional(8),
+    )
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, num_classes))
 
 
@@ -82,7 +96,13 @@ class Held(nn.Sequential):
 
 def held(num_classes: int, in_channels: int) -> nn.Module:
     """Return a network that trains with the statistics that it has."""
-    layers = nn.Conv2d(in_channels, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    layers = (
+        nn.Conv2d(in_channels, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+    )
     return Held(*layers, nn.Linear(8, num_classes))
 
 
@@ -101,7 +121,9 @@ def held_in_passes(num_classes: int, in_channels: int) -> nn.Module:
 
 
 def own_convolution(num_classes: int, in_channels: int) -> nn.Module:
-    """Return a network with a convolution whose weight is computed, and so cannot be standardized."""
+    """Return a network with a convolution whose weight is computed, and so cannot be
+    standardized.
+    """
     first = weight_norm(nn.Conv2d(in_channels, 8, 3))
     layers = nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()
     return nn.Sequential(first, *layers, nn.Linear(8, num_classes))
@@ -145,7 +167,9 @@ def wide(num_classes: int, in_channels: int, image_size: int) -> nn.Module:
 
 def frozen(num_classes: int, in_channels: int, image_size: int) -> nn.Module:
     """Return a network of which nothing learns."""
-    return nn.Sequential(nn.Flatten(), nn.Linear(in_channels * image_size**2, num_classes)).requires_grad_(False)
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(in_channels * image_size**2, num_classes)
+    ).requires_grad_(False)
 
 
 class _Packed(nn.Module):

@@ -6,7 +6,9 @@ from random import SystemRandom
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports that nobody listens on, below those that a system gives to connections on their way out."""
+    """Return ports that nobody listens on, below those that a system gives to connections on their
+    way out.
+    """
     ports: list[int] = []
     while len(ports) < count:
         port = SystemRandom().randrange(20_000, 32_000)

@@ -1,4 +1,6 @@
-"""Processes that outlive the command that started them: found by their environment, ended by their ids."""
+"""Processes that outlive the command that started them: found by their environment, ended by their
+ids.
+"""
 
 import os
 import signal
@@ -14,9 +16,15 @@ MARK = "FEDBN_FLWR_TEST"
 
 
 def processes_with(variable: str, value: str) -> list[int]:
-    """Return the living processes that were started with an environment variable, without this one."""
+    """Return the living processes that were started with an environment variable, without this
+    one.
+    """
     entry = f"{variable}={value}".encode()
-    return [number for number in _all_processes() if number != os.getpid() and entry in _environment(number)]
+    return [
+        number
+        for number in _all_processes()
+        if number != os.getpid() and entry in _environment(number)
+    ]
 
 
 def is_alive(process: int) -> bool:
@@ -42,8 +50,8 @@ def wait_for_end(variable: str, value: str) -> bool:
 def kill_processes(variable: str, value: str) -> None:
     """End such processes and wait until they are gone.
 
-    They are killed at once: to ask them would take the time that each one needs to end, and tests that look at how
-    processes end have done so before.
+    They are killed at once: to ask them would take the time that each one needs to end, and tests
+    that look at how processes end have done so before.
     """
 
     def killed() -> bool:
@@ -67,7 +75,8 @@ def _all_processes() -> Iterable[int]:
 
 
 def _environment(process: int) -> list[bytes]:
-    # the process may have ended, or belong to somebody else; one that ended and was not waited for has none
+    # the process may have ended, or belong to somebody else; one that ended and was not waited for
+    # has none
     with suppress(OSError):
         return Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
     return []

@@ -1,4 +1,6 @@
-"""A Ray cluster of two nodes on this machine, reached through the loopback, and data that tell where they are used."""
+"""A Ray cluster of two nodes on this machine, reached through the loopback, and data that tell
+where they are used.
+"""
 
 import os
 import shutil
@@ -39,14 +41,20 @@ class Cluster:
 
     def processes(self, program: str = "") -> list[int]:
         """Return the ids of the cluster's processes whose program's name begins so."""
-        return [one for one in processes_with(FOLDER, str(self.folder)) if _program(one).startswith(program)]
+        return [
+            one
+            for one in processes_with(FOLDER, str(self.folder))
+            if _program(one).startswith(program)
+        ]
 
     def workers(self) -> list[int]:
         """Return the processes in which Flower's nodes answer."""
         return self.processes("ray::ClientAppActor")
 
     def end_workers(self) -> None:
-        """End the workers of an earlier run: a run leaves the cluster some seconds before they end by themselves."""
+        """End the workers of an earlier run: a run leaves the cluster some seconds before they end
+        by themselves.
+        """
         kill(self.workers())
         assert wait_until(lambda: not self.workers()), self.workers()
 
@@ -67,7 +75,11 @@ def ray_cluster(nodes: int = 2, processors: int = 1) -> Iterator[Cluster]:
     address = f"127.0.0.2:{port}"
     try:
         for number in range(nodes):
-            place = f"--address={address}" if number else f"--head --port={port} --include-dashboard=false"
+            place = (
+                f"--address={address}"
+                if number
+                else f"--head --port={port} --include-dashboard=false"
+            )
             # not 127.0.0.1, in the place of which Ray takes the machine's address in its network
             host = f"--node-ip-address=127.0.0.{number + 2}"
             run(
@@ -86,7 +98,9 @@ def ray_cluster(nodes: int = 2, processors: int = 1) -> Iterator[Cluster]:
 
 
 def digits() -> Data:
-    """Load the digits; a process of a cluster that loads them leaves a file with the name of its Ray node."""
+    """Load the digits; a process of a cluster that loads them leaves a file with the name of its
+    Ray node.
+    """
     import ray  # an extra, which tests of workers without it do not need
 
     if FOLDER in os.environ and ray.is_initialized():

@@ -1,6 +1,8 @@
-"""Slow, obvious versions of the strategies: plain loops over clients, no messages, no classes of the library.
+"""Slow, obvious versions of the strategies: plain loops over clients, no messages, no classes of
+the library.
 
-Only the choice of mini-batches and of nodes is taken from the library, because it is what both sides must share.
+Only the choice of mini-batches and of nodes is taken from the library, because it is what both
+sides must share.
 """
 
 import copy
@@ -43,8 +45,12 @@ def copy_state(model: nn.Module) -> State:
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def mini_batches(split: Split, node: Node, asked: Instruction, learning_bn: bool) -> list[tuple[Tensor, Tensor]]:
-    generator = torch_generator(asked.seed, "batches", "round", asked.server_round, "partition", node.index)
+def mini_batches(
+    split: Split, node: Node, asked: Instruction, learning_bn: bool
+) -> list[tuple[Tensor, Tensor]]:
+    generator = torch_generator(
+        asked.seed, "batches", "round", asked.server_round, "partition", node.index
+    )
     sizes = batches.batch_sizes(len(node.samples), asked, learning_bn)
     drawn = batches.draw(len(node.samples), sizes, asked.replacement, generator).split(sizes)
     chosen = [torch.from_numpy(node.samples)[positions] for positions in drawn]
@@ -59,7 +65,10 @@ def local_sgd(
     velocity: State | None = None,
     frozen: bool = False,
 ) -> float:
-    """SGD written out: v <- momentum v + gradient + correction, w <- w - lr v; returns the mean loss a sample."""
+    """SGD written out: v <- momentum v + gradient + correction, w <- w - lr v.
+
+    Returns the mean loss a sample.
+    """
     velocity = {} if velocity is None else velocity
     total = samples = 0.0
     model.train()
@@ -71,7 +80,9 @@ def local_sgd(
         loss = F.cross_entropy(model(inputs), labels)
         gradients = torch.autograd.grad(loss, list(model.parameters()))
         with torch.no_grad():
-            for (name, parameter), gradient in zip(model.named_parameters(), gradients, strict=True):
+            for (name, parameter), gradient in zip(
+                model.named_parameters(), gradients, strict=True
+            ):
                 step = gradient + correct(name, parameter)
                 velocity[name] = asked.momentum * velocity.get(name, torch.zeros_like(step)) + step
                 parameter.sub_(asked.lr * velocity[name])
@@ -81,7 +92,9 @@ def local_sgd(
 
 @torch.no_grad()
 def empirical_risk(model: nn.Module, split: Split, node: Node) -> float:
-    """F_k(w) = (1 / n_k) sum_j f_j(w; x_j, y_j), one sample after another (Idrissi et al., FedBS, section I)."""
+    """F_k(w) = (1 / n_k) sum_j f_j(w; x_j, y_j), one sample after another (Idrissi et al., FedBS,
+    section I).
+    """
     model.eval()
     samples = [(split.inputs[j : j + 1], split.labels[j : j + 1]) for j in node.samples.tolist()]
     return sum(float(F.cross_entropy(model(x), y)) for x, y in samples) / len(samples)
@@ -92,7 +105,10 @@ def weighted_mean(states: Sequence[Mapping[str, Tensor]], weights: Sequence[floa
     result = {}
     for name, first in states[0].items():
         if first.is_floating_point():
-            parts = [state[name] * (weight / total) for state, weight in zip(states, weights, strict=True)]
+            parts = [
+                state[name] * (weight / total)
+                for state, weight in zip(states, weights, strict=True)
+            ]
             result[name] = torch.stack(parts).sum(0)
         else:
             result[name] = torch.stack([state[name] for state in states]).amax(0)
@@ -119,22 +135,32 @@ def federated(
     shared_velocity: State = {}
     for server_round in range(1, rounds + 1):
         frozen = server_round > frozen_after
-        now = replace(asked, server_round=server_round, lr=asked.lr * (frozen_lr if frozen else 1.0))
+        now = replace(
+            asked, server_round=server_round, lr=asked.lr * (frozen_lr if frozen else 1.0)
+        )
         ends, losses, velocities = [], [], []
         for node in nodes:
             local = copy.deepcopy(model)
             local.load_state_dict({**world, **node.kept})
             start = {name: value.detach().clone() for name, value in local.named_parameters()}
-            own = {name: value for name, value in node.momentum.items() if name in stays or momentum == "local"}
+            own = {
+                name: value
+                for name, value in node.momentum.items()
+                if name in stays or momentum == "local"
+            }
             velocity = {} if momentum == "none" else {**shared_velocity, **own}
             mu = proximal_mu(server_round)
 
-            def correct(name: str, parameter: nn.Parameter, mu: float = mu, start: State = start) -> Tensor:
+            def correct(
+                name: str, parameter: nn.Parameter, mu: float = mu, start: State = start
+            ) -> Tensor:
                 return mu * (parameter.detach() - start[name])
 
             data = mini_batches(split, node, now, not frozen)
             running = local_sgd(local, data, now, correct, velocity, frozen)
-            losses.append(running if loss_on == "mini-batches" else empirical_risk(local, split, node))
+            losses.append(
+                running if loss_on == "mini-batches" else empirical_risk(local, split, node)
+            )
             end = copy_state(local)
             node.kept = {name: end[name] for name in stays}
             node.momentum = velocity
@@ -159,8 +185,9 @@ def scaffold(
 ) -> State:
     """SCAFFOLD (Karimireddy et al., ICML 2020), algorithm 1, option II, in its notation; eta_g = 1.
 
-    `drawn` is S of every round, `p` the clients' shares of the objective, 1 / N in the paper. Buffers, which the paper
-    has not, are averaged. With momentum, (x - y) / (K eta) is no gradient; the gradients' mean is taken.
+    `drawn` is S of every round, `p` the clients' shares of the objective, 1 / N in the paper.
+    Buffers, which the paper has not, are averaged. With momentum, (x - y) / (K eta) is no gradient;
+    the gradients' mean is taken.
     """
     x, eta, beta = copy_state(model), asked.lr, asked.momentum
     parameters = [name for name, _ in model.named_parameters()]
@@ -177,7 +204,11 @@ def scaffold(
             data = mini_batches(split, nodes[i], replace(asked, server_round=number), True)
             for inputs, labels in data:
                 loss = F.cross_entropy(local(inputs), labels)
-                g = dict(zip(parameters, torch.autograd.grad(loss, list(local.parameters())), strict=True))
+                g = dict(
+                    zip(
+                        parameters, torch.autograd.grad(loss, list(local.parameters())), strict=True
+                    )
+                )
                 with torch.no_grad():
                     for name, y_i in local.named_parameters():
                         v[name] = beta * v[name] + (g[name] - c_i[i][name] + c[name])
@@ -185,19 +216,28 @@ def scaffold(
                         g_mean[name] += g[name] / len(data)
             y[i] = copy_state(local)
             option_ii = {
-                name: c_i[i][name] - c[name] + (x[name] - y[i][name]) / (len(data) * eta) for name in parameters
+                name: c_i[i][name] - c[name] + (x[name] - y[i][name]) / (len(data) * eta)
+                for name in parameters
             }
             c_plus = g_mean if beta else option_ii
             delta_c[i] = {name: c_plus[name] - c_i[i][name] for name in parameters}
             c_i[i] = c_plus
         x = weighted_mean([y[i] for i in s_t], [p[i] for i in s_t])
-        c = {name: torch.stack([c[name], *(p[i] * delta_c[i][name] for i in s_t)]).sum(0) for name in parameters}
+        c = {
+            name: torch.stack([c[name], *(p[i] * delta_c[i][name] for i in s_t)]).sum(0)
+            for name in parameters
+        }
     return x
 
 
 def bn_entries(model: nn.Module, kinds: Sequence[str]) -> list[str]:
     """State-dict names of BN's entries of these kinds."""
-    return [f"{name}.{kind}" for name, layer in model.named_modules() if isinstance(layer, BN) for kind in kinds]
+    return [
+        f"{name}.{kind}"
+        for name, layer in model.named_modules()
+        if isinstance(layer, BN)
+        for kind in kinds
+    ]
 
 
 def pooled_moments(values: Tensor) -> tuple[Tensor, Tensor]:

@@ -26,7 +26,9 @@ DICTIONARIES: tuple[dict[str, Any], ...] = (
 
 @contextmanager
 def registries_restored() -> Iterator[None]:
-    """Forget what is registered inside, the modules that are imported to do so, and those that were named."""
+    """Forget what is registered inside, the modules that are imported to do so, and those that were
+    named.
+    """
     before, modules = [dict(items) for items in DICTIONARIES], set(sys.modules)
     trusted = {*TRUSTED}
     try:

@@ -1,4 +1,6 @@
-"""A port of the loopback that leads to another address: a published port, a cable that can be cut, or a long way."""
+"""A port of the loopback that leads to another address: a published port, a cable that can be cut,
+or a long way.
+"""
 
 import socket
 import time
@@ -68,7 +70,12 @@ class Relay:
                 data = b""
             on_its_way.put((time.monotonic() + self.delay, data))
 
-    def _send(self, on_its_way: "SimpleQueue[tuple[float, bytes]]", source: socket.socket, sink: socket.socket) -> None:
+    def _send(
+        self,
+        on_its_way: "SimpleQueue[tuple[float, bytes]]",
+        source: socket.socket,
+        sink: socket.socket,
+    ) -> None:
         """Send what has come, each piece when it is due; the last one is empty."""
         with suppress(OSError):
             while data := self._next(on_its_way):

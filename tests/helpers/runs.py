@@ -21,7 +21,8 @@ OPTIONS = {
 }
 
 
-#: what depends on who ran it: only `flwr run` draws, and only nodes of this process leave their own models
+#: what depends on who ran it: only `flwr run` draws, and only nodes of this process leave their own
+#: models
 BESIDE = ("lock", "curves.png", "personal")
 
 
@@ -37,7 +38,9 @@ def run(*words: str, **options: str) -> int:
 
 
 def run_in(study: Path, method: str = "", seed: int | str = "") -> Path:
-    """Return the folder of the run that a study has, or has of this method and seed; of a run, its own."""
+    """Return the folder of the run that a study has, or has of this method and seed; of a run, its
+    own.
+    """
     if (study / "config.json").exists():
         return study
     (folder,) = study.glob(f"{method or '*'}-seed{seed}*")
@@ -46,7 +49,10 @@ def run_in(study: Path, method: str = "", seed: int | str = "") -> Path:
 
 def rounds(folder: Path) -> list[dict[str, Any]]:
     """Return a run's rounds without their times."""
-    return [{key: value for key, value in row.items() if key != "seconds"} for row in read_rounds(run_in(folder))]
+    return [
+        {key: value for key, value in row.items() if key != "seconds"}
+        for row in read_rounds(run_in(folder))
+    ]
 
 
 def model_bytes(folder: Path) -> bytes:
@@ -55,14 +61,23 @@ def model_bytes(folder: Path) -> bytes:
 
 
 def results(folder: Path) -> dict[str, Any]:
-    """Return what a run has written, without times: the names of its files, rounds, summary and model."""
+    """Return what a run has written, without times: the names of its files, rounds, summary and
+    model.
+    """
     folder = run_in(folder)
     summary = json.loads((folder / "summary.json").read_text())
     del summary["seconds"]
     names = sorted(path.name for path in folder.iterdir() if path.name not in BESIDE)
-    return {"files": names, "rounds": rounds(folder), "summary": summary, "model": model_bytes(folder)}
+    return {
+        "files": names,
+        "rounds": rounds(folder),
+        "summary": summary,
+        "model": model_bytes(folder),
+    }
 
 
 def summary_bytes(folder: Path) -> dict[str, bytes]:
-    """Return the summaries of a comparison's runs, with their times, by the names of their folders."""
+    """Return the summaries of a comparison's runs, with their times, by the names of their
+    folders.
+    """
     return {path.parent.name: path.read_bytes() for path in folder.glob("*/summary.json")}

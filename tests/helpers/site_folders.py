@@ -1,4 +1,6 @@
-"""Sites in this process: each has a folder of images, and is reached by the app that a SuperNode starts."""
+"""Sites in this process: each has a folder of images, and is reached by the app that a SuperNode
+starts.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -26,7 +28,9 @@ def images(count: int, seed: int) -> Split:
     return Split((noise + 60 * labels.view(-1, 1, 1, 1)).to(torch.uint8), labels)
 
 
-def write_images(split: Split, folder: Path, chosen: Sequence[int], names: Sequence[str] = CLASSES) -> None:
+def write_images(
+    split: Split, folder: Path, chosen: Sequence[int], names: Sequence[str] = CLASSES
+) -> None:
     """Write samples as `CLASS/NUMBER.png`, numbered as in the split."""
     for number in chosen:
         home = folder / names[int(split.labels[number])]
@@ -36,7 +40,9 @@ def write_images(split: Split, folder: Path, chosen: Sequence[int], names: Seque
 
 
 def write_sites(folder: Path, partition: str, sites: int, seed: int) -> tuple[Path, list[Path]]:
-    """Write images into one folder, and into one for each client of a partition; returns the folder and the sites'.
+    """Write images into one folder, and into one for each client of a partition.
+
+    Returns the folder and the sites'.
 
     A site's test images are its share of all test images, in the order of their numbers.
     """

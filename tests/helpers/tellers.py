@@ -42,8 +42,13 @@ def telling(words: Words) -> Callable[[BNClient, int], BNClient]:
 
 
 @contextmanager
-def engine(kind: str, federation: Federation, weighting: str = "examples") -> Iterator[InProcessGrid | WorkersGrid]:
-    """Open a grid of the federation's nodes: `inprocess`, `stacked`, or with `sums`, also of two `workers`."""
+def engine(
+    kind: str, federation: Federation, weighting: str = "examples"
+) -> Iterator[InProcessGrid | WorkersGrid]:
+    """Open a grid of the federation's nodes:
+
+    `inprocess`, `stacked`, or with `sums`, also of two `workers`.
+    """
     app, nodes = client_app(federation.client), len(federation.parts)
     if kind != "workers":
         sums: Any = partial(StackedGrid, average_by=weighting)
@@ -60,14 +65,18 @@ def _adding(app: Any, nodes: int, weighting: str, partitions: Any) -> StackedGri
     return StackedGrid(app, nodes, partitions=partitions, average_by=weighting)
 
 
-def run(strategy: FedAvg, words: Words, sizes: tuple[int, ...], rounds: int, kind: str = "inprocess") -> State:
+def run(
+    strategy: FedAvg, words: Words, sizes: tuple[int, ...], rounds: int, kind: str = "inprocess"
+) -> State:
     """Run nodes with these words on an engine, and return the final model."""
     nodes = Federation(make_model(), sizes, telling(words))
     with engine(kind, nodes, strategy.weighting) as grid:
         return nodes.run(strategy, rounds, grid=grid, local_steps=1)
 
 
-def describing(change: Callable[[Any], Any], partition: int = 0) -> Callable[[BNClient, int], BNClient]:
+def describing(
+    change: Callable[[Any], Any], partition: int = 0
+) -> Callable[[BNClient, int], BNClient]:
     """Return a wrapper of clients that changes what one node says of itself."""
 
     def wrap(client: BNClient, index: int) -> BNClient:

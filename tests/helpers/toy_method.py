@@ -1,4 +1,5 @@
-"""Both halves of a method in one file, as in a package of a user's own: gradients with a pull towards zero.
+"""Both halves of a method in one file, as in a package of a user's own: gradients with a pull
+towards zero.
 
     client:  w <- w - lr (g(w) + r w)
     server:  w <- sum_k p_k w_k, as FedAvg
@@ -36,7 +37,10 @@ class Toy(FedAvg):
     """FedAvg with clients that shrink their parameters."""
 
     def __init__(
-        self, *, rate: Annotated[float, "share of a weight that is added to its gradient"] = 0.1, **options: Any
+        self,
+        *,
+        rate: Annotated[float, "share of a weight that is added to its gradient"] = 0.1,
+        **options: Any,
     ):
         super().__init__(**options)
         self.rate = rate

@@ -14,7 +14,9 @@ from fedbn_flwr.state.records import InMemoryArray
 CLASSES = 4
 
 
-def toy_split(count: int = 20, seed: int = 0, domains: Sequence[int] | None = None, size: int = 6) -> Split:
+def toy_split(
+    count: int = 20, seed: int = 0, domains: Sequence[int] | None = None, size: int = 6
+) -> Split:
     """Return noisy images whose brightness tells their class; labels go round."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.arange(count) % CLASSES

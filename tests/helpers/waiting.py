@@ -1,4 +1,6 @@
-"""Waiting for what other threads and processes do, so long that only an error, and no busy machine, ends it."""
+"""Waiting for what other threads and processes do, so long that only an error, and no busy machine,
+ends it.
+"""
 
 import time
 from collections.abc import Callable
@@ -7,7 +9,9 @@ from collections.abc import Callable
 PATIENCE = 600.0
 
 
-def wait_until(condition: Callable[[], bool], pause: float = 0.02, patience: float = PATIENCE) -> bool:
+def wait_until(
+    condition: Callable[[], bool], pause: float = 0.02, patience: float = PATIENCE
+) -> bool:
     """Return whether the condition came true before patience ran out."""
     deadline = time.monotonic() + patience
     while not condition():

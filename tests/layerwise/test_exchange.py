@@ -8,8 +8,24 @@ import torch
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from fedbn_flwr.layerwise import Exchange, Kind, Requests, SuspendedStep, combine, respond, take_step
-from fedbn_flwr.layerwise.exchange import LARGEST, ExchangeError, OrderError, Why, join, pool_requests, why_unusable
+from fedbn_flwr.layerwise import (
+    Exchange,
+    Kind,
+    Requests,
+    SuspendedStep,
+    combine,
+    respond,
+    take_step,
+)
+from fedbn_flwr.layerwise.exchange import (
+    LARGEST,
+    ExchangeError,
+    OrderError,
+    Why,
+    join,
+    pool_requests,
+    why_unusable,
+)
 from fedbn_flwr.layerwise.steps import Lockstep
 
 
@@ -39,19 +55,34 @@ def test_pooled_statistics_are_those_of_the_union(clients: list[list[float]]) ->
 
 
 @given(
-    st.lists(st.tuples(st.floats(-1e6, 1e6), st.floats(1e-6, 1), st.floats(0, 100)), min_size=2, max_size=8),
+    st.lists(
+        st.tuples(st.floats(-1e6, 1e6), st.floats(1e-6, 1), st.floats(0, 100)),
+        min_size=2,
+        max_size=8,
+    ),
     st.integers(1, 7),
 )
 @example([(0.0, 1.0, 3.0), (8.0, 1.0, 1.0), (5.0, 1.0, 0.0)], 2)
-def test_the_pool_of_pools_is_that_of_all_clients(clients: list[tuple[float, float, float]], cut: int) -> None:
-    """Also where means are a million times as large as standard deviations: sums of squares would lose the variance."""
+def test_the_pool_of_pools_is_that_of_all_clients(
+    clients: list[tuple[float, float, float]], cut: int
+) -> None:
+    """Also where means are a million times as large as standard deviations: sums of squares would
+    lose the variance.
+    """
     weights = [weight for _, _, weight in clients]
     assume(sum(weights) > 0)
-    rows = torch.tensor([[[mean], [variance]] for mean, variance, _ in clients], dtype=torch.float64)
+    rows = torch.tensor(
+        [[[mean], [variance]] for mean, variance, _ in clients], dtype=torch.float64
+    )
     whole = Requests("statistics", "bn", rows, (4,) * len(clients))
     shares = [rows[:cut], rows[cut:]] if cut < len(clients) else [rows]
     parts = [Requests("statistics", "bn", share, (4,) * len(share)) for share in shares]
-    pools = join([pool_requests(parts[0], weights[:cut]), *(pool_requests(part, weights[cut:]) for part in parts[1:])])
+    pools = join(
+        [
+            pool_requests(parts[0], weights[:cut]),
+            *(pool_requests(part, weights[cut:]) for part in parts[1:]),
+        ]
+    )
     found, wanted = respond(pools, ()), respond(whole, weights)
     assert (pools.clients, found.count) == (whole.clients, wanted.count)
     torch.testing.assert_close(found.tensor, wanted.tensor, rtol=1e-12, atol=1e-12)
@@ -76,7 +107,10 @@ def test_the_dtype_is_the_clients_and_the_sum_is_exact() -> None:
 
 def test_a_constant_channel_a_single_value_and_a_weight_of_nothing_are_sound() -> None:
     """Negative means and fractions of a weight, too."""
-    clients = [Requests.of_client("statistics", "bn", torch.tensor([[mean], [0.0]]), 1) for mean in (-1.0, -3.0, 5.0)]
+    clients = [
+        Requests.of_client("statistics", "bn", torch.tensor([[mean], [0.0]]), 1)
+        for mean in (-1.0, -3.0, 5.0)
+    ]
     answer = respond(join(clients), [0.25, 0.25, 0])
     assert answer.tensor.tolist() == [[-2.0], [1.0]]
     assert answer.count == 3
@@ -95,12 +129,17 @@ def test_impossible_weights(weights: list[float]) -> None:
         (request(float("inf")), "the mean of BN layer 'bn' is not finite"),
         (request(1e20), "the mean of BN layer 'bn' is too large to be pooled in float32"),
         (request(1.0, 2.0), r"is \(2,\) torch.float32, the others' is \(1,\)"),
-        (Requests.of_client("mean", "bn", torch.ones(1, dtype=torch.float64), 4), "torch.float64, the others' is"),
+        (
+            Requests.of_client("mean", "bn", torch.ones(1, dtype=torch.float64), 4),
+            "torch.float64, the others' is",
+        ),
         (request(1.0, count=0), "is over 0 values"),
     ],
 )
 @pytest.mark.parametrize("weight", [0, 1])
-def test_a_lying_client_is_named_whatever_its_weight(odd: Requests, message: str, weight: float) -> None:
+def test_a_lying_client_is_named_whatever_its_weight(
+    odd: Requests, message: str, weight: float
+) -> None:
     with pytest.raises(ExchangeError, match=message) as error:
         respond(join([request(1.0), odd, request(2.0)]), [1, weight, 1])
     assert error.value.client == 1
@@ -133,7 +172,10 @@ def one_channel(kind: Kind, mean: float, variance: float, dtype: torch.dtype) ->
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_the_client_with_too_large_values_is_named(kind: Kind, dtype: torch.dtype) -> None:
-    """It is named in every dtype, and for a large mean as for a large variance; a little less is sound."""
+    """It is named in every dtype, and for a large mean as for a large variance.
+
+    A little less is sound.
+    """
     largest = min(torch.finfo(dtype).max, LARGEST)
     for by_mean, by_variance in ((1.02, 0.0), (0.0, 1.04), (0.98, 0.0), (0.0, 0.96)):
         mean, variance = by_mean * LIMIT * largest**0.5, by_variance * (largest / 8)
@@ -151,12 +193,23 @@ def test_only_the_client_with_too_large_values_is_named(kind: Kind, dtype: torch
 
 @st.composite
 def clients_statistics(draw: st.DrawFn) -> tuple[torch.Tensor, list[float]]:
-    """Return means and variances of several clients in a dtype, some too large, and weights; one may be almost 1."""
+    """Return means and variances of several clients in a dtype, some too large, and weights.
+
+    One may be almost 1.
+    """
     dtype, clients = draw(st.sampled_from(DTYPES)), draw(st.integers(2, 5))
     largest = min(torch.finfo(dtype).max, LARGEST)
-    means = [draw(st.floats(-1, 1)) * largest ** draw(st.sampled_from([0, 0.5, 0.7])) for _ in range(clients)]
-    variances = [draw(st.floats(0, 1)) * largest ** draw(st.sampled_from([0, 0.5, 1])) for _ in range(clients)]
-    weights = draw(st.lists(st.sampled_from([1e-6, 1.0, 3.0, 1e6]), min_size=clients, max_size=clients))
+    means = [
+        draw(st.floats(-1, 1)) * largest ** draw(st.sampled_from([0, 0.5, 0.7]))
+        for _ in range(clients)
+    ]
+    variances = [
+        draw(st.floats(0, 1)) * largest ** draw(st.sampled_from([0, 0.5, 1]))
+        for _ in range(clients)
+    ]
+    weights = draw(
+        st.lists(st.sampled_from([1e-6, 1.0, 3.0, 1e6]), min_size=clients, max_size=clients)
+    )
     return torch.tensor([means, variances], dtype=torch.float64).T.unsqueeze(-1).to(dtype), weights
 
 
@@ -166,7 +219,9 @@ def test_whoever_is_refused_is_too_large_and_without_them_the_pool_is_finite(
 ) -> None:
     stacked, weights = drawn
     largest = Fraction(min(torch.finfo(stacked.dtype).max, LARGEST))
-    sound = [client for client, values in enumerate(stacked) if not why_unusable("statistics", values)]
+    sound = [
+        client for client, values in enumerate(stacked) if not why_unusable("statistics", values)
+    ]
     for client in set(range(len(stacked))) - set(sound):
         mean, variance = (Fraction(value) for value in stacked[client].flatten().tolist())
         # times 8, and within the rounding of the dtype
@@ -196,14 +251,19 @@ def test_what_is_no_statistic_is_refused(kind: Kind, tensor: torch.Tensor, messa
 
 @pytest.mark.parametrize("odd", [request(1.0, layer="other"), request(1.0, kind="variance")])
 def test_a_client_at_another_layer_is_named(odd: Requests) -> None:
-    with pytest.raises(OrderError, match=r"is at the .* where the others are at the mean of BN layer 'bn'") as error:
+    with pytest.raises(
+        OrderError, match=r"is at the .* where the others are at the mean of BN layer 'bn'"
+    ) as error:
         join([odd, request(1.0), request(1.0)])
     assert error.value.client == 0
 
 
 def test_parts_of_several_clients_are_joined_in_any_order() -> None:
     whole = Requests("mean", "bn", torch.arange(5.0).unsqueeze(1), (1, 2, 3, 4, 5))
-    parts = [Requests("mean", "bn", whole.tensor[rows], tuple(row + 1 for row in rows)) for rows in ([3, 0], [4, 1, 2])]
+    parts = [
+        Requests("mean", "bn", whole.tensor[rows], tuple(row + 1 for row in rows))
+        for rows in ([3, 0], [4, 1, 2])
+    ]
     joined = join(parts, order=[1, 3, 4, 0, 2])
     assert torch.equal(joined.tensor, whole.tensor)
     assert joined.counts == whole.counts
@@ -215,7 +275,9 @@ def test_parts_of_several_clients_are_joined_in_any_order() -> None:
     assert error.value.client == 0
     # most clients are right, and not most rows
     two = pool_requests(join([request(0.0)] * 2), [1, 1])
-    with pytest.raises(OrderError, match="'other' where the others are at the mean of BN layer 'bn'") as error:
+    with pytest.raises(
+        OrderError, match="'other' where the others are at the mean of BN layer 'bn'"
+    ) as error:
         join([pool_requests(request(0.0, layer="other"), [1]), two], order=[1, 0])
     assert error.value.client == 1
 
@@ -227,4 +289,8 @@ def test_where_nothing_is_asked_nobody_is_weighed() -> None:
         return list(names)
 
     stacks = [SuspendedStep(partial(replies, names), 0) for names in ("ca", "b")]
-    assert take_step(Lockstep(stacks, order=[1, 2, 0]), lambda: pytest.fail("weighed")) == ["a", "b", "c"]
+    assert take_step(Lockstep(stacks, order=[1, 2, 0]), lambda: pytest.fail("weighed")) == [
+        "a",
+        "b",
+        "c",
+    ]

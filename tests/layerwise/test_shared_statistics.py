@@ -60,7 +60,9 @@ def test_whole_models_are_exact(name: str) -> None:
 
 
 def vectors() -> nn.Module:
-    return nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 10))
+    return nn.Sequential(
+        nn.BatchNorm1d(5), nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 10)
+    )
 
 
 def test_synchronized_batch_normalization_is_batch_normalization() -> None:
@@ -68,7 +70,9 @@ def test_synchronized_batch_normalization_is_batch_normalization() -> None:
     synchronized = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(model))
     assert all(isinstance(layer, nn.SyncBatchNorm) for layer in bn_layers(synchronized).values())
     found = gradients(synchronized, batches, [0.6, 0.4], F.cross_entropy)
-    for mine, plain in zip(found, gradients(model, batches, [0.6, 0.4], F.cross_entropy), strict=True):
+    for mine, plain in zip(
+        found, gradients(model, batches, [0.6, 0.4], F.cross_entropy), strict=True
+    ):
         assert relative_error(mine, plain) == 0
 
 
@@ -82,7 +86,13 @@ def test_synchronized_batch_normalization_is_batch_normalization() -> None:
 )
 def test_what_has_no_statistics_is_refused(sizes: list[int], mode: Any, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        gradients(made(vectors), heterogeneous_batches(sizes, (5,)), [1] * len(sizes), F.cross_entropy, mode)
+        gradients(
+            made(vectors),
+            heterogeneous_batches(sizes, (5,)),
+            [1] * len(sizes),
+            F.cross_entropy,
+            mode,
+        )
 
 
 class Twice(nn.Module):
@@ -141,7 +151,10 @@ def test_after_an_exception_the_model_is_as_it_was() -> None:
 
 def test_a_forward_that_sets_eval_mode_is_refused() -> None:
     model = held_in_passes(3, 1)
-    with pytest.raises(UnlikeBatchNormError, match="no BN layer normalized"), shared_statistics(model, alone):
+    with (
+        pytest.raises(UnlikeBatchNormError, match="no BN layer normalized"),
+        shared_statistics(model, alone),
+    ):
         model(torch.randn(3, 1, 4, 4))
 
 
@@ -190,7 +203,9 @@ class ByData(nn.Module):
 def test_another_order_of_layers_is_an_error() -> None:
     batches = heterogeneous_batches([4, 4, 4], (5,))
     batches[1] = batches[0]
-    with pytest.raises(OrderError, match=r"client 2: is at .*second.* others are at .*first") as error:
+    with pytest.raises(
+        OrderError, match=r"client 2: is at .*second.* others are at .*first"
+    ) as error:
         gradients(made(ByData), batches, [1, 1, 1], F.cross_entropy)
     assert error.value.client == 2
 
@@ -237,7 +252,10 @@ def test_stacked_along_any_axis_is_one_client_after_another(
     inputs_at: int, weight_at: int | None, bias_at: int | None
 ) -> None:
     torch.manual_seed(0)
-    inputs, (weight, bias) = torch.randn(3, 5, 2, 4, dtype=torch.float64), torch.rand(2, 3, 2, dtype=torch.float64)
+    inputs, (weight, bias) = (
+        torch.randn(3, 5, 2, 4, dtype=torch.float64),
+        torch.rand(2, 3, 2, dtype=torch.float64),
+    )
     weights = weight if weight_at is not None else weight[:1].expand(3, 2)
     biases = bias if bias_at is not None else bias[:1].expand(3, 2)
 
@@ -253,7 +271,9 @@ def test_stacked_along_any_axis_is_one_client_after_another(
     )
     places: Any = (0, 0, 0, None)
     outputs, mean, variance, count = vmap(layer, (inputs_at, weight_at, bias_at), places)(*values)
-    for found, wanted in zip((outputs, mean, variance), zip(*(one[:3] for one in each), strict=True), strict=True):
+    for found, wanted in zip(
+        (outputs, mean, variance), zip(*(one[:3] for one in each), strict=True), strict=True
+    ):
         torch.testing.assert_close(found, torch.stack(wanted), rtol=1e-12, atol=1e-12)
     assert count == 5 * 4
 
@@ -266,13 +286,17 @@ def test_stacked_clients_of_a_layer_without_weights() -> None:
         return apply(inputs, None, None, 1e-3, Use("layer", alone, "fused", final=False))[0]
 
     for found, own in zip(vmap(layer)(inputs), inputs, strict=True):
-        torch.testing.assert_close(found, F.batch_norm(own, None, None, training=True, eps=1e-3), rtol=1e-12, atol=0)
+        torch.testing.assert_close(
+            found, F.batch_norm(own, None, None, training=True, eps=1e-3), rtol=1e-12, atol=0
+        )
 
 
 def test_nobody_learns_from_the_statistics_themselves() -> None:
     apply: Apply = SharedBatchNorm.apply
     inputs = torch.randn(3, 2, requires_grad=True)
-    found = apply(inputs, torch.ones(2, requires_grad=True), None, 1e-3, Use("layer", alone, "fused"))
+    found = apply(
+        inputs, torch.ones(2, requires_grad=True), None, 1e-3, Use("layer", alone, "fused")
+    )
     assert [each.requires_grad for each in found] == [True, False, False, False]
 
 
@@ -281,7 +305,9 @@ def test_stacked_clients_without_data_of_their_own_are_refused() -> None:
         apply: Apply = SharedBatchNorm.apply
         return apply(torch.ones(4, 2), weight, None, 1e-3, Use("first", alone, "fused"))[0]
 
-    with pytest.raises(RuntimeError, match="what clients say of BN layer 'first' does not depend on their data"):
+    with pytest.raises(
+        RuntimeError, match="what clients say of BN layer 'first' does not depend on their data"
+    ):
         vmap(layer)(torch.ones(3, 2))
 
 
@@ -291,7 +317,9 @@ NORMS: tuple[Any, ...] = (nn.BatchNorm1d, nn.BatchNorm1d, nn.BatchNorm2d, nn.Bat
 
 @st.composite
 def small_models(draw: st.DrawFn) -> tuple[nn.Module, tuple[int, ...]]:
-    """Up to three blocks of a layer for inputs of any dimension, BN with any options, and a smooth activation."""
+    """Up to three blocks of a layer for inputs of any dimension, BN with any options, and a smooth
+    activation.
+    """
     dimensions, width = draw(st.integers(0, 3)), draw(st.integers(1, 3))
     layers: list[Callable[[], nn.Module]] = []
     for _ in range(draw(st.integers(1, 3))):
@@ -301,7 +329,11 @@ def small_models(draw: st.DrawFn) -> tuple[nn.Module, tuple[int, ...]]:
             "eps": draw(st.sampled_from([1e-5, 1e-2])),
         }
         sizes = (width, width, 1) if dimensions else (width, width)
-        layers += [partial(CONVOLUTIONS[dimensions], *sizes), partial(NORMS[dimensions], width, **options), nn.Tanh]
+        layers += [
+            partial(CONVOLUTIONS[dimensions], *sizes),
+            partial(NORMS[dimensions], width, **options),
+            nn.Tanh,
+        ]
     layers += [nn.Flatten, partial(nn.Linear, width * 2**dimensions, 10)]
     model = made(lambda: nn.Sequential(*[make() for make in layers]))
     return model, (width, *[2] * dimensions)

@@ -13,7 +13,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedbn_flwr.layerwise import Answer, Exchange, Requests, SuspendedStep, lockstep, shared_statistics
+from fedbn_flwr.layerwise import (
+    Answer,
+    Exchange,
+    Requests,
+    SuspendedStep,
+    lockstep,
+    shared_statistics,
+)
 from fedbn_flwr.layerwise.steps import Abandoned, Done
 from tests.helpers.waiting import PATIENCE, wait_until
 
@@ -23,7 +30,12 @@ def network() -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return nn.Sequential(
-            nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout()
+            nn.Linear(6, 8),
+            nn.BatchNorm1d(8),
+            nn.Dropout(),
+            nn.Linear(8, 8),
+            nn.BatchNorm1d(8),
+            nn.Dropout(),
         )
 
 
@@ -44,7 +56,9 @@ def reply(request: Requests) -> Answer:
     return Answer(1.5 * request.tensor + 0.25, 3 * request.counts[0])
 
 
-def finish(step: SuspendedStep[Any], outcome: Requests | Done[Any] | None = None) -> tuple[list[Requests], Any]:
+def finish(
+    step: SuspendedStep[Any], outcome: Requests | Done[Any] | None = None
+) -> tuple[list[Requests], Any]:
     """The requests on the way to the end, from the latest outcome on, and the result."""
     requests: list[Requests] = []
     outcome = outcome or step.advance()
@@ -62,7 +76,12 @@ def assert_same_bits(left: list[Tensor], right: list[Tensor]) -> None:
 def test_a_replay_from_any_log_has_the_same_bits() -> None:
     requests, result = finish(SuspendedStep(training(), seed=7))
     kinds = [(request.kind, request.layer) for request in requests]
-    assert kinds == [("statistics", "1"), ("statistics", "4"), ("gradients", "4"), ("gradients", "1")]
+    assert kinds == [
+        ("statistics", "1"),
+        ("statistics", "4"),
+        ("gradients", "4"),
+        ("gradients", "1"),
+    ]
     log = [reply(request) for request in requests]
     for done in range(len(log) + 1):
         step = SuspendedStep(training(), seed=7)
@@ -82,7 +101,9 @@ def test_interleaved_steps_have_the_masks_that_they_have_alone() -> None:
     outcomes: list[Any] = [one.advance(), other.advance()]
     while isinstance(outcomes[0], Requests):
         torch.rand(3)  # what else happens in the process
-        outcomes = [step.advance(reply(out)) for step, out in zip((one, other), outcomes, strict=True)]
+        outcomes = [
+            step.advance(reply(out)) for step, out in zip((one, other), outcomes, strict=True)
+        ]
     for (_, wanted), outcome in zip(alone, outcomes, strict=True):
         assert_same_bits(outcome.result, wanted)
     # not trivially: other masks give other gradients
@@ -175,7 +196,9 @@ def test_the_first_advance_takes_no_answer_and_all_others_do() -> None:
 def test_an_answer_of_another_shape_is_refused() -> None:
     step = SuspendedStep(training(), seed=0)
     step.advance()
-    with pytest.raises(ValueError, match=r"BN layer '1': the answer to its statistics is \(3,\), not \(2, 8\)"):
+    with pytest.raises(
+        ValueError, match=r"BN layer '1': the answer to its statistics is \(3,\), not \(2, 8\)"
+    ):
         step.advance(Answer(torch.zeros(3), 4))
 
 
@@ -210,7 +233,9 @@ def without_collector() -> Iterator[None]:
 @pytest.mark.usefixtures("without_collector")
 @pytest.mark.parametrize("is_dropped", [False, True])
 @pytest.mark.parametrize("at", [0, 2, 3], ids=["forward", "backward", "later"])
-def test_a_step_that_is_abandoned_or_held_by_nobody_lets_go_of_everything(at: int, is_dropped: bool) -> None:
+def test_a_step_that_is_abandoned_or_held_by_nobody_lets_go_of_everything(
+    at: int, is_dropped: bool
+) -> None:
     threads = threading.active_count()
     step, activations, model = held(at)
     if is_dropped:
@@ -269,5 +294,7 @@ request = step.advance()
 assert step.advance(Answer(request.tensor, 3)).kind == "gradients"
 print("suspended in backward")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "suspended in backward\n", "")

@@ -21,7 +21,14 @@ NORMS = ("bn", "gn", "none")
     ("name", "channels", "size", "parameters", "layers", "linear"),
     [
         ("mlp", 1, 28, 784 * 30 + 30 + 2 * 30 + 30 * 10 + 10, 1, [784, 30]),
-        ("small-cnn", 3, 32, 9 * (3 * 16 + 16 * 32 + 32 * 32) + 2 * (16 + 32 + 32) + 32 * 10 + 10, 3, [32]),
+        (
+            "small-cnn",
+            3,
+            32,
+            9 * (3 * 16 + 16 * 32 + 32 * 32) + 2 * (16 + 32 + 32) + 32 * 10 + 10,
+            3,
+            [32],
+        ),
         ("resnet20", 3, 32, 269_722, 19, [64]),
         ("resnet18", 3, 64, None, 20, [512]),
         ("mobilenetv2", 3, 64, None, 52, [1280]),
@@ -36,7 +43,9 @@ def test_a_network_is_the_one_of_its_paper(
 ) -> None:
     model = build(name, in_channels=channels, image_size=size)
     assert len(bn_layers(model)) == layers
-    assert [layer.in_features for layer in model.modules() if isinstance(layer, nn.Linear)] == linear
+    assert [
+        layer.in_features for layer in model.modules() if isinstance(layer, nn.Linear)
+    ] == linear
     assert parameters in (None, sum(parameter.numel() for parameter in model.parameters()))
 
 
@@ -58,7 +67,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "size", "norm"), CASES)
-def test_forward_and_backward_on_images_of_one_or_three_channels(name: str, size: int, norm: str) -> None:
+def test_forward_and_backward_on_images_of_one_or_three_channels(
+    name: str, size: int, norm: str
+) -> None:
     channels = 1 if norm == "gn" else 3
     model = build(name, num_classes=7, in_channels=channels, image_size=size, norm=norm)
     logits = model(torch.randn(2, channels, size, size, generator=torch.Generator().manual_seed(0)))
@@ -85,7 +96,10 @@ def test_starting_from_a_file(tmp_path: Path, suffix: str) -> None:
     state = build("small-cnn", seed=1).state_dict()
     save_file(state, path) if suffix == "safetensors" else torch.save(state, path)
     started = build("small-cnn", seed=2, init_from=path).state_dict()
-    assert all(torch.equal(started[key], state[key]) and started[key].dtype == state[key].dtype for key in state)
+    assert all(
+        torch.equal(started[key], state[key]) and started[key].dtype == state[key].dtype
+        for key in state
+    )
 
 
 def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
@@ -104,7 +118,11 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
     ("entry", "value", "reason"),
     [
         ("0.weight", float("nan"), "entry '0.weight' has a value that is not a finite number"),
-        ("1.running_mean", float("-inf"), "entry '1.running_mean' has a value that is not a finite number"),
+        (
+            "1.running_mean",
+            float("-inf"),
+            "entry '1.running_mean' has a value that is not a finite number",
+        ),
         ("1.running_var", -1e-3, "entry '1.running_var' has a variance below 0"),
     ],
 )
@@ -120,10 +138,15 @@ def test_values_that_weights_cannot_have_are_named(
         build("small-cnn", init_from=path)
 
 
-def test_a_file_is_measured_before_it_is_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_measured_before_it_is_unpacked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain, packed, many = (tmp_path / name for name in ("plain.pt", "packed.pt", "many.pt"))
     torch.save({"0.weight": torch.zeros(2**25)}, plain)
-    with zipfile.ZipFile(plain) as source, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as target:
+    with (
+        zipfile.ZipFile(plain) as source,
+        zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as target,
+    ):
         for name in source.namelist():
             target.writestr(name, source.read(name))
     assert packed.stat().st_size < 2**20
@@ -132,10 +155,15 @@ def test_a_file_is_measured_before_it_is_unpacked(tmp_path: Path, monkeypatch: p
     save_file({str(number): torch.zeros(1) for number in range(3000)}, several)
     with monkeypatch.context() as unread:
         unread.setattr("torch.load", Mock(side_effect=AssertionError("it was unpacked")))
-        with pytest.raises(ValueError, match=r"packed.pt unpacks to 134,\d+,\d+ bytes, and at most .* for this model"):
+        with pytest.raises(
+            ValueError,
+            match=r"packed.pt unpacks to 134,\d+,\d+ bytes, and at most .* for this model",
+        ):
             build("small-cnn", init_from=packed)
         for path in (many, several):
-            with pytest.raises(ValueError, match=rf"{path.name} has 3,\d+ entries, and at most 1,\d+ are read"):
+            with pytest.raises(
+                ValueError, match=rf"{path.name} has 3,\d+ entries, and at most 1,\d+ are read"
+            ):
                 build("small-cnn", init_from=path)
     # one storage with many names
     shared = torch.zeros(1)
@@ -167,12 +195,28 @@ FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "absent.pt": (lambda path: None, "there is no file .*"),
     "garbage.pt": (lambda path: path.write_bytes(b"not a tensor in sight"), ""),
     "garbage.safetensors": (lambda path: path.write_bytes(b"not a tensor in sight"), ""),
-    "cut.safetensors": (lambda path: path.write_bytes(save(build("mlp").state_dict())[:-9]), "neither safetensors nor"),
-    # these read as programs, of which the first takes from an empty stack and the second names an absent object
-    "pickle.pt": (lambda path: path.write_bytes(b"."), "neither safetensors nor a torch state dict"),
-    "absent-object.pt": (lambda path: path.write_bytes(b"h\x07."), "neither safetensors nor a torch state dict"),
-    "cut.pt": (lambda path: _save_cut(build("mlp"), path), "neither safetensors nor a torch state dict"),
-    "numbered.pt": (lambda path: torch.save({0: torch.ones(1)}, path), "does not hold a state dict"),
+    "cut.safetensors": (
+        lambda path: path.write_bytes(save(build("mlp").state_dict())[:-9]),
+        "neither safetensors nor",
+    ),
+    # these read as programs, of which the first takes from an empty stack and the second names an
+    # absent object
+    "pickle.pt": (
+        lambda path: path.write_bytes(b"."),
+        "neither safetensors nor a torch state dict",
+    ),
+    "absent-object.pt": (
+        lambda path: path.write_bytes(b"h\x07."),
+        "neither safetensors nor a torch state dict",
+    ),
+    "cut.pt": (
+        lambda path: _save_cut(build("mlp"), path),
+        "neither safetensors nor a torch state dict",
+    ),
+    "numbered.pt": (
+        lambda path: torch.save({0: torch.ones(1)}, path),
+        "does not hold a state dict",
+    ),
     "list.pt": (lambda path: torch.save([1, 2], path), "does not hold a state dict"),
     "code.pt": (lambda path: torch.save(build("mlp"), path), ""),
 }
@@ -194,7 +238,11 @@ def test_files_that_hold_no_weights(name: str, tmp_path: Path) -> None:
         ("digits-cnn", 32, "cannot take 32x32 images; it takes those of 28x28 only"),
         ("alexnet-bn", 32, "cannot take 32x32 images; it takes those of 63x63 and more"),
         (".=:x", 32, "unknown model '.=:x'; known: "),
-        ("timm:resnet18.nonsense", 32, "timm has no model 'resnet18.nonsense'; known: resnet18, resnet18."),
+        (
+            "timm:resnet18.nonsense",
+            32,
+            "timm has no model 'resnet18.nonsense'; known: resnet18, resnet18.",
+        ),
         ("nosuchpackage.models:make", 32, "cannot import 'nosuchpackage.models'"),
         ("torchvision.models:nosuchmodel", 32, "has no function 'nosuchmodel'"),
         ("collections:Counter", 32, "returned a Counter, not a torch.nn.Module"),
@@ -211,7 +259,8 @@ def test_a_model_of_ones_own_gets_the_arguments_that_it_accepts(
     (tmp_path / "own_models.py").write_text(
         "from torch import nn\n"
         "def linear(image_size, num_classes):\n"
-        "    layers = nn.Flatten(), nn.Linear(image_size, num_classes), nn.BatchNorm1d(num_classes)\n"
+        "    layers = nn.Flatten(), nn.Linear(image_size, num_classes), "
+        "nn.BatchNorm1d(num_classes)\n"
         "    return nn.Sequential(*layers)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)

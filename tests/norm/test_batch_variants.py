@@ -8,7 +8,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedbn_flwr.norm import BatchNorm, affine_keys, bn_keys, bn_layers, freeze, local_keys, replace, statistics_keys
+from fedbn_flwr.norm import (
+    BatchNorm,
+    affine_keys,
+    bn_keys,
+    bn_layers,
+    freeze,
+    local_keys,
+    replace,
+    statistics_keys,
+)
 from fedbn_flwr.norm.layers import BatchRenorm, HybridBatchNorm, StaticBatchNorm
 
 Layer = TypeVar("Layer", bound=BatchNorm)
@@ -16,7 +25,9 @@ Layer = TypeVar("Layer", bound=BatchNorm)
 SHAPES = [(6, 3), (4, 3, 5), (4, 3, 5, 2), (2, 3, 2, 2, 2)]
 
 
-@pytest.mark.parametrize("layer", [BatchRenorm(3, eps=0.7, r_max=1.0, d_max=0.0), StaticBatchNorm(3, eps=0.7)])
+@pytest.mark.parametrize(
+    "layer", [BatchRenorm(3, eps=0.7, r_max=1.0, d_max=0.0), StaticBatchNorm(3, eps=0.7)]
+)
 def test_eps_is_that_of_the_layer(layer: BatchNorm) -> None:
     inputs = random_inputs((4, 3, 5))
     torch.testing.assert_close(layer.double()(inputs), nn.BatchNorm1d(3, eps=0.7).double()(inputs))
@@ -37,7 +48,9 @@ def random_inputs(shape: tuple[int, ...]) -> Tensor:
 
 
 def with_statistics(layer: Layer) -> Layer:
-    """Put running statistics and affine parameters into a layer of three channels that are not the first ones."""
+    """Put running statistics and affine parameters into a layer of three channels that are not the
+    first ones.
+    """
     layer.double()
     assert layer.running_mean is not None
     assert layer.running_var is not None
@@ -80,7 +93,9 @@ def test_batch_renorm_against_its_formula(shape: tuple[int, ...], affine: bool) 
     expected_gradients = torch.autograd.grad((uncolumns(expected, inputs) * upstream).sum(), leaves)
     outputs = layer(inputs)
     torch.testing.assert_close(outputs, uncolumns(expected, inputs))
-    torch.testing.assert_close(torch.autograd.grad((outputs * upstream).sum(), leaves), expected_gradients)
+    torch.testing.assert_close(
+        torch.autograd.grad((outputs * upstream).sum(), leaves), expected_gradients
+    )
     reference(columns(inputs).T)
     torch.testing.assert_close(layer.state_dict(), reference.state_dict())
 
@@ -89,11 +104,15 @@ def test_batch_renorm_against_its_formula(shape: tuple[int, ...], affine: bool) 
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_hybrid_bn_against_its_formula(shape: tuple[int, ...], affine: bool, mix: float) -> None:
-    """It starts half way; with the batch's statistics alone it is BN in training, without them BN that is frozen."""
+    """It starts half way; with the batch's statistics alone it is BN in training, without them BN
+    that is frozen.
+    """
     layer = with_statistics(HybridBatchNorm(3, affine=affine))
     assert not layer.mix.any()
     layer.mix.data.fill_(mix)
-    layer.load_state_dict({"steady_mean": layer.running_mean, "steady_var": layer.running_var}, strict=False)
+    layer.load_state_dict(
+        {"steady_mean": layer.running_mean, "steady_var": layer.running_var}, strict=False
+    )
     inputs = random_inputs(shape)
     rows = columns(inputs)
     share = 1 / (1 + exp(-mix))
@@ -127,7 +146,9 @@ def test_hybrid_bn_never_changes_its_statistics_and_keeps_its_mix_local() -> Non
     assert "1.mix" not in affine_keys(model) + statistics_keys(model)
 
 
-def test_static_bn_keeps_no_statistics_while_it_trains_and_evaluates_with_what_was_installed() -> None:
+def test_static_bn_keeps_no_statistics_while_it_trains_and_evaluates_with_what_was_installed() -> (
+    None
+):
     layer, plain = with_statistics(StaticBatchNorm(3)), with_statistics(BatchNorm(3))
     before, inputs = copy.deepcopy(layer.state_dict()), random_inputs((4, 3, 5))
     torch.testing.assert_close(layer.eval()(inputs), plain.eval()(inputs))
@@ -139,8 +160,12 @@ def test_static_bn_keeps_no_statistics_while_it_trains_and_evaluates_with_what_w
     ("kind", "layer"),
     [("brn", BatchRenorm), ("hbn", HybridBatchNorm), ("static-bn", StaticBatchNorm)],
 )
-def test_they_count_as_bn_and_can_be_put_in_frozen_and_taken_out(kind: str, layer: type[BatchNorm]) -> None:
-    model = replace(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4, eps=1e-3, momentum=0.2)), kind)
+def test_they_count_as_bn_and_can_be_put_in_frozen_and_taken_out(
+    kind: str, layer: type[BatchNorm]
+) -> None:
+    model = replace(
+        nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4, eps=1e-3, momentum=0.2)), kind
+    )
     (found,) = bn_layers(model).values()
     assert type(found) is layer
     assert (found.eps, found.momentum) == (1e-3, 0.2)
@@ -151,7 +176,9 @@ def test_they_count_as_bn_and_can_be_put_in_frozen_and_taken_out(kind: str, laye
 
 
 @pytest.mark.parametrize("kind", ["brn", "hbn", "static-bn"])
-def test_inputs_of_half_precision_keep_their_type_and_those_without_channels_are_refused(kind: str) -> None:
+def test_inputs_of_half_precision_keep_their_type_and_those_without_channels_are_refused(
+    kind: str,
+) -> None:
     layer = replace(nn.BatchNorm2d(4), kind)
     assert layer(torch.randn(2, 4, 3, 3, dtype=torch.bfloat16)).dtype == torch.bfloat16
     with pytest.raises(ValueError, match="expected an input of shape"):

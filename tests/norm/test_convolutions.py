@@ -32,7 +32,11 @@ def standardize(weight: NDArray[np.float64], gamma: float, gain: float) -> NDArr
 def convolutions(draw: st.DrawFn) -> tuple[Any, int]:
     """A convolution of one, two or three dimensions, and how many."""
     dimensions = draw(st.integers(1, 3))
-    groups, inputs, outputs = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    groups, inputs, outputs = (
+        draw(st.integers(1, 3)),
+        draw(st.integers(1, 3)),
+        draw(st.integers(1, 3)),
+    )
     size = draw(st.tuples(*[st.integers(1, 3)] * dimensions))
     padding = draw(st.sampled_from([0, 1, "same"]))
     options = {
@@ -43,7 +47,9 @@ def convolutions(draw: st.DrawFn) -> tuple[Any, int]:
         "bias": draw(st.booleans()),
         "padding_mode": draw(st.sampled_from(["zeros", "circular", "replicate", "reflect"])),
     }
-    return KINDS[dimensions](inputs * groups, outputs * groups, size, **options).double(), dimensions
+    return KINDS[dimensions](
+        inputs * groups, outputs * groups, size, **options
+    ).double(), dimensions
 
 
 @settings(max_examples=60, deadline=None)
@@ -90,11 +96,15 @@ def test_in_two_dimensions_the_numbers_are_timms() -> None:
 
 def test_a_convolution_with_a_forward_of_its_own_goes_on_with_it() -> None:
     layer = Conv2dSame(3, 4, 3, stride=2).double()
-    inputs = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    inputs = torch.randn(
+        2, 3, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     new: Any = standardized("", layer, gamma=None)
     ones = torch.from_numpy(standardize(new.weight.detach().numpy(), 27**0.5, 1.0))
     # as TensorFlow pads where sides are even and the stride is 2: one row and column at the end
-    torch.testing.assert_close(new(inputs), F.conv2d(F.pad(inputs, (0, 1, 0, 1)), ones, new.bias, stride=2))
+    torch.testing.assert_close(
+        new(inputs), F.conv2d(F.pad(inputs, (0, 1, 0, 1)), ones, new.bias, stride=2)
+    )
     assert new.weight is layer.weight
     assert (type(layer), [name for name, _ in layer.named_buffers()]) == (Conv2dSame, [])
 
@@ -108,7 +118,9 @@ def test_the_start_is_at_unit_norm_and_gives_the_same_function() -> None:
         expected = standardize(layer.weight.detach().numpy(), 1.0, 1.0)
         new: Any = standardized("", layer, 1.0)
         found = standardize(new.weight.detach().numpy(), 1.0, 1.0)
-    assert new.weight.flatten(1).std(dim=1, correction=0).mul(27**0.5).tolist() == pytest.approx([1, 1, 0, 1])
+    assert new.weight.flatten(1).std(dim=1, correction=0).mul(27**0.5).tolist() == pytest.approx(
+        [1, 1, 0, 1]
+    )
     np.testing.assert_allclose(found, expected, rtol=1e-3)
 
 
@@ -143,7 +155,13 @@ def test_parameters_device_precision_and_mode_are_the_layers_own() -> None:
 
 
 @pytest.mark.parametrize(
-    "layer", [nn.Conv2d(4, 4, 1, groups=4), nn.Conv1d(1, 4, 1), nn.ConvTranspose2d(2, 3, 2), nn.Linear(2, 2)]
+    "layer",
+    [
+        nn.Conv2d(4, 4, 1, groups=4),
+        nn.Conv1d(1, 4, 1),
+        nn.ConvTranspose2d(2, 3, 2),
+        nn.Linear(2, 2),
+    ],
 )
 def test_what_stays_as_it_is(layer: nn.Module) -> None:
     assert standardized("", layer, 1.0) is layer

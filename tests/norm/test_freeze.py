@@ -14,7 +14,9 @@ from tests.helpers.toys import assert_same_state
 
 
 def make_model() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Sequential(nn.BatchNorm1d(4)))
+    return nn.Sequential(
+        nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Sequential(nn.BatchNorm1d(4))
+    )
 
 
 def snapshot(model: nn.Module) -> dict[str, object]:
@@ -52,7 +54,9 @@ def test_frozen_layers_use_the_running_statistics_and_still_learn() -> None:
     layer.running_mean.copy_(torch.tensor([1.0, -2.0]))
     layer.running_var.copy_(torch.tensor([4.0, 9.0]))
     with freeze(layer):
-        output = layer.train()(torch.tensor([[3.0, 4.0]]))  # one sample, which BN in training refuses
+        output = layer.train()(
+            torch.tensor([[3.0, 4.0]])
+        )  # one sample, which BN in training refuses
     assert output.tolist() == [[1.0, 2.0]]
     output.sum().backward()
     assert layer.weight.grad is not None
@@ -107,7 +111,9 @@ def test_freezes_nest() -> None:
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_copy_of_a_frozen_model_is_frozen_by_itself(copied: Callable[[nn.Module], nn.Module]) -> None:
+def test_a_copy_of_a_frozen_model_is_frozen_by_itself(
+    copied: Callable[[nn.Module], nn.Module],
+) -> None:
     model = make_model()
     with freeze(model):
         other = copied(model)
@@ -116,8 +122,13 @@ def test_a_copy_of_a_frozen_model_is_frozen_by_itself(copied: Callable[[nn.Modul
 
 
 def test_layers_without_running_statistics_are_named() -> None:
-    model = nn.Sequential(nn.BatchNorm1d(2), nn.Sequential(nn.BatchNorm1d(2, track_running_stats=False)))
-    with pytest.raises(ValueError, match=r"BN layer '1\.0' has no running statistics"), freeze(model):
+    model = nn.Sequential(
+        nn.BatchNorm1d(2), nn.Sequential(nn.BatchNorm1d(2, track_running_stats=False))
+    )
+    with (
+        pytest.raises(ValueError, match=r"BN layer '1\.0' has no running statistics"),
+        freeze(model),
+    ):
         pass
     assert model[0].training
     with freeze(model, statistics=False, affine=True):  # its affine parameters can be

@@ -1,4 +1,6 @@
-"""Gathered statistics are those of the concatenated inputs, and gathering leaves no trace; so do adapted models."""
+"""Gathered statistics are those of the concatenated inputs, and gathering leaves no trace; so do
+adapted models.
+"""
 
 import warnings
 from copy import deepcopy
@@ -26,17 +28,29 @@ def make_model(kind: str = "bn") -> nn.Module:
 def assert_moments_of(moments: Moments, rows: Tensor) -> None:
     assert moments.count == len(rows)
     torch.testing.assert_close(moments.mean, rows.mean(dim=0), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(moments.variance, rows.var(dim=0, correction=0), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        moments.variance, rows.var(dim=0, correction=0), rtol=1e-12, atol=1e-12
+    )
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=4), min_size=1, max_size=4), st.floats(-1e3, 1e3))
-def test_pooled_moments_are_those_of_the_concatenated_inputs(clients: list[list[int]], offset: float) -> None:
+@given(
+    st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=4), min_size=1, max_size=4),
+    st.floats(-1e3, 1e3),
+)
+def test_pooled_moments_are_those_of_the_concatenated_inputs(
+    clients: list[list[int]], offset: float
+) -> None:
     seed = iter(range(100))
-    batches = [[normal(size + 1, 3, 2, seed=next(seed)) * 2 + offset for size in sizes] for sizes in clients]
+    batches = [
+        [normal(size + 1, 3, 2, seed=next(seed)) * 2 + offset for size in sizes]
+        for sizes in clients
+    ]
     layer = nn.BatchNorm1d(3).double()
     pooled = pool_moments(gather(layer, client) for client in batches)
-    everything = torch.cat([batch.transpose(1, 2).reshape(-1, 3) for client in batches for batch in client])
+    everything = torch.cat(
+        [batch.transpose(1, 2).reshape(-1, 3) for client in batches for batch in client]
+    )
     assert_moments_of(pooled[""], everything)
 
 
@@ -75,22 +89,30 @@ def test_a_layer_used_twice_pools_both_uses() -> None:
 
 
 def test_two_values_are_corrected_as_torch_does() -> None:
-    assert Moments(2, torch.zeros(1), torch.tensor([3.0])).running_variance(unbiased=True).tolist() == [6.0]
-    assert Moments(1, torch.zeros(1), torch.tensor([0.0])).running_variance(unbiased=True).tolist() == [0.0]
+    assert Moments(2, torch.zeros(1), torch.tensor([3.0])).running_variance(
+        unbiased=True
+    ).tolist() == [6.0]
+    assert Moments(1, torch.zeros(1), torch.tensor([0.0])).running_variance(
+        unbiased=True
+    ).tolist() == [0.0]
 
 
-# ---- adapting --------------------------------------------------------------------------------------------------------
+# ---- adapting ------------------------------------------------------------------------------------
 
 
 def trained_model() -> nn.Module:
-    """Return a model whose BN has statistics, and whose layers differ by an order from that of the forward pass."""
+    """Return a model whose BN has statistics, and whose layers differ by an order from that of the
+    forward pass.
+    """
     model = make_model()
     model(normal(40, 2, 4, 4, seed=7) * 3 - 1)
     return model
 
 
 def in_one_pass(model: nn.Module, inputs: Tensor) -> nn.Module:
-    """Return a copy after one forward pass in training mode over all inputs, whose statistics replace the old ones."""
+    """Return a copy after one forward pass in training mode over all inputs, whose statistics
+    replace the old ones.
+    """
     model = deepcopy(model)
     for layer in model.modules():
         layer.train(isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d))
@@ -103,7 +125,10 @@ def in_one_pass(model: nn.Module, inputs: Tensor) -> nn.Module:
 @pytest.mark.parametrize("sizes", [[60], [20, 20, 20], [3, 1, 40, 16], [1] * 60])
 def test_adapted_statistics_are_those_of_all_inputs_in_one_pass(sizes: list[int]) -> None:
     model, inputs = trained_model(), normal(60, 2, 4, 4) * 2 + 5
-    expected, state = in_one_pass(model, inputs).state_dict(), adapt(model, inputs.split(sizes)).state_dict()
+    expected, state = (
+        in_one_pass(model, inputs).state_dict(),
+        adapt(model, inputs.split(sizes)).state_dict(),
+    )
     assert state.keys() == expected.keys()
     for name in ("1.running_mean", "1.running_var", "6.running_mean", "6.running_var"):
         torch.testing.assert_close(state[name], expected[name], rtol=1e-12, atol=1e-12)
@@ -114,7 +139,9 @@ def test_batches_may_be_dictionaries_as_loaders_of_hugging_face_give_them() -> N
     model, inputs = trained_model(), normal(60, 2, 4, 4)
     labels = torch.zeros(30, dtype=torch.int64)
     batches = [{"name": ["a"] * 30, "label": labels, "image": batch} for batch in inputs.split(30)]
-    torch.testing.assert_close(adapt(model, batches).state_dict(), adapt(model, inputs.split(30)).state_dict())
+    torch.testing.assert_close(
+        adapt(model, batches).state_dict(), adapt(model, inputs.split(30)).state_dict()
+    )
 
 
 @pytest.mark.parametrize("sizes", [[60], [30, 30]])
@@ -130,20 +157,37 @@ def test_adapting_moves_nothing_else() -> None:
     model = trained_model()
     model.get_submodule("6").eval()
     before, drawn = deepcopy(model.state_dict()), torch.get_rng_state()
-    loader = DataLoader(TensorDataset(normal(60, 2, 4, 4), torch.zeros(60)), batch_size=25, shuffle=True)
+    loader = DataLoader(
+        TensorDataset(normal(60, 2, 4, 4), torch.zeros(60)), batch_size=25, shuffle=True
+    )
     adapted = adapt(model, loader)
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
     assert torch.equal(torch.get_rng_state(), drawn)
-    assert [layer.training for layer in adapted.modules()] == [layer.training for layer in model.modules()]
-    moved = [name for name, value in adapted.state_dict().items() if not torch.equal(value, before[name])]
+    assert [layer.training for layer in adapted.modules()] == [
+        layer.training for layer in model.modules()
+    ]
+    moved = [
+        name for name, value in adapted.state_dict().items() if not torch.equal(value, before[name])
+    ]
     assert moved == ["1.running_mean", "1.running_var", "6.running_mean", "6.running_var"]
-    assert all(one is not other for one, other in zip(adapted.parameters(), model.parameters(), strict=True))
-    assert [one.requires_grad for one in adapted.parameters()] == [one.requires_grad for one in model.parameters()]
+    assert all(
+        one is not other
+        for one, other in zip(adapted.parameters(), model.parameters(), strict=True)
+    )
+    assert [one.requires_grad for one in adapted.parameters()] == [
+        one.requires_grad for one in model.parameters()
+    ]
 
 
 def test_a_weight_is_between_the_models_statistics_and_the_new_ones() -> None:
-    """By hand: twenty values 1 and twenty 3 have the mean 2 and the unbiased variance 40 / 39; a quarter of that."""
-    layer, inputs = nn.BatchNorm1d(1).double(), torch.tensor([[1.0], [3.0]], dtype=torch.float64).repeat(20, 1)
+    """By hand: twenty values 1 and twenty 3 have the mean 2 and the unbiased variance 40 / 39.
+
+    A quarter of that.
+    """
+    layer, inputs = (
+        nn.BatchNorm1d(1).double(),
+        torch.tensor([[1.0], [3.0]], dtype=torch.float64).repeat(20, 1),
+    )
     adapted = adapt(layer, inputs, weight=0.25)
     assert adapted.state_dict()["running_mean"].item() == pytest.approx(0.25 * 2)
     assert adapted.state_dict()["running_var"].item() == pytest.approx(0.75 * 1 + 0.25 * 40 / 39)
@@ -156,7 +200,10 @@ def test_upper_layers_see_what_mixed_statistics_below_make() -> None:
     assert isinstance(first, nn.BatchNorm2d)
     hidden = below(inputs).detach()
     variance, mean = torch.var_mean(hidden, dim=(0, 2, 3), correction=0)
-    mixed = (1 - share) * old["1.running_mean"] + share * mean, (1 - share) * old["1.running_var"] + share * variance
+    mixed = (
+        (1 - share) * old["1.running_mean"] + share * mean,
+        (1 - share) * old["1.running_var"] + share * variance,
+    )
     hidden = nn.functional.batch_norm(hidden, *mixed, first.weight, first.bias, eps=1e-5)
     seen = upper(hidden.relu().flatten(1)).detach()
     expected = (1 - share) * old["6.running_mean"] + share * seen.mean(0)
@@ -167,7 +214,8 @@ def test_what_cannot_be_adapted_is_said_in_one_line() -> None:
     inputs = normal(30, 2, 4, 4)
     for kind in ("ln", "none"):
         with pytest.raises(
-            ValueError, match=r"^adapt re-estimates BN's running statistics: the model has no BN layer$"
+            ValueError,
+            match=r"^adapt re-estimates BN's running statistics: the model has no BN layer$",
         ):
             adapt(make_model(kind), inputs)
     with pytest.raises(ValueError, match=r"^adapt: weight must be above 0 and at most 1, got 0$"):
@@ -180,7 +228,9 @@ def test_what_cannot_be_adapted_is_said_in_one_line() -> None:
 
 
 def test_few_inputs_are_warned_of() -> None:
-    with pytest.warns(UserWarning, match=r"^adapt: statistics of 19 inputs are noisy: give 20 or more$"):
+    with pytest.warns(
+        UserWarning, match=r"^adapt: statistics of 19 inputs are noisy: give 20 or more$"
+    ):
         adapt(make_model(), normal(19, 2, 4, 4).split(10))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

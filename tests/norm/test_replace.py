@@ -70,15 +70,25 @@ def test_a_bias_takes_the_place_of_beta_only_where_there_was_one() -> None:
 
 
 def learning_in(kind: str, freeze: Callable[[str], bool], **options: Any) -> set[str]:
-    """Return the names of what learns after a normalizer has come into a partly frozen ResNet-20."""
+    """Return the names of what learns after a normalizer has come into a partly frozen
+    ResNet-20.
+    """
     model = build("resnet20", seed=1)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not freeze(name))
-    return {name for name, parameter in replace(model, kind, **options).named_parameters() if parameter.requires_grad}
+    return {
+        name
+        for name, parameter in replace(model, kind, **options).named_parameters()
+        if parameter.requires_grad
+    }
 
 
-@pytest.mark.parametrize(("kind", "options"), [*((kind, {}) for kind in NORMS), ("wsconv", {"gain": "learnable"})])
-def test_what_was_frozen_stays_frozen_and_nothing_else_is(kind: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "options"), [*((kind, {}) for kind in NORMS), ("wsconv", {"gain": "learnable"})]
+)
+def test_what_was_frozen_stays_frozen_and_nothing_else_is(
+    kind: str, options: dict[str, Any]
+) -> None:
     """The first half is frozen, as for fine-tuning."""
     first = tuple(f"{name}." for name in ("conv1", "bn1", "layer1", "layer2"))
     unfrozen = learning_in(kind, lambda _: False, **options)
@@ -91,11 +101,15 @@ def test_the_parameters_of_a_normalizer_are_frozen_one_by_one() -> None:
     assert {name.rpartition(".")[2] for name in names if name.startswith("bn1.")} == {"bias", "mix"}
     assert "bn1.mix" not in learning_in("hbn", lambda name: "bn" in name)
     # where all beta are frozen, so are the biases that take their place
-    assert "conv1.bias" not in learning_in("none", lambda name: "bn" in name or name.startswith("layer1.0.downsample"))
+    assert "conv1.bias" not in learning_in(
+        "none", lambda name: "bn" in name or name.startswith("layer1.0.downsample")
+    )
     with_prelu = BatchNormAct2d(4, act_layer=nn.PReLU)
     with_prelu.act.requires_grad_(False)
     model = replace(nn.Sequential(with_prelu), "gn")
-    assert {name for name, each in model.named_parameters() if not each.requires_grad} == {"0.2.weight"}
+    assert {name for name, each in model.named_parameters() if not each.requires_grad} == {
+        "0.2.weight"
+    }
 
 
 def test_bn_that_is_there_already_is_left_alone() -> None:
@@ -129,7 +143,9 @@ def test_foreign_group_and_instance_norm_become_bn() -> None:
     ],
 )
 @pytest.mark.parametrize(("kind", "groups"), [("gn", 2), ("ln", 1), ("in", 4)])
-def test_every_kind_of_bn_against_numpy(layer: _BatchNorm, shape: tuple[int, ...], kind: str, groups: int) -> None:
+def test_every_kind_of_bn_against_numpy(
+    layer: _BatchNorm, shape: tuple[int, ...], kind: str, groups: int
+) -> None:
     inputs = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     new = replace(nn.Sequential(layer), kind).double()
     if kind == "in" and len(shape) == 2:
@@ -150,7 +166,9 @@ def test_bn_of_any_number_of_dimensions_is_torchs() -> None:
         inputs = torch.randn(shape, generator=generator)
         own.reset_running_stats()
         assert torch.equal(own(inputs), theirs(inputs))
-        assert all(torch.equal(own.state_dict()[key], value) for key, value in theirs.state_dict().items())
+        assert all(
+            torch.equal(own.state_dict()[key], value) for key, value in theirs.state_dict().items()
+        )
     with pytest.raises(ValueError, match="expected an input of shape"):
         own(torch.ones(4))
 
@@ -164,11 +182,20 @@ def test_a_shared_layer_stays_shared() -> None:
 
 @pytest.mark.parametrize("affine", [True, False])
 def test_device_precision_and_mode_are_the_layers_own_or_else_the_models(affine: bool) -> None:
-    bare = nn.BatchNorm2d(4, affine=affine, track_running_stats=False).to("meta", torch.bfloat16).eval()
+    bare = (
+        nn.BatchNorm2d(4, affine=affine, track_running_stats=False)
+        .to("meta", torch.bfloat16)
+        .eval()
+    )
     whole = nn.BatchNorm2d(4, affine=affine).double()
     model = nn.Sequential(nn.Conv2d(3, 4, 1).to("meta", torch.bfloat16), bare, whole)
-    for layer, device, dtype in zip(replace(model, "brn").children(), ("meta", "meta", "cpu"), DTYPES, strict=True):
-        values = [*layer.parameters(), *(buffer for buffer in layer.buffers() if buffer.is_floating_point())]
+    for layer, device, dtype in zip(
+        replace(model, "brn").children(), ("meta", "meta", "cpu"), DTYPES, strict=True
+    ):
+        values = [
+            *layer.parameters(),
+            *(buffer for buffer in layer.buffers() if buffer.is_floating_point()),
+        ]
         assert {(value.device.type, value.dtype) for value in values} == {(device, dtype)}
     assert [layer.training for layer in model] == [True, False, True]
 
@@ -213,20 +240,50 @@ BRANCH_SCALE = "branch_scale must be auto, paper or a number above 0"
 @pytest.mark.parametrize(
     ("layer", "kind", "options", "message"),
     [
-        (nn.BatchNorm2d(6), "gn", {"groups": 4}, "layer '1': 6 channels do not divide into 4 groups"),
+        (
+            nn.BatchNorm2d(6),
+            "gn",
+            {"groups": 4},
+            "layer '1': 6 channels do not divide into 4 groups",
+        ),
         (nn.BatchNorm2d(6), "gn", {"groups": 0}, "0 groups"),
         (nn.LazyBatchNorm2d(), "gn", {}, "layer '1' is lazy"),
         (Scaled(4), "gn", {}, "layer '1' is a Scaled with scale, which GroupNorm would drop"),
         (nn.BatchNorm1d(4), "brn", {"r_max": 0.5}, r"not 0\.5 and 5\.0"),
-        (nn.BatchNorm1d(4), "fixup", {}, r"BasicBlock and Bottleneck \(resnet20, resnet18 and its kin\)"),
-        (weight_norm(nn.Conv2d(2, 3, 3)), "wsconv", {}, "layer '1' computes its weight, which cannot be standardized"),
-        (nn.ReLU(), "wsconv", {"gain": "free"}, "unknown gain 'free'; there are: constant, learnable"),
-        *((nn.ReLU(), "wsconv", {"branch_scale": scale}, BRANCH_SCALE) for scale in ("brock", 0, -1.0, math.nan)),
-        (nn.ReLU(), "batch", {}, r"unknown normalizer 'batch'; known: bn, gn, ln, in, gn-ws, .*fixup"),
+        (
+            nn.BatchNorm1d(4),
+            "fixup",
+            {},
+            r"BasicBlock and Bottleneck \(resnet20, resnet18 and its kin\)",
+        ),
+        (
+            weight_norm(nn.Conv2d(2, 3, 3)),
+            "wsconv",
+            {},
+            "layer '1' computes its weight, which cannot be standardized",
+        ),
+        (
+            nn.ReLU(),
+            "wsconv",
+            {"gain": "free"},
+            "unknown gain 'free'; there are: constant, learnable",
+        ),
+        *(
+            (nn.ReLU(), "wsconv", {"branch_scale": scale}, BRANCH_SCALE)
+            for scale in ("brock", 0, -1.0, math.nan)
+        ),
+        (
+            nn.ReLU(),
+            "batch",
+            {},
+            r"unknown normalizer 'batch'; known: bn, gn, ln, in, gn-ws, .*fixup",
+        ),
         (nn.ReLU(), "ln", {"eps": 1.0}, "normalizer 'ln' has no option 'eps'; its options: none"),
     ],
 )
-def test_what_cannot_be_is_refused(layer: nn.Module, kind: str, options: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_is_refused(
+    layer: nn.Module, kind: str, options: dict[str, Any], message: str
+) -> None:
     before = [nn.BatchNorm2d(4), layer]
     model = nn.Sequential(*before)
     with pytest.raises(ValueError, match=message):
@@ -235,12 +292,17 @@ def test_what_cannot_be_is_refused(layer: nn.Module, kind: str, options: dict[st
     assert isinstance(layer, nn.Conv2d) or list(model) == before
 
 
-def test_a_trained_model_may_hold_what_is_no_tensor_yet(flower_log: pytest.LogCaptureFixture) -> None:
+def test_a_trained_model_may_hold_what_is_no_tensor_yet(
+    flower_log: pytest.LogCaptureFixture,
+) -> None:
     layer = nn.BatchNorm2d(4)
     layer.load_state_dict({**layer.state_dict(), "running_mean": torch.ones(4)})
     replace(nn.Sequential(nn.Conv2d(1, 4, 3), layer, nn.LazyLinear(2)), "gn")
     # BN's statistics and counter
-    assert "the normalizer 'gn' drops or changes 3 of 7 entries of the weights, such as '1.running_m" in flower_log.text
+    assert (
+        "the normalizer 'gn' drops or changes 3 of 7 entries of the weights, such as '1.running_m"
+        in flower_log.text
+    )
     with torch.device("meta"):
         replace(nn.Sequential(nn.BatchNorm2d(4)), "gn")
 
@@ -254,7 +316,10 @@ def test_says_what_a_trained_network_without_bn_loses(flower_log: pytest.LogCapt
     trained = network()
     trained.load_state_dict({**trained.state_dict(), "1.bias": torch.ones(4)})
     replace(trained, "none")
-    assert "the normalizer 'none' drops or changes 2 of 4 entries of the weights, such as '1.weight'" in flower_log.text
+    assert (
+        "the normalizer 'none' drops or changes 2 of 4 entries of the weights, such as '1.weight'"
+        in flower_log.text
+    )
 
 
 def test_says_that_there_was_nothing_to_replace(flower_log: pytest.LogCaptureFixture) -> None:
@@ -271,7 +336,9 @@ def test_says_that_bn_takes_the_place_of_others(flower_log: pytest.LogCaptureFix
 
     replace(Grouped(nn.Conv2d(1, 4, 1), nn.BatchNorm2d(4)), "bn")
     assert not flower_log.text
-    replace(Grouped(nn.Conv2d(1, 4, 1), nn.GroupNorm(2, 4), nn.BatchNorm2d(4), nn.GroupNorm(2, 4)), "bn")
+    replace(
+        Grouped(nn.Conv2d(1, 4, 1), nn.GroupNorm(2, 4), nn.BatchNorm2d(4), nn.GroupNorm(2, 4)), "bn"
+    )
     assert "BN takes the place of 2 normalizers of other kinds in the Grouped" in flower_log.text
 
 
@@ -294,7 +361,7 @@ def test_the_momentum_of_bn() -> None:
     assert {layer.momentum for layer in bn_layers(build("resnet20")).values()} == {0.1}
 
 
-# ---- what is BN in a model -------------------------------------------------------------------------------------------
+# ---- what is BN in a model -----------------------------------------------------------------------
 
 
 def test_every_kind_of_bn_and_nothing_else() -> None:

@@ -24,7 +24,11 @@ RELU_GAIN = math.sqrt(2 / (1 - 1 / math.pi))
 
 
 def gains(model: nn.Module) -> dict[str, float]:
-    return {name: float(layer.gain.flatten()[0]) for name, layer in model.named_modules() if hasattr(layer, "gain")}
+    return {
+        name: float(layer.gain.flatten()[0])
+        for name, layer in model.named_modules()
+        if hasattr(layer, "gain")
+    }
 
 
 def gammas(model: nn.Module) -> dict[str, float]:
@@ -69,12 +73,18 @@ def sigmoid(z: float) -> float:
         (torch.sigmoid, sigmoid),
     ],
 )
-def test_the_gain_makes_up_for_what_activations_take_from_the_variance(activation: Any, formula: Any) -> None:
+def test_the_gain_makes_up_for_what_activations_take_from_the_variance(
+    activation: Any, formula: Any
+) -> None:
     def expectation(power: int) -> float:
         def integrand(z: float) -> float:
             return float(formula(z)) ** power * math.exp(-z * z / 2) / math.sqrt(2 * math.pi)
 
-        return float(sum(quad(integrand, *ends, epsabs=1e-14)[0] for ends in pairwise((-12, -3, 0, 3, 6, 12))))
+        return float(
+            sum(
+                quad(integrand, *ends, epsabs=1e-14)[0] for ends in pairwise((-12, -3, 0, 3, 6, 12))
+            )
+        )
 
     reference = (expectation(2) - expectation(1) ** 2) ** -0.5
     assert activation_gain(activation) == pytest.approx(reference, abs=1e-10)
@@ -86,7 +96,11 @@ def test_the_gain_makes_up_for_what_activations_take_from_the_variance(activatio
         (resnet18, 8, "layer2.0.conv2"),
         (resnet50, 16, "layer3.2.conv3"),
         (mobilenet_v2, 10, "features.3.conv.2"),
-        (mobilenet_v3_small, 6, "features.5.block.3.0"),  # squeeze and excitation, computed from its own features
+        (
+            mobilenet_v3_small,
+            6,
+            "features.5.block.3.0",
+        ),  # squeeze and excitation, computed from its own features
         (densenet121, 0, None),
     ],
 )
@@ -109,7 +123,9 @@ class Gated(nn.Module):
 
 
 class Joined(nn.Module):
-    """Channels of two paths side by side: the one with more convolutions is the main path, though it comes first."""
+    """Channels of two paths side by side: the one with more convolutions is the main path, though
+    it comes first.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,10 +164,14 @@ def test_additions_end_paths() -> None:
 def test_branches_are_scaled_such_that_the_variance_stays_bounded() -> None:
     model = build("resnet20", norm="wsconv")
     scaled = {name: gain for name, gain in gains(model).items() if gain != 1}
-    assert list(scaled) == [f"layer{stage}.{block}.conv2" for stage in (1, 2, 3) for block in (0, 1, 2)]
+    assert list(scaled) == [
+        f"layer{stage}.{block}.conv2" for stage in (1, 2, 3) for block in (0, 1, 2)
+    ]
     assert list(scaled.values()) == pytest.approx([math.sqrt(2 / 9)] * 9)
     for text_of_the_paper in ("paper", 1.0):
-        assert set(gains(build("resnet20", norm="wsconv", branch_scale=text_of_the_paper)).values()) == {1.0}
+        assert set(
+            gains(build("resnet20", norm="wsconv", branch_scale=text_of_the_paper)).values()
+        ) == {1.0}
 
 
 def test_gamma_is_that_of_the_activation_before_the_convolution() -> None:
@@ -161,10 +181,14 @@ def test_gamma_is_that_of_the_activation_before_the_convolution() -> None:
     assert found["features.2.conv.1.0"] == pytest.approx(1.7131, abs=5e-4)  # ReLU6
     residual = gammas(build("resnet20", norm="wsconv"))
     assert list(residual.values()) == pytest.approx([RELU_GAIN] * 19)
-    assert list(gammas(build("resnet20", norm="wsconv", gamma=1.5)).values()) == pytest.approx([1.5] * 19)
+    assert list(gammas(build("resnet20", norm="wsconv", gamma=1.5)).values()) == pytest.approx(
+        [1.5] * 19
+    )
 
 
-def test_a_model_that_cannot_be_traced_is_left_unscaled_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_that_cannot_be_traced_is_left_unscaled_and_the_log_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     class Twisted(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -47,12 +47,16 @@ def clean() -> Iterator[None]:
 def test_a_name_that_is_there_is_refused_with_those_that_are_known(kind: str) -> None:
     items, register = REGISTRIES[kind]
     name, before = next(iter(items)), dict(items)
-    with pytest.raises(ValueError, match=f"{kind} '{name}' is there already; known: {', '.join(items)}"):
+    with pytest.raises(
+        ValueError, match=f"{kind} '{name}' is there already; known: {', '.join(items)}"
+    ):
         register(name)(lambda *_: None)
     assert items == before
 
 
-@pytest.mark.parametrize("name", ["", "My-Own", "my own", "my+own", "my_own", "own=1", "-own", "1own", "own-"])
+@pytest.mark.parametrize(
+    "name", ["", "My-Own", "my own", "my+own", "my_own", "own=1", "-own", "1own", "own-"]
+)
 @pytest.mark.parametrize("kind", ["strategy", "normalizer", "model", "data set"])
 def test_a_name_that_a_command_could_misread_is_refused(kind: str, name: str) -> None:
     items, register = REGISTRIES[kind]
@@ -65,7 +69,9 @@ def test_a_definition_that_is_run_again_takes_the_place_of_the_one_before() -> N
     for value in (1, 2):
 
         @register_model("again")
-        def again(num_classes: int, in_channels: int, image_size: int, value: int = value) -> nn.Module:
+        def again(
+            num_classes: int, in_channels: int, image_size: int, value: int = value
+        ) -> nn.Module:
             return nn.Linear(value, value)
 
     model = models.build("again")
@@ -102,7 +108,9 @@ def test_a_normalizer_of_ones_own_is_built_into_models_with_its_options() -> Non
     layers = list(models.build("small-cnn", norm="scaled", factor=3.0).modules())
     assert [layer.factor for layer in layers if isinstance(layer, Scaled)] == [3.0] * 3
     assert not any(isinstance(layer, nn.BatchNorm2d) for layer in layers)
-    with pytest.raises(ValueError, match="normalizer 'scaled' has no option 'offset'; its options: factor"):
+    with pytest.raises(
+        ValueError, match="normalizer 'scaled' has no option 'offset'; its options: factor"
+    ):
         norm.replace(nn.BatchNorm2d(2), "scaled", offset=1)
 
 
@@ -137,9 +145,13 @@ def test_a_partition_of_ones_own_shares_out_rows_in_shuffled_order() -> None:
     assert [len(part) for part in parts] == [3, 9]
     assert sorted(np.concatenate(parts)) == list(range(12))
     assert list(parts[0]) != [0, 1, 2]
-    with pytest.raises(ValueError, match=r"partition 'first:no' \(first:COUNT\): expected a whole number"):
+    with pytest.raises(
+        ValueError, match=r"partition 'first:no' \(first:COUNT\): expected a whole number"
+    ):
         data.partition("first:no", grey(), clients=2, seed=1)
-    with pytest.raises(ValueError, match="partition 'first:3' has samples for 2 clients, not for 3"):
+    with pytest.raises(
+        ValueError, match="partition 'first:3' has samples for 2 clients, not for 3"
+    ):
         data.partition("first:3", grey(), clients=3, seed=1)
 
     @register_partition("same")
@@ -150,7 +162,7 @@ def test_a_partition_of_ones_own_shares_out_rows_in_shuffled_order() -> None:
         data.partition("same", grey(), clients=2, seed=1)
 
 
-# ---- importing users' modules ----------------------------------------------------------------------------------------
+# ---- importing users' modules --------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -179,7 +191,10 @@ def test_several_modules_are_imported_each_once(modules: Path) -> None:
     ("name", "message"),
     [
         ("nowhere.at_all", "plugins: cannot import 'nowhere.at_all': No module named 'nowhere'"),
-        ("half_plugin", "plugins: cannot import 'half_plugin': No module named 'something_missing'"),
+        (
+            "half_plugin",
+            "plugins: cannot import 'half_plugin': No module named 'something_missing'",
+        ),
         ("my/file.py", "plugins: 'my/file.py' is not the name of a module"),
         (".relative", "plugins: '.relative' is not the name of a module"),
     ],

@@ -16,10 +16,14 @@ from fedbn_flwr.server.replies import unusable
 from fedbn_flwr.state import Arrays, arrays_of, arrays_to_record, view_arrays
 from fedbn_flwr.state.flat import FlatArrays
 
-weights = some.lists(some.floats(0, 100), min_size=1, max_size=6).filter(lambda values: sum(values) > 1e-3)
+weights = some.lists(some.floats(0, 100), min_size=1, max_size=6).filter(
+    lambda values: sum(values) > 1e-3
+)
 
 
-def slow_mean(states: Sequence[Mapping[str, NDArray[Any]]], shares: Sequence[float], name: str) -> NDArray[Any]:
+def slow_mean(
+    states: Sequence[Mapping[str, NDArray[Any]]], shares: Sequence[float], name: str
+) -> NDArray[Any]:
     """One array after another, client after client, in float64."""
     total = np.zeros(states[0][name].shape, np.float64)
     for state, share in zip(states, normalized(shares), strict=True):
@@ -28,7 +32,9 @@ def slow_mean(states: Sequence[Mapping[str, NDArray[Any]]], shares: Sequence[flo
 
 
 def drawn(generator: np.random.Generator) -> Arrays:
-    """A state of a few dtypes, with counts, a matrix in Fortran's order, a number and an array of no numbers."""
+    """A state of a few dtypes, with counts, a matrix in Fortran's order, a number and an array of
+    no numbers.
+    """
     return {
         "matrix": generator.normal(size=(3, 2)).astype(np.float32),
         "count": np.asarray(generator.integers(9)),
@@ -43,8 +49,12 @@ def drawn(generator: np.random.Generator) -> Arrays:
 
 
 @given(weights, some.integers(0, 2**31), some.sampled_from([1, 5, 2**17]))
-def test_flat_states_are_averaged_to_the_same_bits(shares: list[float], seed: int, portion: int) -> None:
-    """States that lie in one buffer a dtype, as in-process clients send them; also beside one that does not."""
+def test_flat_states_are_averaged_to_the_same_bits(
+    shares: list[float], seed: int, portion: int
+) -> None:
+    """States that lie in one buffer a dtype, as in-process clients send them; also beside one that
+    does not.
+    """
     generator = np.random.default_rng(seed)
     states = [drawn(generator) for _ in shares]
     flat = [FlatArrays.copy_of(state) for state in states]
@@ -70,12 +80,18 @@ def test_flat_states_are_averaged_to_the_same_bits(shares: list[float], seed: in
 def test_a_flat_state_of_another_layout_is_averaged_by_name() -> None:
     one, other = ({"a": np.ones(2), "b": np.zeros(3)}, {"b": np.full(3, 4.0), "a": np.full(2, 3.0)})
     got = average([FlatArrays.copy_of(one), FlatArrays.copy_of(other)], [1, 1])
-    assert {name: value.tolist() for name, value in got.items()} == {"a": [2.0, 2.0], "b": [2.0, 2.0, 2.0]}
+    assert {name: value.tolist() for name, value in got.items()} == {
+        "a": [2.0, 2.0],
+        "b": [2.0, 2.0, 2.0],
+    }
 
 
 def test_records_hold_copies_and_views_do_not() -> None:
     arrays = drawn(np.random.default_rng(0))
-    for packed in (arrays_to_record(arrays), ArrayRecord({name: Array(value) for name, value in arrays.items()})):
+    for packed in (
+        arrays_to_record(arrays),
+        ArrayRecord({name: Array(value) for name, value in arrays.items()}),
+    ):
         for read in (arrays_of(packed), view_arrays(packed)):
             assert list(read) == list(arrays)
             for name, value in arrays.items():
@@ -97,7 +113,9 @@ def test_the_means_share_no_memory_with_anything() -> None:
 
 
 def test_arrays_of_other_shapes_are_refused_or_broadcast_as_numpy_does() -> None:
-    assert average([{"a": np.zeros(2), "b": np.zeros(1)}, {"a": np.ones(2), "b": np.ones(())}], [1, 1])["b"] == [0.5]
+    assert average(
+        [{"a": np.zeros(2), "b": np.zeros(1)}, {"a": np.ones(2), "b": np.ones(())}], [1, 1]
+    )["b"] == [0.5]
     with pytest.raises(ValueError, match="broadcast"):
         average([{"a": np.zeros(2), "b": np.zeros(3)}, {"a": np.ones(3), "b": np.ones(2)}], [1, 1])
 
@@ -110,7 +128,12 @@ def test_what_is_not_finite_is_named(
     bad: float, name: str, portion: int, flat: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fedbn_flwr.state.flat._PORTION", portion)
-    arrays = {"first": np.zeros((2, 2)), "count": np.asarray(3), "small": np.zeros(()), "half": np.zeros(2, np.float16)}
+    arrays = {
+        "first": np.zeros((2, 2)),
+        "count": np.asarray(3),
+        "small": np.zeros(()),
+        "half": np.zeros(2, np.float16),
+    }
     assert unusable(arrays) is None
     assert unusable({"large": np.full(2, 3e38)}) is None
     assert unusable(FlatArrays.copy_of(arrays)) is None
@@ -119,7 +142,9 @@ def test_what_is_not_finite_is_named(
     assert unusable(FlatArrays.copy_of(arrays) if flat else arrays) == (name, NOT_FINITE)
 
 
-@pytest.mark.parametrize("bad", [[0.0, 0.0], [1.0, -1.0], [1.0, float("nan")], [1.0, float("inf")], [2.0, -0.5]])
+@pytest.mark.parametrize(
+    "bad", [[0.0, 0.0], [1.0, -1.0], [1.0, float("nan")], [1.0, float("inf")], [2.0, -0.5]]
+)
 def test_weights_that_are_none_are_refused(bad: list[float]) -> None:
     with pytest.raises(ValueError, match="weights must be finite"):
         normalized(bad)

@@ -1,4 +1,6 @@
-"""Nodes that outweigh the others by the number of examples that they say are named, wherever the number counts."""
+"""Nodes that outweigh the others by the number of examples that they say are named, wherever the
+number counts.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -23,7 +25,7 @@ def named(log: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
     return [(text.split()[1], text.split(" in ")[1].split(":")[0]) for text in texts]
 
 
-# ---- who is named ----------------------------------------------------------------------------------------------------
+# ---- who is named --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -64,34 +66,52 @@ HONEST = {
 
 
 def test_every_kind_of_partition_is_here() -> None:
-    ours = [name for name, kind in PARTITIONS.items() if kind.share.__module__ == "fedbn_flwr.data.partition"]
+    ours = [
+        name
+        for name, kind in PARTITIONS.items()
+        if kind.share.__module__ == "fedbn_flwr.data.partition"
+    ]
     assert ours == list(HONEST)
 
 
 @pytest.mark.parametrize("kind", HONEST)
-def test_no_honest_node_of_a_partition_is_named(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_honest_node_of_a_partition_is_named(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
     spec, data, clients = HONEST[kind]
     for seed in range(10):
-        name_dominant({node: len(part) for node, part in enumerate(partition(spec, load(data), clients, seed))}, spec)
+        name_dominant(
+            {
+                node: len(part)
+                for node, part in enumerate(partition(spec, load(data), clients, seed))
+            },
+            spec,
+        )
     assert named(caplog) == []
 
 
-# ---- where -----------------------------------------------------------------------------------------------------------
+# ---- where ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ENGINES)
 def test_two_late_nodes_do_not_hide_each_other(kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Whoever adds up, in training and in evaluation; with uniform weights they do not count more than others."""
+    """Whoever adds up, in training and in evaluation; with uniform weights they do not count more
+    than others.
+    """
     words: Words = {node: lambda number: None if number == 1 else HUGE for node in (LIAR, 2)}
     run(FedAvg(), words, SIZES, 2, kind)
-    assert sorted(named(caplog)) == [(node, where) for node in ("1001", "1002") for where in ("evaluation", "training")]
+    assert sorted(named(caplog)) == [
+        (node, where) for node in ("1001", "1002") for where in ("evaluation", "training")
+    ]
     caplog.clear()
     run(FedAvg(weighting="uniform", fraction_evaluate=0.0), words, SIZES, 2, kind)
     assert named(caplog) == []
 
 
 def test_a_step_names_the_liar_and_blames_nobody_else(caplog: pytest.LogCaptureFixture) -> None:
-    """The stacked liar says its number in the reply only, after a step in which it counted what it has."""
+    """The stacked liar says its number in the reply only, after a step in which it counted what it
+    has.
+    """
     strategy = FedTAN(fraction_evaluate=0.0, exchange_timeout=5.0)
     run(strategy, {LIAR: lambda _: HUGE}, SIZES, 1)
     assert named(caplog) == [("1001", "the layer-wise step"), ("1001", "training")]
@@ -105,7 +125,11 @@ def test_a_step_names_the_liar_and_blames_nobody_else(caplog: pytest.LogCaptureF
 
 def test_carried_values_name_the_liar(caplog: pytest.LogCaptureFixture) -> None:
     run(FedTAN(carry=True, fraction_evaluate=0.0), {LIAR: lambda _: HUGE}, SIZES, 2)
-    assert named(caplog) == [("1001", "training"), ("1001", "the layer-wise step"), ("1001", "training")]
+    assert named(caplog) == [
+        ("1001", "training"),
+        ("1001", "the layer-wise step"),
+        ("1001", "training"),
+    ]
 
 
 class Absent(InProcessGrid):
@@ -122,7 +146,9 @@ class Absent(InProcessGrid):
         return super().push_messages(messages)
 
 
-def test_an_absent_node_that_outweighs_scaffolds_others_is_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_absent_node_that_outweighs_scaffolds_others_is_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     wrap = describing(lambda reply: replace(reply, num_examples=HUGE), LIAR)
     Federation(make_model(), SIZES, wrap, grid=Absent).run(Scaffold(fraction_evaluate=0.0), 1)
     assert named(caplog) == [("1001", "the control variates")]

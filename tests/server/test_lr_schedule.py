@@ -6,18 +6,33 @@ import torch
 from fedbn_flwr.server.lr_schedule import moment, read_schedule, round_of, rounds_of
 
 
-def rates(text: str, rounds: list[int], num_rounds: int | None = 60, frozen_after: int | None = None) -> list[float]:
+def rates(
+    text: str, rounds: list[int], num_rounds: int | None = 60, frozen_after: int | None = None
+) -> list[float]:
     found = [0.1] * len(rounds)
     for change in read_schedule(text):
-        found = [change.rate(rate, item, num_rounds, frozen_after) for rate, item in zip(found, rounds, strict=True)]
+        found = [
+            change.rate(rate, item, num_rounds, frozen_after)
+            for rate, item in zip(found, rounds, strict=True)
+        ]
     return found
 
 
 #: a schedule, rounds, their rates of 0.1 without it, and what else `rates` takes
 RATES: dict[str, tuple[str, list[int], list[float], dict[str, int | None]]] = {
     # 50 % and 75 % of 60 rounds: after the 30th and the 45th
-    "fractions": ("0.1@0.5,0.1@0.75", [1, 30, 31, 45, 46, 60], [0.1, 0.1, 0.01, 0.01, 0.001, 0.001], {}),
-    "numbers of rounds": ("0.5@10,=0.3@20,0.5@30", [10, 11, 20, 21, 30, 31], [0.1, 0.05, 0.05, 0.3, 0.3, 0.15], {}),
+    "fractions": (
+        "0.1@0.5,0.1@0.75",
+        [1, 30, 31, 45, 46, 60],
+        [0.1, 0.1, 0.01, 0.01, 0.001, 0.001],
+        {},
+    ),
+    "numbers of rounds": (
+        "0.5@10,=0.3@20,0.5@30",
+        [10, 11, 20, 21, 30, 31],
+        [0.1, 0.05, 0.05, 0.3, 0.3, 0.15],
+        {},
+    ),
     "a run of unknown length": ("0.5@10", [11], [0.05], {"num_rounds": None}),
     "from the first round on": ("=0.7@0", [1], [0.7], {}),
     "a value, then a factor": ("=0.4@5,0.5@5", [6], [0.2], {}),
@@ -91,7 +106,9 @@ def test_what_is_no_moment_is_named(text: str) -> None:
     ],
 )
 def test_what_cannot_be_read_is_named_with_the_grammar(text: str) -> None:
-    with pytest.raises(ValueError, match=r"cannot read '.*': a learning-rate schedule is .*FACTOR@WHEN") as caught:
+    with pytest.raises(
+        ValueError, match=r"cannot read '.*': a learning-rate schedule is .*FACTOR@WHEN"
+    ) as caught:
         read_schedule(f"0.5@0.5,{text}")
     assert repr(text) in str(caught.value)
     assert "\n" not in str(caught.value)

@@ -30,7 +30,10 @@ METHODS: dict[str, Callable[[], BaseStrategy]] = {
     "scaffold": partial(Scaffold, exchange_timeout=0.1),
 }
 #: the others read replies as FedAvg does
-EACH = [pytest.param(name, marks=() if name in ("fedavg", "fedtan") else pytest.mark.slow) for name in METHODS]
+EACH = [
+    pytest.param(name, marks=() if name in ("fedavg", "fedtan") else pytest.mark.slow)
+    for name in METHODS
+]
 #: strategies that ask nodes to describe themselves
 ASKING: dict[str, Callable[[], BaseStrategy]] = {
     "fednorm": FedNorm,
@@ -42,7 +45,9 @@ def run(strategy: BaseStrategy, grid: type[BadNode], rounds: int = 2) -> state.S
     """Run a small federation, with evaluations; the grid is counted as in an experiment."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        nodes = Federation(nn.Sequential(nn.Flatten(), nn.Linear(16, 3), nn.BatchNorm1d(3)), grid=grid)
+        nodes = Federation(
+            nn.Sequential(nn.Flatten(), nn.Linear(16, 3), nn.BatchNorm1d(3)), grid=grid
+        )
     return nodes.run(strategy, rounds, grid=CountingGrid(nodes.grid), local_steps=1)
 
 
@@ -63,11 +68,17 @@ AT_THE_END = ("a list of losses", "no losses in a list")
 @pytest.mark.parametrize(
     ("kind", "method"),
     [
-        *(pytest.param(kind, *method.values, marks=method.marks) for kind in NONSENSE for method in EACH),
+        *(
+            pytest.param(kind, *method.values, marks=method.marks)
+            for kind in NONSENSE
+            for method in EACH
+        ),
         *((kind, "scaffold") for kind in VARIATES),
     ],
 )
-def test_nonsense_is_refused_by_name(kind: str, method: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_nonsense_is_refused_by_name(
+    kind: str, method: str, caplog: pytest.LogCaptureFixture
+) -> None:
     wanted = without(method)
     caplog.clear()
     after = run(METHODS[method](), sends((NONSENSE | VARIATES)[kind]))
@@ -93,9 +104,12 @@ def test_a_node_that_describes_itself_as_nonsense_is_named(
     assert all(value.isfinite().all() for value in after.values())
 
 
-def test_a_client_that_obeys_nothing_is_left_out_while_others_obey(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_client_that_obeys_nothing_is_left_out_while_others_obey(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     after = run(METHODS["fedbn"](), sends(lambda content: content.pop(wire.REPORT)))
     assert all(torch.equal(after[name], value) for name, value in without("fedbn").items())
     assert any(
-        f"Node {BAD} is left out of this round: it did not acknowledge stays" in text for text in caplog.messages
+        f"Node {BAD} is left out of this round: it did not acknowledge stays" in text
+        for text in caplog.messages
     )

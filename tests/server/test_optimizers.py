@@ -41,7 +41,9 @@ def flower(strategy: Any, start: np.ndarray, averages: list[np.ndarray]) -> np.n
     arrays = ArrayRecord({"w": Array(start)})
     for server_round, averaged in enumerate(averages, 1):
         messages = strategy.configure_train(server_round, arrays, ConfigRecord(), grid)
-        content = RecordDict({"arrays": ArrayRecord({"w": Array(averaged)}), "m": MetricRecord({"num-examples": 1})})
+        content = RecordDict(
+            {"arrays": ArrayRecord({"w": Array(averaged)}), "m": MetricRecord({"num-examples": 1})}
+        )
         arrays, _ = strategy.aggregate_train(server_round, [Message(content, reply_to=messages[0])])
     result: np.ndarray = arrays["w"].numpy()
     return result
@@ -55,4 +57,6 @@ def test_statistics_and_counters_are_averaged(rule: Any) -> None:
     assert buffers
     assert all(torch.equal(plain[name], stepped[name]) for name in buffers)
     # momentum's first step is the whole average
-    assert distance(plain, stepped) < 1e-15 if rule == "momentum" else distance(plain, stepped) > 1e-3
+    assert (
+        distance(plain, stepped) < 1e-15 if rule == "momentum" else distance(plain, stepped) > 1e-3
+    )

@@ -46,10 +46,14 @@ def test_a_node_whose_app_does_not_know_it_gets_arrays_as_they_are() -> None:
     for _ in range(2):
         contents = {node: RecordDict({wire.ARRAYS: nodes.initial}) for node in grid.get_node_ids()}
         messages = [Message(content, node, "evaluate") for node, content in contents.items()]
-        assert [arrays_of(reply) for reply in grid.send_and_receive(messages)] == [len(nodes.initial)] * 2
+        assert [arrays_of(reply) for reply in grid.send_and_receive(messages)] == [
+            len(nodes.initial)
+        ] * 2
 
 
-def test_a_packed_reply_that_cannot_be_read_is_the_nodes_error(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_packed_reply_that_cannot_be_read_is_the_nodes_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     class Breaking(Traffic):
         def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
             replies = list(super().pull_messages(message_ids))

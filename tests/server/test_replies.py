@@ -1,4 +1,6 @@
-"""Reading replies: their order, who is unlike most, what the log says, and when lost rounds end a run."""
+"""Reading replies: their order, who is unlike most, what the log says, and when lost rounds end a
+run.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -44,7 +46,9 @@ def ask(*nodes: int) -> list[Message]:
     return messages
 
 
-def answer(question: Message, groups: Mapping[str, Arrays], partition: int = 0, content: Any = None) -> Message:
+def answer(
+    question: Message, groups: Mapping[str, Arrays], partition: int = 0, content: Any = None
+) -> Message:
     content = RecordDict() if content is None else content
     for name, arrays in groups.items():
         content[name] = arrays_to_record(arrays)
@@ -62,7 +66,8 @@ def test_replies_of_one_partition_are_in_the_order_of_nodes() -> None:
     """Whatever order they come in; two nodes may claim the same partition."""
     sent = ask(5, 3, 4)
     replies = [
-        answer(message, {wire.ARRAYS: MODEL}, partition=min(message.metadata.dst_node_id, 4)) for message in sent
+        answer(message, {wire.ARRAYS: MODEL}, partition=min(message.metadata.dst_node_id, 4))
+        for message in sent
     ]
     for turn in (replies, replies[::-1]):
         assert parse(turn, sent) == ([3, 4, 5], [])
@@ -77,7 +82,9 @@ def test_an_error_is_of_the_node_that_was_asked() -> None:
 
 
 def test_the_mean_of_several_nodes_has_as_many_votes() -> None:
-    """Of entries: a worker's mean of three nodes' replies is not unlike most because two others are."""
+    """Of entries: a worker's mean of three nodes' replies is not unlike most because two others
+    are.
+    """
     sent, shared = ask(1, 2, 3), {"w": np.zeros(2)}
     whole_state = {**MODEL, "b": np.zeros(1)}
     mean = Summed()
@@ -88,17 +95,28 @@ def test_the_mean_of_several_nodes_has_as_many_votes() -> None:
     ]
     usable, refused = parse_replies(replies, sent, Expected((), whole_state))
     assert [reply.node for reply in usable] == [1]
-    assert [str(refusal) for refusal in refused] == [f"node {n}: unlike most, entry 'b' in 'arrays'" for n in (2, 3)]
+    assert [str(refusal) for refusal in refused] == [
+        f"node {n}: unlike most, entry 'b' in 'arrays'" for n in (2, 3)
+    ]
     # every node of a mean that is not used is named
     mean.nodes = {1: 0, 4: 3}
     sent, single = ask(1, 2, 3, 5), {wire.ARRAYS: whole_state}
-    replies = [answer(sent[0], {wire.ARRAYS: shared}, 0, mean), *(answer(message, single, 1) for message in sent[1:])]
-    assert [refusal.node for refusal in parse_replies(replies, sent, Expected((), whole_state))[1]] == [1, 4]
+    replies = [
+        answer(sent[0], {wire.ARRAYS: shared}, 0, mean),
+        *(answer(message, single, 1) for message in sent[1:]),
+    ]
+    assert [
+        refusal.node for refusal in parse_replies(replies, sent, Expected((), whole_state))[1]
+    ] == [1, 4]
 
 
 @pytest.mark.parametrize("group", [wire.MOMENTUM, wire.MOMENTS, wire.STAYS])
-@pytest.mark.parametrize("odd", [{}, {"w": np.zeros(2), "b": np.zeros(1)}, {"b": np.zeros(1)}], ids=str)
-def test_of_other_groups_a_reply_has_the_entries_of_most_or_nothing(group: str, odd: Arrays) -> None:
+@pytest.mark.parametrize(
+    "odd", [{}, {"w": np.zeros(2), "b": np.zeros(1)}, {"b": np.zeros(1)}], ids=str
+)
+def test_of_other_groups_a_reply_has_the_entries_of_most_or_nothing(
+    group: str, odd: Arrays
+) -> None:
     sent = ask(1, 2, 3)
     held = [{"w": np.ones(2)}, odd, {"w": np.ones(2)}]
     replies = [
@@ -107,7 +125,9 @@ def test_of_other_groups_a_reply_has_the_entries_of_most_or_nothing(group: str, 
     ]
     usable, refused = parse_replies(replies, sent, Expected((), {**MODEL, "b": np.zeros(1)}))
     assert [reply.node for reply in usable] == ([1, 3] if odd else [1, 2, 3])
-    assert [str(refusal) for refusal in refused] == [f"node 2: unlike most, entry 'b' in {group!r}"] * bool(odd)
+    assert [str(refusal) for refusal in refused] == [
+        f"node 2: unlike most, entry 'b' in {group!r}"
+    ] * bool(odd)
 
 
 @pytest.mark.parametrize(
@@ -128,11 +148,14 @@ def test_entries_of_the_model_have_its_forms(group: str, odd: Arrays, reason: st
 
 def test_a_reply_without_a_group_is_unlike_those_with_it_only_if_it_is_required() -> None:
     sent = ask(1, 2, 3)
-    replies = [answer(message, {wire.ARRAYS: MODEL} if number else {}) for number, message in enumerate(sent)]
+    replies = [
+        answer(message, {wire.ARRAYS: MODEL} if number else {})
+        for number, message in enumerate(sent)
+    ]
     assert parse(replies, sent) == ([2, 3], ["node 1: unlike most, entry 'w' in 'arrays'"])
 
 
-# ---- metrics -------------------------------------------------------------------------------------------------------
+# ---- metrics -------------------------------------------------------------------------------------
 
 
 def test_without_any_weight_metrics_have_no_mean() -> None:
@@ -140,7 +163,9 @@ def test_without_any_weight_metrics_have_no_mean() -> None:
     assert mean_metrics(replies, ["loss"]) == MetricRecord()
 
 
-@pytest.mark.parametrize(("value", "is_id"), [(2**64, True), (-(2**64), True), (2**65, False), (float("inf"), False)])
+@pytest.mark.parametrize(
+    ("value", "is_id"), [(2**64, True), (-(2**64), True), (2**65, False), (float("inf"), False)]
+)
 def test_an_id_has_at_most_64_bits(value: float, is_id: bool) -> None:
     if is_id:
         assert whole({"id": value}, "id") == value
@@ -152,18 +177,22 @@ def test_an_id_has_at_most_64_bits(value: float, is_id: bool) -> None:
 def test_a_metric_that_is_read_and_not_averaged_is_no_list() -> None:
     """A list of the numbers that FixBN's rule reads one of a node."""
     content = RecordDict({wire.METRICS: MetricRecord({wire.STATISTICS_CHANGE: [0.1, 0.2]})})
-    with pytest.raises(ValueError, match=rf"its metric '{wire.STATISTICS_CHANGE}' is \[0.1, 0.2\], no number"):
+    with pytest.raises(
+        ValueError, match=rf"its metric '{wire.STATISTICS_CHANGE}' is \[0.1, 0.2\], no number"
+    ):
         read_metrics(content)
 
 
-# ---- the log -------------------------------------------------------------------------------------------------------
+# ---- the log -------------------------------------------------------------------------------------
 
 
 def test_a_nodes_own_words_stay_on_their_line_and_are_cut(caplog: pytest.LogCaptureFixture) -> None:
     """They may be made to look like a line of the log, or fill a disk."""
     log_refused([Refusal(1, f"it failed: no\nWARNING : all is well\x1b[2J{'x' * 10**6}")])
     (line,) = caplog.messages
-    assert line.startswith("Node 1 is left out of this round: it failed: no WARNING : all is well [2Jxxx")
+    assert line.startswith(
+        "Node 1 is left out of this round: it failed: no WARNING : all is well [2Jxxx"
+    )
     assert len(line) == len("Node 1 is left out of this round: ") + 500
     words = dict.fromkeys((0, 1), lambda _: int("no\n\x1b[2J" + "x" * 10**6))
     with pytest.raises(CannotTrainError) as error:
@@ -177,7 +206,7 @@ def test_each_reason_is_said_once_with_all_its_nodes(caplog: pytest.LogCaptureFi
     assert caplog.messages == ["Nodes 1, 3 are gone: a", "Node 2 is gone: b"]
 
 
-# ---- what speaks of divergence -------------------------------------------------------------------------------------
+# ---- what speaks of divergence -------------------------------------------------------------------
 
 CONTENTS: dict[str, tuple[Arrays, dict[str, float], Why]] = {
     "a number that is none": ({"w": np.array([0, np.nan])}, {}, Why.INFINITE),
@@ -215,16 +244,20 @@ def test_a_client_may_say_in_words_that_its_numbers_are_not_finite(words: str, w
 
 def test_a_client_that_does_not_obey_is_told_from_other_faults() -> None:
     (message,) = sent = ask(7)
-    _, (refusal,) = parse_replies([answer(message, {wire.ARRAYS: MODEL})], sent, Expected(("freeze",), MODEL))
+    _, (refusal,) = parse_replies(
+        [answer(message, {wire.ARRAYS: MODEL})], sent, Expected(("freeze",), MODEL)
+    )
     assert refusal.why is Why.NOT_OBEYED
 
 
-# ---- lost rounds ---------------------------------------------------------------------------------------------------
+# ---- lost rounds ---------------------------------------------------------------------------------
 
 
 def test_the_tenth_round_in_a_row_without_a_reply_ends_a_run() -> None:
     rounds = LostRounds()
     for number in range(1, FRUITLESS_ROUNDS):
         rounds.add(number, [], 4, "")
-    with pytest.raises(CannotTrainError, match=r"^10 rounds in a row brought no usable reply: no node answered$"):
+    with pytest.raises(
+        CannotTrainError, match=r"^10 rounds in a row brought no usable reply: no node answered$"
+    ):
         rounds.add(FRUITLESS_ROUNDS, [], 4, "")

@@ -1,4 +1,6 @@
-"""Rules in place of the mean: by their definitions, beside Flower's strategies, and for statistics of BN layers."""
+"""Rules in place of the mean: by their definitions, beside Flower's strategies, and for statistics
+of BN layers.
+"""
 
 import re
 from collections.abc import Callable, Sequence
@@ -27,7 +29,7 @@ def draw(nodes: int, seed: int = 0) -> list[dict[str, np.ndarray]]:
     return [{"w": random.normal(size=(2, 3)), "b": random.normal(size=4)} for _ in range(nodes)]
 
 
-# ---- the definitions, number by number -----------------------------------------------------------------------------
+# ---- the definitions, number by number -----------------------------------------------------------
 
 
 def median(numbers: Sequence[float]) -> float:
@@ -49,7 +51,11 @@ def krum(rows: list[Row], liars: int, selected: int) -> list[Row]:
     """Return the rows with the lowest scores."""
 
     def score(row: Row) -> float:
-        return sum(sorted(squared_distance(row, other) for other in rows if other is not row)[: len(rows) - liars - 2])
+        return sum(
+            sorted(squared_distance(row, other) for other in rows if other is not row)[
+                : len(rows) - liars - 2
+            ]
+        )
 
     return sorted(rows, key=score)[:selected]
 
@@ -62,7 +68,10 @@ def bounded(rows: list[Row], factor: float, start: Row) -> Row:
     lengths = [squared_distance(row, start) ** 0.5 for row in rows]
     largest = factor * median(lengths)
     moved = [
-        [begin + min(1, largest / length) * (number - begin) for number, begin in zip(row, start, strict=True)]
+        [
+            begin + min(1, largest / length) * (number - begin)
+            for number, begin in zip(row, start, strict=True)
+        ]
         for row, length in zip(rows, lengths, strict=True)
     ]
     return mean(moved)
@@ -82,16 +91,21 @@ def test_a_model_is_what_the_definition_says(text: str, nodes: int) -> None:
     states[2]["b"] += 1e6
     got = Robust.parse(text).average(states, UNEQUAL[: len(states)])
     flat = [[*state["w"].ravel().tolist(), *state["b"].tolist()] for state in states]
-    assert [*got["w"].ravel(), *got["b"]] == pytest.approx(DEFINITIONS[text](flat), rel=1e-12, abs=1e-12)
+    assert [*got["w"].ravel(), *got["b"]] == pytest.approx(
+        DEFINITIONS[text](flat), rel=1e-12, abs=1e-12
+    )
 
 
 def test_krum_scores_a_node_by_its_two_nearest_of_four_others() -> None:
-    """K - F - 2 = 2, by hand: the squared distances are 1 + 9, 1 + 4, 0 + 4, 0 + 4 and 4 + 4, so the first goes.
+    """K - F - 2 = 2, by hand: the squared distances are 1 + 9, 1 + 4, 0 + 4, 0 + 4 and 4 + 4, so
+    the first goes.
 
     By one or three others, the last would go.
     """
     states = [{"w": np.array([position])} for position in (0.0, 1.0, 3.0, 3.0, 5.0)]
-    assert Robust.parse("multi-krum:1").average(states, UNEQUAL[:5])["w"].tolist() == [(1 + 3 + 3 + 5) / 4]
+    assert Robust.parse("multi-krum:1").average(states, UNEQUAL[:5])["w"].tolist() == [
+        (1 + 3 + 3 + 5) / 4
+    ]
 
 
 @pytest.mark.parametrize("nodes", [3, 4, 7])
@@ -102,10 +116,12 @@ def test_updates_are_bounded_array_by_array(nodes: int) -> None:
     got = Robust.parse("norm:1.5").average(states, UNEQUAL[:nodes], start)
     for name in ("w", "b"):
         rows = [state[name].ravel().tolist() for state in states]
-        assert got[name].ravel() == pytest.approx(bounded(rows, 1.5, current[name].ravel().tolist()), rel=1e-12)
+        assert got[name].ravel() == pytest.approx(
+            bounded(rows, 1.5, current[name].ravel().tolist()), rel=1e-12
+        )
 
 
-# ---- what holds of every rule --------------------------------------------------------------------------------------
+# ---- what holds of every rule --------------------------------------------------------------------
 
 
 def test_every_rule_has_an_example() -> None:
@@ -126,7 +142,8 @@ def test_of_a_trimmed_mean_one_node_at_each_end_must_go() -> None:
 def test_dtypes_stay_and_the_largest_counter_is_taken(text: str) -> None:
     counts = [3, 9, 4, 4, 5, 1, 2]
     states = [
-        {"n": np.array(count), "w": np.full(2, count, np.float32), "h": np.ones(1, np.float16)} for count in counts
+        {"n": np.array(count), "w": np.full(2, count, np.float32), "h": np.ones(1, np.float16)}
+        for count in counts
     ]
     got = Robust.parse(text).average(states, UNEQUAL[: len(states)])
     assert [array.dtype for array in got.values()] == [np.int64, np.float32, np.float16]
@@ -135,13 +152,15 @@ def test_dtypes_stay_and_the_largest_counter_is_taken(text: str) -> None:
     assert got["n"] == {"multi-krum:2": 5}.get(text, 9)
 
 
-# ---- statistics and gradients of a BN layer ------------------------------------------------------------------------
+# ---- statistics and gradients of a BN layer ------------------------------------------------------
 
 
 def rows_of(nodes: int, seed: int = 0) -> Tensor:
     """Return means and variances of three channels."""
     random = np.random.default_rng(seed)
-    return torch.from_numpy(np.stack([random.normal(size=(nodes, 3)), random.exponential(size=(nodes, 3))], axis=1))
+    return torch.from_numpy(
+        np.stack([random.normal(size=(nodes, 3)), random.exponential(size=(nodes, 3))], axis=1)
+    )
 
 
 @pytest.mark.parametrize("text", ["trimmed:0.2", "median", "norm:1.5"])
@@ -151,7 +170,9 @@ def test_statistics_are_the_rules_by_definition(text: str) -> None:
     def middle(values: Tensor) -> Row:
         columns = values.tolist()
         return (
-            DEFINITIONS[text](columns) if text in DEFINITIONS else bounded(columns, 1.5, DEFINITIONS["median"](columns))
+            DEFINITIONS[text](columns)
+            if text in DEFINITIONS
+            else bounded(columns, 1.5, DEFINITIONS["median"](columns))
         )
 
     means, variances = rows.unbind(1)
@@ -183,7 +204,9 @@ def test_two_exchanges_are_the_same_as_one(text: str) -> None:
     rows = rows_of(6)
     mean = Robust.parse(text).combine("mean", rows[:, 0], [])
     variance = Robust.parse(text).combine("variance", rows[:, 1] + (rows[:, 0] - mean) ** 2, [])
-    torch.testing.assert_close(Robust.parse(text).combine("statistics", rows, []), torch.stack([mean, variance]))
+    torch.testing.assert_close(
+        Robust.parse(text).combine("statistics", rows, []), torch.stack([mean, variance])
+    )
 
 
 @pytest.mark.parametrize("text", EXAMPLES)
@@ -201,14 +224,16 @@ def test_pooled_variances_are_never_negative(text: str, data: st.DataObject) -> 
 
 @pytest.mark.parametrize("text", EXAMPLES)
 def test_corrections_to_a_rules_pool_are_nothing_under_the_rule(text: str) -> None:
-    """Moved, and of the other sign: so what carried corrections add is nothing if all nodes reply."""
+    """Moved, and of the other sign: so what carried corrections add is nothing if all nodes
+    reply.
+    """
     rows = rows_of(7)
     pool = Robust.parse(text).combine
     left = pool("gradients", pool("gradients", rows, []) - rows, [])
     torch.testing.assert_close(left, torch.zeros(2, 3, dtype=torch.float64), rtol=0, atol=1e-15)
 
 
-# ---- how rules are written -----------------------------------------------------------------------------------------
+# ---- how rules are written -----------------------------------------------------------------------
 
 
 def test_no_rule() -> None:
@@ -221,12 +246,19 @@ def test_no_rule() -> None:
         ("mean", "unknown robust rule 'mean'; known: none, trimmed, median, multi-krum, norm"),
         ("", "unknown robust rule ''; known: none, trimmed, median, multi-krum, norm"),
         ("median:1", "robust=median takes no number, got 'median:1'"),
-        ("trimmed", "robust=trimmed:NUMBER needs the share of nodes to leave out at each end, above 0 and below 0.5"),
+        (
+            "trimmed",
+            "robust=trimmed:NUMBER needs the share of nodes to leave out at each end, above 0 and "
+            "below 0.5",
+        ),
         ("trimmed:0.5", "above 0 and below 0.5, got 'trimmed:0.5'"),
         ("multi-krum:0", "needs the number of lying nodes, at least 1, got 'multi-krum:0'"),
         ("multi-krum:1.5", "needs the number of lying nodes, at least 1, got 'multi-krum:1.5'"),
         ("multi-krum:many", "needs the number of lying nodes, at least 1, got 'multi-krum:many'"),
-        ("norm:-1", "needs the largest update, in multiples of the median node's, above 0, got 'norm:-1'"),
+        (
+            "norm:-1",
+            "needs the largest update, in multiples of the median node's, above 0, got 'norm:-1'",
+        ),
         ("norm:nan", "got 'norm:nan'"),
         ("norm:inf", "got 'norm:inf'"),
     ],

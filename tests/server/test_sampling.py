@@ -1,4 +1,7 @@
-"""Who takes part: the same nodes are drawn however late their answers are; silent ones are drawn by their ids."""
+"""Who takes part: the same nodes are drawn however late their answers are.
+
+Silent ones are drawn by their ids.
+"""
 
 from collections.abc import Iterable
 from typing import Any
@@ -42,7 +45,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 class LateGrid(InProcessGrid):
-    """Holds back what some nodes say of themselves until a time; node ids run against the partitions, as at random."""
+    """Holds back what some nodes say of themselves until a time.
+
+    Node ids run against the partitions, as at random.
+    """
 
     clock: Clock
     late: Iterable[int] = ()
@@ -53,7 +59,9 @@ class LateGrid(InProcessGrid):
         self._nodes = self._nodes[::-1]
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        ready = [one for one in message_ids if self.clock.now >= self.until or not self.held_back(one)]
+        ready = [
+            one for one in message_ids if self.clock.now >= self.until or not self.held_back(one)
+        ]
         return super().pull_messages(ready)
 
     def held_back(self, message_id: str) -> bool:
@@ -73,7 +81,9 @@ def grid(clock: Clock) -> LateGrid:
 
 
 def partitions_drawn(grid: InProcessGrid, timeout: float) -> list[Any]:
-    """The partitions that take part in three rounds, half of them in each, in a run with a time limit."""
+    """The partitions that take part in three rounds, half of them in each, in a run with a time
+    limit.
+    """
     options = {"clients": NODES, "fraction-train": 0.5, "timeout": timeout}
     strategy = resolve(options).make_strategy(NODES)
     drawn = [strategy.draw_nodes(grid, server_round, 0.5, 1) for server_round in (1, 2, 3)]
@@ -93,9 +103,16 @@ def test_nodes_that_never_answer_are_named_and_drawn_by_id(
     grid.late, grid.until = (FIRST_NODE_ID, FIRST_NODE_ID + 3), float("inf")
     drawn = partitions_drawn(grid, timeout=40.0)
     assert 40.0 <= clock.now <= 42.0
-    assert "Nodes 1000, 1003 are drawn by id, without a description: no answer in 40 seconds" in flower_log.text
-    # they come last in the order, in which all are drawn in the places that a generator of the round draws
-    places = [numpy_generator(0, "sampling", number).choice(NODES, 3, replace=False) for number in (1, 2, 3)]
+    assert (
+        "Nodes 1000, 1003 are drawn by id, without a description: no answer in 40 seconds"
+        in flower_log.text
+    )
+    # they come last in the order, in which all are drawn in the places that a generator of the
+    # round draws
+    places = [
+        numpy_generator(0, "sampling", number).choice(NODES, 3, replace=False)
+        for number in (1, 2, 3)
+    ]
     order = [0, 1, 3, 4, 5, 2]
     assert drawn == [order[place] for row in places for place in sorted(row)]
 
@@ -109,7 +126,9 @@ class LosingGrid(FaultyReply):
         return Message(Error(self.code, "the node is gone"), reply_to=message)
 
 
-@pytest.mark.parametrize("code", [ErrorCode.NODE_UNAVAILABLE, ErrorCode.CLIENT_APP_CRASHED, ErrorCode.UNKNOWN])
+@pytest.mark.parametrize(
+    "code", [ErrorCode.NODE_UNAVAILABLE, ErrorCode.CLIENT_APP_CRASHED, ErrorCode.UNKNOWN]
+)
 def test_a_node_that_was_lost_has_not_said_who_it_is(
     code: int, monkeypatch: pytest.MonkeyPatch, flower_log: pytest.LogCaptureFixture
 ) -> None:
@@ -118,8 +137,12 @@ def test_a_node_that_was_lost_has_not_said_who_it_is(
     assert "Node 1002 is drawn by id, without a description: the node is gone" in flower_log.text
 
 
-def test_apps_without_an_answer_are_drawn_by_their_ids(flower_log: pytest.LogCaptureFixture) -> None:
-    nodes = Roster(1.0).describe(InProcessGrid(ClientApp(), NODES), [FIRST_NODE_ID, FIRST_NODE_ID + 1])
+def test_apps_without_an_answer_are_drawn_by_their_ids(
+    flower_log: pytest.LogCaptureFixture,
+) -> None:
+    nodes = Roster(1.0).describe(
+        InProcessGrid(ClientApp(), NODES), [FIRST_NODE_ID, FIRST_NODE_ID + 1]
+    )
     assert {node: item.partition for node, item in nodes.items()} == {1000: 1000, 1001: 1001}
     assert draw(nodes, 2, seed=0, server_round=1) == [1000, 1001]
     assert "Nodes 1000, 1001 are drawn by id, without a description: " in flower_log.text

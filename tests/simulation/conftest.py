@@ -1,4 +1,6 @@
-"""One Ray cluster for all tests that need one: to start Ray takes longer than what they run on it."""
+"""One Ray cluster for all tests that need one: to start Ray takes longer than what they run on
+it.
+"""
 
 import os
 from collections.abc import Iterator
@@ -12,7 +14,9 @@ from tests.helpers.ray_cluster import FOLDER, Cluster, ray_cluster
 
 @pytest.fixture(autouse=True)
 def _no_run_of_flowers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Flower's own simulation, which other tests of this process may have used, leaves the id of its run behind."""
+    """Flower's own simulation, which other tests of this process may have used, leaves the id of
+    its run behind.
+    """
     if identity := vars(in_process)["TaskIdentity"]:  # before Flower 1.38 there is none
         monkeypatch.setattr(identity, "_run_id", None)
 

@@ -1,4 +1,6 @@
-"""Messages that are not serialized share no memory: whoever changes what it got changes nothing else."""
+"""Messages that are not serialized share no memory: whoever changes what it got changes nothing
+else.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -42,7 +44,12 @@ class Careless(BNClient):
 
     sent: ClassVar[State] = {}
 
-    def train(self, received: Mapping[str, State], instruction: Instruction, exchange: Exchange | None = None) -> Reply:
+    def train(
+        self,
+        received: Mapping[str, State],
+        instruction: Instruction,
+        exchange: Exchange | None = None,
+    ) -> Reply:
         for value in Careless.sent.values():
             value.fill_(99)
         reply = super().train(received, instruction, exchange)
@@ -50,7 +57,9 @@ class Careless(BNClient):
             for value in group.values():
                 value.fill_(99)
         groups = reply.records.items()
-        Careless.sent = {f"{group}/{name}": value for group, part in groups for name, value in part.items()}
+        Careless.sent = {
+            f"{group}/{name}": value for group, part in groups for name, value in part.items()
+        }
         return reply
 
 
@@ -68,7 +77,9 @@ class Destructive(FedAvg):
         _overwrite(self.round.current)
         return kept
 
-    def package(self, nodes: Sequence[int], arrays: ArrayRecord) -> dict[int, dict[str, ArrayRecord]]:
+    def package(
+        self, nodes: Sequence[int], arrays: ArrayRecord
+    ) -> dict[int, dict[str, ArrayRecord]]:
         packages = super().package(nodes, arrays)
         for record in [record for groups in packages.values() for record in groups.values()]:
             _overwrite({name: array.numpy() for name, array in record.items()})
@@ -82,9 +93,13 @@ def _overwrite(values: Mapping[str, np.ndarray]) -> None:
 
 @pytest.mark.parametrize("grid", [InProcessGrid, OneByOneGrid])
 @pytest.mark.parametrize("name", [name for name in OPTIONS if name != "fedtan"])
-def test_a_client_that_overwrites_what_it_got_changes_nothing(name: str, grid: type[InProcessGrid]) -> None:
+def test_a_client_that_overwrites_what_it_got_changes_nothing(
+    name: str, grid: type[InProcessGrid]
+) -> None:
     wanted = Federation(make_model()).run(make_strategy(name), momentum=0.9)
-    got = Federation(make_model(), wrap=becomes(Careless), grid=grid).run(make_strategy(name), momentum=0.9)
+    got = Federation(make_model(), wrap=becomes(Careless), grid=grid).run(
+        make_strategy(name), momentum=0.9
+    )
     assert_same_state(got, wanted)
 
 
@@ -113,7 +128,10 @@ class Frozen(InProcessGrid):
     def _note(self, message: Message) -> None:
         records = [*message.content.values(), *self.context(_node(message)).state.values()]
         self.seen += [
-            (array, array.numpy()) for record in records if isinstance(record, ArrayRecord) for array in record.values()
+            (array, array.numpy())
+            for record in records
+            if isinstance(record, ArrayRecord)
+            for array in record.values()
         ]
 
 
@@ -130,7 +148,9 @@ def test_nothing_changes_an_array_that_was_sent_or_stored(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*OPTIONS, "fednorm"])
-def test_a_run_in_one_process_serializes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_in_one_process_serializes_nothing(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     serialized: list[np.ndarray] = []
     real = arrays._serialize
 

@@ -1,4 +1,6 @@
-"""Every method on every engine: the model, what nodes keep, and what is counted, as of messages in one process."""
+"""Every method on every engine: the model, what nodes keep, and what is counted, as of messages in
+one process.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +15,16 @@ from fedbn_flwr.simulation.in_process import InProcessGrid, OneByOneGrid
 from fedbn_flwr.simulation.processes.grid import WorkersGrid
 from fedbn_flwr.simulation.processes.worker import OwnShare
 from fedbn_flwr.state import State
-from fedbn_flwr.strategies import HBN, BaseStrategy, FedAvg, FedBN, FedDNA, FedProx, FedTAN, Scaffold
+from fedbn_flwr.strategies import (
+    HBN,
+    BaseStrategy,
+    FedAvg,
+    FedBN,
+    FedDNA,
+    FedProx,
+    FedTAN,
+    Scaffold,
+)
 from fedbn_flwr.traffic.counting_grid import CountingGrid, Traffic
 from tests.helpers.engine_comparison import EXACT, Stacked, memories, memory_difference
 from tests.helpers.harness import SIZES, Federation, distance, make_model
@@ -44,7 +55,10 @@ CASES: dict[str, Case] = {
     "fedprox, half of the nodes": (partial(FedProx, mu=0.1, fraction_train=0.5), "bn"),
     "scaffold, half of the nodes": (partial(Scaffold, fraction_train=0.5), "bn"),
     # which reads single replies, and single numbers of each
-    **{f"{name}, under a rule": (partial(kind, robust="median"), "bn") for name, kind in RULED.items()},
+    **{
+        f"{name}, under a rule": (partial(kind, robust="median"), "bn")
+        for name, kind in RULED.items()
+    },
     "hbn, under a rule": (partial(HBN, robust="median"), "hbn"),
 }
 
@@ -60,11 +74,15 @@ GRIDS: dict[str, type[InProcessGrid]] = {
 
 def nodes_of(norm: str, partitions: Sequence[int]) -> InProcessGrid:
     """Return some of the federation's nodes."""
-    return InProcessGrid(client_app(Federation(make_model(norm)).client), len(SIZES), partitions=partitions)
+    return InProcessGrid(
+        client_app(Federation(make_model(norm)).client), len(SIZES), partitions=partitions
+    )
 
 
 @contextmanager
-def opened(kind: str, nodes: Federation, norm: str, strategy: BaseStrategy) -> Iterator[InProcessGrid | WorkersGrid]:
+def opened(
+    kind: str, nodes: Federation, norm: str, strategy: BaseStrategy
+) -> Iterator[InProcessGrid | WorkersGrid]:
     """Open a grid of the federation's nodes."""
     app = client_app(nodes.client)
     if kind in GRIDS:
@@ -109,7 +127,8 @@ def ended(case: str, kind: str = "messages") -> End:
     return End(model, kept, (counting.training, counting.evaluation), loss)
 
 
-#: what adds numbers up in another order, and how far apart they may be; other engines have the same bits
+#: what adds numbers up in another order, and how far apart they may be; other engines have the same
+#: bits
 ROUNDING = dict.fromkeys(("stacked", *ADDING), EXACT)
 #: which cases an engine has, if not all
 SOME: dict[str, Callable[[str], bool]] = {
@@ -127,8 +146,12 @@ SOME: dict[str, Callable[[str], bool]] = {
         if SOME.get(kind, bool)(case)
     ],
 )
-def test_an_engine_has_the_end_of_messages(kind: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedbn_flwr.simulation.in_process.PORTION", 2 if kind == "one by one" else 100)
+def test_an_engine_has_the_end_of_messages(
+    kind: str, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "fedbn_flwr.simulation.in_process.PORTION", 2 if kind == "one by one" else 100
+    )
     found, wanted, within = ended(case, kind), ended(case), ROUNDING.get(kind, 0.0)
     assert distance(found.model, wanted.model) <= within
     assert memory_difference(found.kept, wanted.kept) <= within
@@ -140,4 +163,6 @@ def test_an_engine_has_the_end_of_messages(kind: str, case: str, monkeypatch: py
 def test_in_these_cases_nodes_keep_something() -> None:
     keep = {case for case in CASES if any(ended(case).kept)}
     names = {"fedbn", "silobn", "mtfl", "scaffold", "hbn", "standalone", "momentum of the nodes"}
-    assert keep == names | {case for case in CASES if case.split(",")[0] in ("fedbn", "scaffold", "hbn")}
+    assert keep == names | {
+        case for case in CASES if case.split(",")[0] in ("fedbn", "scaffold", "hbn")
+    }

@@ -38,7 +38,11 @@ def test_it_is_a_grid_whose_nodes_are_there_at_once_with_contexts_of_their_own(
         {"partition-id": index, "num-partitions": 5} for index in range(5)
     ]
     for context in contexts:
-        assert (context.run_id, context.run_config, dict(context.state)) == (grid.run.run_id, {"lr": 0.5}, {})
+        assert (context.run_id, context.run_config, dict(context.state)) == (
+            grid.run.run_id,
+            {"lr": 0.5},
+            {},
+        )
 
 
 def test_replies_come_in_the_order_of_the_messages(grid: InProcessGrid | WorkersGrid) -> None:
@@ -57,9 +61,13 @@ def test_replies_come_in_the_order_of_the_messages(grid: InProcessGrid | Workers
     assert answers(send(grid, "again")) == [(2, "again", 0)]
 
 
-def test_pushed_messages_have_ids_by_which_replies_are_pulled_once(grid: InProcessGrid | WorkersGrid) -> None:
+def test_pushed_messages_have_ids_by_which_replies_are_pulled_once(
+    grid: InProcessGrid | WorkersGrid,
+) -> None:
     nodes = list(grid.get_node_ids())
-    ids = list(grid.push_messages(question(node, word) for node, word in zip(nodes, "abcde", strict=True)))
+    ids = list(
+        grid.push_messages(question(node, word) for node, word in zip(nodes, "abcde", strict=True))
+    )
     assert len(set(ids)) == 5
     assert answers(list(grid.pull_messages([ids[2], ids[0]]))) == [(1, "c", 2), (1, "a", 0)]
     assert len(list(grid.pull_messages(ids))) == 3
@@ -97,7 +105,11 @@ def test_messages_of_the_older_interface_and_runs(grid: InProcessGrid | WorkersG
     content = RecordDict({"config": ConfigRecord({"word": "old"})})
     message = grid.create_message(content, "train", 1001, "round 3", ttl=60.0)
     metadata = message.metadata
-    assert (metadata.run_id, metadata.src_node_id, metadata.dst_node_id) == (grid.run.run_id, SUPERLINK_NODE_ID, 1001)
+    assert (metadata.run_id, metadata.src_node_id, metadata.dst_node_id) == (
+        grid.run.run_id,
+        SUPERLINK_NODE_ID,
+        1001,
+    )
     assert (metadata.message_type, metadata.group_id, metadata.ttl) == ("train", "round 3", 60.0)
     (reply,) = grid.send_and_receive([message])
     assert answers([reply]) == [(1, "old", 1)]
@@ -120,7 +132,9 @@ def test_states_are_saved_and_restored_by_the_processes_that_have_them(
     for restored in (grid, others):
         restored.restore_states(tmp_path)
         assert [dict(restored.context(node).state) for node in restored.get_node_ids()] == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{partition}.records" for partition in range(4)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        f"{partition}.records" for partition in range(4)
+    ]
 
 
 def test_a_servers_main_runs_against_nodes_in_its_own_process() -> None:

@@ -1,7 +1,8 @@
-"""On Ray, of one's own or a cluster that is there already: the bits of one process, and machines that die.
+"""On Ray, of one's own or a cluster that is there already: the bits of one process, and machines
+that die.
 
-`--engine ray` is Flower's simulation; workers in a cluster are processes of this project. All with one torch thread:
-sums are formed in another order by several.
+`--engine ray` is Flower's simulation; workers in a cluster are processes of this project. All with
+one torch thread: sums are formed in another order by several.
 """
 
 import json
@@ -39,7 +40,18 @@ from tests.strategies.test_contract import make
 pytestmark = pytest.mark.xdist_group("ray")
 
 #: three clients in two workers: a node's state goes from worker to worker
-SHARED = ["--clients", "3", "--partition", "classes:4", "--rounds", "3", "--evaluate-every", "2", "--threads", "1"]
+SHARED = [
+    "--clients",
+    "3",
+    "--partition",
+    "classes:4",
+    "--rounds",
+    "3",
+    "--evaluate-every",
+    "2",
+    "--threads",
+    "1",
+]
 #: what travels from worker to worker or is drawn
 METHOD = ["--method", "fedbn", "--model", "small-cnn", "--augmentation", "crop"]
 ALL_AT_ONCE = [*METHOD, "--fraction-train", "0.7", "--momentum", "0.9"]
@@ -48,7 +60,9 @@ ALL_AT_ONCE = [*METHOD, "--fraction-train", "0.7", "--momentum", "0.9"]
 def assert_same_files(options: Sequence[str], folder: Path) -> None:
     """Run on both engines, and compare every round's numbers and the model."""
     for engine in ("inprocess", "ray"):
-        assert main(["run", *options, "--engine", engine, "--results-dir", str(folder / engine)]) == 0
+        assert (
+            main(["run", *options, "--engine", engine, "--results-dir", str(folder / engine)]) == 0
+        )
     assert rounds(folder / "ray") == rounds(folder / "inprocess")
     assert model_bytes(folder / "ray") == model_bytes(folder / "inprocess")
 
@@ -58,7 +72,7 @@ def test_ray_gives_the_bits_of_one_process(tmp_path: Path) -> None:
     assert_same_files([*SHARED, *ALL_AT_ONCE], tmp_path)
 
 
-# ---- a cluster that is there already ---------------------------------------------------------------------------------
+# ---- a cluster that is there already -------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True)
@@ -67,14 +81,18 @@ def _path_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
 
 
-def asked_of_flower(address: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def asked_of_flower(
+    address: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, Any]:
     """What `--engine ray` would have Flower do with this address in the environment."""
     found: list[dict[str, Any]] = []
     if address is None:
         monkeypatch.delenv("RAY_ADDRESS", raising=False)
     else:
         monkeypatch.setenv("RAY_ADDRESS", address)
-    monkeypatch.setattr("flwr.simulation.run_simulation", lambda *_, **options: found.append(options))
+    monkeypatch.setattr(
+        "flwr.simulation.run_simulation", lambda *_, **options: found.append(options)
+    )
     with pytest.raises(IndexError):  # nothing was run, so there is no result
         run_on_ray(resolve({"clients": 3}), folder)
     return found[0]
@@ -87,7 +105,9 @@ def test_a_run_has_ray_for_itself_or_joins_the_cluster_in_the_environment(
     """By itself, Ray would join whatever cluster was last started on this machine."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         there = f"127.0.0.1:{server.getsockname()[1]}"
-        options = asked_of_flower(there if address == "host:port" else address, tmp_path, monkeypatch)
+        options = asked_of_flower(
+            there if address == "host:port" else address, tmp_path, monkeypatch
+        )
     wanted = {None: "local", "auto": "auto", "host:port": there}[address]
     assert options["num_supernodes"] == 3
     assert options["backend_config"]["init_args"] == {"address": wanted}
@@ -107,14 +127,25 @@ def test_a_cluster_that_is_not_there(
 
 
 @pytest.mark.slow
-def test_clients_run_on_all_nodes_and_leave_the_cluster_for_the_next_run(joined: Cluster, tmp_path: Path) -> None:
-    options = ["--dataset", "tests.helpers.ray_cluster:digits", "--clients", "4", "--replacement", "true"]
-    assert_same_files([*SHARED, *options, "--method", "fixbn:freeze-round=1", "--model", "mlp"], tmp_path)
+def test_clients_run_on_all_nodes_and_leave_the_cluster_for_the_next_run(
+    joined: Cluster, tmp_path: Path
+) -> None:
+    options = [
+        "--dataset",
+        "tests.helpers.ray_cluster:digits",
+        "--clients",
+        "4",
+        "--replacement",
+        "true",
+    ]
+    assert_same_files(
+        [*SHARED, *options, "--method", "fixbn:freeze-round=1", "--model", "mlp"], tmp_path
+    )
     assert len(joined.nodes_seen()) == 2
     assert len(joined.processes("raylet")) == 2
 
 
-# ---- workers in a cluster --------------------------------------------------------------------------------------------
+# ---- workers in a cluster ------------------------------------------------------------------------
 
 
 @contextmanager
@@ -126,11 +157,17 @@ def room(cluster: Cluster, workers: int = 2) -> Iterator[ray_worker.Cluster]:
 
 
 @pytest.mark.parametrize("name", ["fedbn", pytest.param("fedtan", marks=pytest.mark.slow)])
-def test_ray_workers_give_the_bits_of_one_process(name: str, joined: Cluster, tmp_path: Path) -> None:
-    with room(joined) as start, WorkersGrid(partial(nodes_of, "bn"), len(SIZES), 2, start=start) as grid:
+def test_ray_workers_give_the_bits_of_one_process(
+    name: str, joined: Cluster, tmp_path: Path
+) -> None:
+    with (
+        room(joined) as start,
+        WorkersGrid(partial(nodes_of, "bn"), len(SIZES), 2, start=start) as grid,
+    ):
         found = Federation(make_model()).run(make(name), 3, grid, momentum=0.9)
         kept = memories(grid)
-        # the workers' machines have no such folder: what nodes keep comes and goes over the connection
+        # the workers' machines have no such folder: what nodes keep comes and goes over the
+        # connection
         grid.save_states(tmp_path / "states")
         saved = sorted(path.name for path in (tmp_path / "states").glob("*"))
         grid.restore_states(tmp_path / "none")
@@ -159,11 +196,16 @@ def test_a_worker_that_is_killed_is_an_error_of_its_nodes_and_starts_anew(
         # nobody waits for the new worker: its nodes are there again once it is
         assert wait_until(lambda: not send(grid, "hello", "hello")[1].has_error(), pause=0.5)
         assert [answer[0] for answer in answers(send(grid, *["hello"] * 5))][1::2] == [2, 1]
-    assert f"Worker 1 on {where} has ended: it is started again, its 2 nodes without state" in flower_log.messages
+    assert (
+        f"Worker 1 on {where} has ended: it is started again, its 2 nodes without state"
+        in flower_log.messages
+    )
 
 
 @pytest.mark.slow
-def test_a_worker_that_cannot_start_says_why(joined: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_cannot_start_says_why(
+    joined: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Broken:
         def listen(self, *_: object) -> None:
             raise ImportError("no module named 'medical'")
@@ -172,7 +214,8 @@ def test_a_worker_that_cannot_start_says_why(joined: Cluster, monkeypatch: pytes
     with room(joined) as start, WorkersGrid(partial(obeying, 2), 2, 2, start=start) as grid:
         assert [worker.describe() for worker in start.workers] == ["not started"] * 2
         with pytest.raises(
-            WorkerError, match=r"^worker 0: its Ray actor failed before .*: .*no module named 'medical'$"
+            WorkerError,
+            match=r"^worker 0: its Ray actor failed before .*: .*no module named 'medical'$",
         ):
             send(grid, "hello", "hello")
 
@@ -181,7 +224,12 @@ def test_a_worker_that_cannot_start_says_why(joined: Cluster, monkeypatch: pytes
 def test_a_cluster_without_room_is_one_line(
     joined: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["run", "--workers", "3", "--clients", "4", "--results-dir", str(tmp_path / "results")]) == 2
+    assert (
+        main(
+            ["run", "--workers", "3", "--clients", "4", "--results-dir", str(tmp_path / "results")]
+        )
+        == 2
+    )
     line = capsys.readouterr().err.splitlines()[-1]
     assert line == "fedbn-flwr: the Ray cluster has 2 CPU free, and 3 workers need 1 CPU each"
 
@@ -191,7 +239,18 @@ COMMAND = "import sys; from fedbn_flwr.experiments import main; sys.exit(main(sy
 
 
 def start_run(cluster: Cluster, folder: Path, *options: str) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-c", COMMAND, "run", "--workers", "3", "--clients", "6", "--model", "small-cnn"]
+    command = [
+        sys.executable,
+        "-c",
+        COMMAND,
+        "run",
+        "--workers",
+        "3",
+        "--clients",
+        "6",
+        "--model",
+        "small-cnn",
+    ]
     environment = {**os.environ, "RAY_ADDRESS": cluster.address}
     return subprocess.Popen(
         [*command, "--results-dir", str(folder), *options],
@@ -209,7 +268,16 @@ def rounds_done(folder: Path) -> int:
 @pytest.mark.slow
 def test_machines_that_go_away_in_mid_run(tmp_path: Path) -> None:
     with ray_cluster(3) as cluster:
-        options = ["--rounds", "200", "--evaluate-every", "1", "--checkpoint-every", "1", "--method", "fedbn"]
+        options = [
+            "--rounds",
+            "200",
+            "--evaluate-every",
+            "1",
+            "--checkpoint-every",
+            "1",
+            "--method",
+            "fedbn",
+        ]
         run = start_run(cluster, tmp_path, *options)
         # not the first: it is the head, which the cluster cannot do without
         for number in (1, 2):
@@ -220,7 +288,10 @@ def test_machines_that_go_away_in_mid_run(tmp_path: Path) -> None:
             assert wait_until(lambda number=number: len(cluster.processes("raylet")) == 3 - number)  # type: ignore[misc]
         _, errors = run.communicate()
     assert run.returncode == 0, errors
-    seconds = [json.loads(line)["seconds"] for line in (run_in(tmp_path) / "rounds.jsonl").read_text().splitlines()]
+    seconds = [
+        json.loads(line)["seconds"]
+        for line in (run_in(tmp_path) / "rounds.jsonl").read_text().splitlines()
+    ]
     assert len(seconds) == 200
     # there is no room to start a worker again, and no round waits for it
     assert max(seconds) < ray_worker.STARTING / 2

@@ -1,4 +1,6 @@
-"""Replies that are added up where clients train: their mean, which stay as they are, and who gets single ones."""
+"""Replies that are added up where clients train: their mean, which stay as they are, and who gets
+single ones.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,8 +24,22 @@ from fedbn_flwr.simulation import StackedGrid
 from fedbn_flwr.simulation.replies import ReplyPool, Trained
 from fedbn_flwr.strategies import FedAvg, FedBN, register_strategy
 from fedbn_flwr.wire.pooled import Summed
-from tests.helpers.engine_comparison import EXACT, asked, memories, memory_difference, quiet, watching
-from tests.helpers.harness import INSTRUCTION, SIZES, Federation, distance, make_float32_model, make_model
+from tests.helpers.engine_comparison import (
+    EXACT,
+    asked,
+    memories,
+    memory_difference,
+    quiet,
+    watching,
+)
+from tests.helpers.harness import (
+    INSTRUCTION,
+    SIZES,
+    Federation,
+    distance,
+    make_float32_model,
+    make_model,
+)
 from tests.helpers.registered import registries_restored
 from tests.helpers.runs import OPTIONS
 from tests.helpers.tellers import engine, telling
@@ -45,7 +61,9 @@ def test_the_mean_of_stacks_is_that_of_single_replies(
     (mean,) = replies(Federation(model()), chunk=chunk, average_by=weighting)
     assert isinstance(mean.content, Summed)
     assert mean.content.counts == dict(zip(range(1000, 1004), SIZES, strict=True))
-    shares = np.array([1] * 4 if weighting == "uniform" else SIZES) / (4 if weighting == "uniform" else sum(SIZES))
+    shares = np.array([1] * 4 if weighting == "uniform" else SIZES) / (
+        4 if weighting == "uniform" else sum(SIZES)
+    )
     rows = [state.view_arrays(reply.content.array_records[wire.ARRAYS]) for reply in single]
     for name, value in state.view_arrays(mean.content.array_records[wire.ARRAYS]).items():
         values = np.stack([row[name] for row in rows])
@@ -56,10 +74,16 @@ def test_the_mean_of_stacks_is_that_of_single_replies(
         wanted = np.tensordot(shares, values.astype(np.float64), 1)
         # rounded once: half a last place, beside the error of a sum of four in float64
         half_a_place = np.spacing(np.abs(wanted).astype(value.dtype)).astype(np.float64) / 2
-        error_of_sum = 8 * np.finfo(np.float64).eps * np.tensordot(shares, np.abs(values.astype(np.float64)), 1)
+        error_of_sum = (
+            8
+            * np.finfo(np.float64).eps
+            * np.tensordot(shares, np.abs(values.astype(np.float64)), 1)
+        )
         assert (np.abs(value - wanted) <= half_a_place + error_of_sum).all()
     losses: list[Any] = [reply.content[wire.METRICS][wire.TRAIN_LOSS] for reply in single]
-    assert mean.content[wire.METRICS][wire.TRAIN_LOSS] == pytest.approx(np.average(losses, weights=SIZES), rel=1e-15)
+    assert mean.content[wire.METRICS][wire.TRAIN_LOSS] == pytest.approx(
+        np.average(losses, weights=SIZES), rel=1e-15
+    )
 
 
 def stack(values: list[float], examples: int = 2, **metrics: float) -> Trained:
@@ -68,8 +92,13 @@ def stack(values: list[float], examples: int = 2, **metrics: float) -> Trained:
     grid = StackedGrid(client_app(nodes.client), len(SIZES))
     jobs = grid._prepare(dict(enumerate(asked(nodes, INSTRUCTION)[:2])))
     told = [(2, {wire.TRAIN_LOSS: 1.0}), (examples, metrics or {wire.TRAIN_LOSS: 3.0})]
-    answers = [Reply(count, {**said, wire.PARTITION_ID: row}) for row, (count, said) in enumerate(told)]
-    rows = {"weight": torch.tensor([[1.0, 1.0], values], dtype=torch.float64), "count": torch.tensor([3, 2])}
+    answers = [
+        Reply(count, {**said, wire.PARTITION_ID: row}) for row, (count, said) in enumerate(told)
+    ]
+    rows = {
+        "weight": torch.tensor([[1.0, 1.0], values], dtype=torch.float64),
+        "count": torch.tensor([3, 2]),
+    }
     return Trained(jobs, answers, {wire.ARRAYS: rows})
 
 
@@ -90,10 +119,14 @@ def test_what_the_server_has_to_look_at_stays_as_it_is(odd: dict[str, Any]) -> N
     pool = ReplyPool("examples")
     messages = pool.add(stack(**{"values": [2.0, 3.0], **odd}))
     contents = [message.content for message in messages.values() if message]
-    assert [content[wire.METRICS][wire.NUM_EXAMPLES] for content in contents] == [2, odd.get("examples", 2)]
+    assert [content[wire.METRICS][wire.NUM_EXAMPLES] for content in contents] == [
+        2,
+        odd.get("examples", 2),
+    ]
     assert not pool.mean()
     np.testing.assert_array_equal(
-        state.view_arrays(contents[1].array_records[wire.ARRAYS])["weight"], odd.get("values", [2.0, 3.0])
+        state.view_arrays(contents[1].array_records[wire.ARRAYS])["weight"],
+        odd.get("values", [2.0, 3.0]),
     )
 
 
@@ -103,16 +136,22 @@ def test_what_is_unlike_the_first_replies_stays_as_it_is() -> None:
     assert pool.add(stack([2.0, 3.0])) == {0: None, 1: None}
     assert all(pool.add(unlike).values())
     (mean,) = pool.mean().values()
-    np.testing.assert_array_equal(state.view_arrays(mean.content.array_records[wire.ARRAYS])["weight"], [1.5, 2.0])
+    np.testing.assert_array_equal(
+        state.view_arrays(mean.content.array_records[wire.ARRAYS])["weight"], [1.5, 2.0]
+    )
 
 
-@pytest.mark.parametrize(("strategy", "case"), [(FedAvg, "nan"), (FedAvg, "none"), (FedBN, "nan"), (FedBN, "none")])
+@pytest.mark.parametrize(
+    ("strategy", "case"), [(FedAvg, "nan"), (FedAvg, "none"), (FedBN, "nan"), (FedBN, "none")]
+)
 def test_a_node_that_cannot_be_added_is_refused_by_name(strategy: type[FedAvg], case: str) -> None:
     """Also beside others in a stack, which count as if it had not been there."""
 
     def spoil(client: BNClient, index: int) -> BNClient:
         if index == 1 and case == "nan":
-            client.train_split = replace(client.train_split, inputs=client.train_split.inputs * float("nan"))
+            client.train_split = replace(
+                client.train_split, inputs=client.train_split.inputs * float("nan")
+            )
         return client
 
     wrap = spoil if case == "nan" else telling({1: lambda _: 0})
@@ -129,7 +168,9 @@ def test_a_node_that_cannot_be_added_is_refused_by_name(strategy: type[FedAvg], 
         assert len(named) == (2 if case == "nan" else 0)
     assert distance(ends["sums"][0], ends["inprocess"][0]) < EXACT
     assert memory_difference(ends["sums"][1], ends["inprocess"][1]) < EXACT
-    assert ends["sums"][2] == ends["inprocess"][2] == ([7, 20, 5] if case == "nan" else [7, 0, 20, 5])
+    assert (
+        ends["sums"][2] == ends["inprocess"][2] == ([7, 20, 5] if case == "nan" else [7, 0, 20, 5])
+    )
 
 
 AUTO = {"method": "fixbn:freeze-round=auto"}

@@ -1,4 +1,6 @@
-"""Thousands of clients: what is in memory does not grow with them, and what they remember is the same on disk."""
+"""Thousands of clients: what is in memory does not grow with them, and what they remember is the
+same on disk.
+"""
 
 import subprocess
 import sys
@@ -31,7 +33,9 @@ def remembering() -> ClientApp:
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
-        known = str(context.state.config_records["known"]["word"]) if "known" in context.state else ""
+        known = (
+            str(context.state.config_records["known"]["word"]) if "known" in context.state else ""
+        )
         word = str(message.content.config_records["config"]["word"])
         context.state["known"] = ConfigRecord({"word": word})
         if word == "forget":
@@ -44,7 +48,11 @@ def remembering() -> ClientApp:
 def tell(grid: InProcessGrid, partition: int, word: str) -> str:
     content = RecordDict({"config": ConfigRecord({"word": word})})
     (reply,) = grid.send_and_receive([Message(content, FIRST_NODE_ID + partition, "train")])
-    return str(reply.error.reason) if reply.has_error() else str(reply.content.config_records["answer"]["known"])
+    return (
+        str(reply.error.reason)
+        if reply.has_error()
+        else str(reply.content.config_records["answer"]["known"])
+    )
 
 
 def stored(grid: InProcessGrid) -> int:
@@ -54,7 +62,9 @@ def stored(grid: InProcessGrid) -> int:
 @pytest.fixture(params=["memory", "folder"])
 def grid(request: pytest.FixtureRequest, tmp_path: Path) -> InProcessGrid:
     """So many nodes that none of them may cost anything."""
-    return InProcessGrid(remembering(), 10**9, state_dir=tmp_path if request.param == "folder" else None)
+    return InProcessGrid(
+        remembering(), 10**9, state_dir=tmp_path if request.param == "folder" else None
+    )
 
 
 def test_only_what_nodes_store_is_kept(grid: InProcessGrid) -> None:
@@ -64,7 +74,10 @@ def test_only_what_nodes_store_is_kept(grid: InProcessGrid) -> None:
     assert tell(grid, 7, "again") == "seven"
     assert stored(grid) == 2
     assert grid.context(FIRST_NODE_ID + 7).state.config_records["known"]["word"] == "again"
-    assert grid.context(FIRST_NODE_ID + 8).node_config == {"partition-id": 8, "num-partitions": 10**9}
+    assert grid.context(FIRST_NODE_ID + 8).node_config == {
+        "partition-id": 8,
+        "num-partitions": 10**9,
+    }
     assert stored(grid) == 2
 
 
@@ -85,13 +98,17 @@ def test_a_grid_may_hold_some_of_the_nodes(partitions: Any) -> None:
     assert tell(grid, 3, "three").startswith("KeyError")
 
 
-# ---- on disk ---------------------------------------------------------------------------------------------------------
+# ---- on disk -------------------------------------------------------------------------------------
 
 
 def test_every_kind_of_record_comes_back_from_disk_as_it_was(tmp_path: Path) -> None:
     grid = InProcessGrid(remembering(), 3, state_dir=tmp_path)
     context = grid.context(FIRST_NODE_ID)
-    arrays = {"weight": torch.randn(3, 2, dtype=torch.float64), "count": torch.tensor(3), "empty": torch.empty(0, 4)}
+    arrays = {
+        "weight": torch.randn(3, 2, dtype=torch.float64),
+        "count": torch.tensor(3),
+        "empty": torch.empty(0, 4),
+    }
     context.state["arrays"] = ArrayRecord(arrays)
     context.state["numbers"] = MetricRecord({"loss": 0.1, "several": [1, 2]})
     context.state["words"] = ConfigRecord({"yes": True, "bytes": b"\0", "text": "ä"})
@@ -125,7 +142,11 @@ def test_a_new_run_begins_with_nothing_and_leaves_what_is_not_its_own(tmp_path: 
     (tmp_path / "notes.txt").write_text("mine")
     # another process may hold the other partitions of the same run
     second = InProcessGrid(remembering(), 4, partitions=[0, 1], state_dir=tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["2.records", "3.records", "notes.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "2.records",
+        "3.records",
+        "notes.txt",
+    ]
     assert tell(second, 0, "new") == ""
     assert tell(first, 3, "new") == "old"
 
@@ -153,7 +174,9 @@ def test_runs_whose_folders_have_the_same_name_do_not_share_what_nodes_keep(
     assert results(tmp_path / "first") == results(tmp_path / "alone")
 
 
-def test_a_state_dir_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_state_dir_that_cannot_be_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run("run", results_dir=str(tmp_path), state_dir=f"{__file__}/states") == 2
     assert "state-dir" in capsys.readouterr().err
 
@@ -164,7 +187,7 @@ def test_a_state_dir_is_refused_where_flower_keeps_the_state(tmp_path: Path) -> 
     assert not (tmp_path / "states").exists()
 
 
-# ---- who takes part --------------------------------------------------------------------------------------------------
+# ---- who takes part ------------------------------------------------------------------------------
 
 
 def test_thousands_are_asked_some_at_a_time_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +231,7 @@ def test_options_are_read_once_for_all_messages(monkeypatch: pytest.MonkeyPatch)
     assert len(calls) == 1
 
 
-# ---- a whole run, in a process of its own ----------------------------------------------------------------------------
+# ---- a whole run, in a process of its own --------------------------------------------------------
 
 PROGRAM = """
 import sys
@@ -223,7 +246,16 @@ print(int(status["VmHWM"].split()[0]) / 1024)
 
 def peak_of(folder: Path, *options: str) -> float:
     """Return the peak memory of a run in a process and a folder of its own, in MiB."""
-    shared = ["--partition", "iid", "--local-steps", "1", "--batch-size", "20", "--evaluate-every", "100"]
+    shared = [
+        "--partition",
+        "iid",
+        "--local-steps",
+        "1",
+        "--batch-size",
+        "20",
+        "--evaluate-every",
+        "100",
+    ]
     words = [sys.executable, "-c", PROGRAM, "run", *shared, *options, "--results-dir", str(folder)]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
     return float(done.stdout.splitlines()[-1])
@@ -231,11 +263,22 @@ def peak_of(folder: Path, *options: str) -> float:
 
 @pytest.mark.slow
 def test_ten_thousand_clients_take_little_more_memory_than_a_hundred(tmp_path: Path) -> None:
-    many = ["--dataset", "synthetic:n=200000", "--clients", "10000", "--fraction-train", "0.01", "--rounds", "10"]
+    many = [
+        "--dataset",
+        "synthetic:n=200000",
+        "--clients",
+        "10000",
+        "--fraction-train",
+        "0.01",
+        "--rounds",
+        "10",
+    ]
     few = ["--dataset", "synthetic:n=200000", "--clients", "100", "--rounds", "10"]
     fewest = ["--dataset", "synthetic:n=2000", "--clients", "100", "--rounds", "10"]
     cases = {"large": many, "same data": few, "small": fewest}
-    large, same_data, small = (peak_of(tmp_path / name, *options) for name, options in cases.items())
+    large, same_data, small = (
+        peak_of(tmp_path / name, *options) for name, options in cases.items()
+    )
     assert large < 1.5 * small
     assert large < 1.2 * same_data
 
@@ -243,7 +286,16 @@ def test_ten_thousand_clients_take_little_more_memory_than_a_hundred(tmp_path: P
 @pytest.mark.slow
 def test_what_clients_remember_on_disk_is_not_in_memory(tmp_path: Path) -> None:
     """SCAFFOLD's control variates, 60 kB a client."""
-    shared = ["--method", "scaffold", "--dataset", "synthetic:n=8000", "--clients", "4000", "--rounds", "15"]
+    shared = [
+        "--method",
+        "scaffold",
+        "--dataset",
+        "synthetic:n=8000",
+        "--clients",
+        "4000",
+        "--rounds",
+        "15",
+    ]
     shared += ["--fraction-train", "0.025"]
     in_memory = peak_of(tmp_path / "memory", *shared)
     on_disk = peak_of(tmp_path / "disk", *shared, "--state-dir", str(tmp_path / "states"))

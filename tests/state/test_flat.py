@@ -48,7 +48,9 @@ def test_it_is_a_copy(names: list[str]) -> None:
 
 
 def test_stacked_states_come_apart_and_together() -> None:
-    rows: list[dict[str, Tensor]] = [{**random_state(toy_cnn(), seed), "none": torch.zeros(0, 2)} for seed in range(3)]
+    rows: list[dict[str, Tensor]] = [
+        {**random_state(toy_cnn(), seed), "none": torch.zeros(0, 2)} for seed in range(3)
+    ]
     stacked = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     apart = FlatState.copies_of(stacked, 3)
     for row, flat in zip(rows, apart, strict=True):
@@ -80,12 +82,17 @@ def test_states_that_are_alike_have_one_layout() -> None:
     assert first.layout is second.layout
     assert FlatArrays.layout_of(FlatArrays(first.layout, first.buffers)) is first.layout
     assert pickle.loads(pickle.dumps(first.layout)) is first.layout
-    assert FlatState.copy_of({**STATE, "bias": torch.zeros(2, dtype=torch.float64)}).layout is not first.layout
+    assert (
+        FlatState.copy_of({**STATE, "bias": torch.zeros(2, dtype=torch.float64)}).layout
+        is not first.layout
+    )
     assert FlatState.copy_of(dict(reversed(STATE.items()))).layout is not first.layout
 
 
 def plain(values: dict[str, Tensor]) -> ArrayRecord:
-    return ArrayRecord({name: Array(np.array(value.numpy(), order="C")) for name, value in values.items()})
+    return ArrayRecord(
+        {name: Array(np.array(value.numpy(), order="C")) for name, value in values.items()}
+    )
 
 
 def test_a_record_of_it_is_flowers_own_to_everybody_who_looks() -> None:
@@ -110,7 +117,9 @@ def test_a_record_of_it_is_flowers_own_to_everybody_who_looks() -> None:
 def test_on_a_wire_it_is_a_plain_record() -> None:
     sent = get_all_nested_objects(RecordDict({"arrays": state.to_record(STATE)}))
     wanted = get_all_nested_objects(RecordDict({"arrays": plain(STATE)}))
-    assert {key: part.deflate() for key, part in sent.items()} == {key: part.deflate() for key, part in wanted.items()}
+    assert {key: part.deflate() for key, part in sent.items()} == {
+        key: part.deflate() for key, part in wanted.items()
+    }
 
 
 @pytest.mark.parametrize("again", [lambda given: pickle.loads(pickle.dumps(given)), copy.deepcopy])

@@ -1,4 +1,6 @@
-"""State between PyTorch and Flower: names, dtypes and shapes survive, and nothing that does not fit gets in."""
+"""State between PyTorch and Flower: names, dtypes and shapes survive, and nothing that does not fit
+gets in.
+"""
 
 import pytest
 import torch
@@ -38,10 +40,16 @@ def test_load_keeps_the_models_dtypes(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"1.running_var": None, "1.running_mean": None}, "2 entries .* not received, the first is '1.running_mean'"),
+        (
+            {"1.running_var": None, "1.running_mean": None},
+            "2 entries .* not received, the first is '1.running_mean'",
+        ),
         ({"extra": torch.zeros(1)}, "1 received arrays .* the first is 'extra'"),
         ({"5.bias": torch.zeros(7)}, r"'5.bias' has shape \(7,\), the model needs \(4,\)"),
-        ({"1.num_batches_tracked": torch.zeros(1)}, r"'1.num_batches_tracked' has shape \(1,\), the model needs \(\)"),
+        (
+            {"1.num_batches_tracked": torch.zeros(1)},
+            r"'1.num_batches_tracked' has shape \(1,\), the model needs \(\)",
+        ),
     ],
 )
 def test_load_names_what_does_not_fit_and_leaves_the_model_alone(
@@ -49,7 +57,9 @@ def test_load_names_what_does_not_fit_and_leaves_the_model_alone(
 ) -> None:
     model = toy_cnn()
     before = state.snapshot(model)
-    given = {name: value for name, value in (random_state(model) | change).items() if value is not None}
+    given = {
+        name: value for name, value in (random_state(model) | change).items() if value is not None
+    }
     with pytest.raises(ValueError, match=message):
         state.load(model, given)
     assert_same_state(model.state_dict(), before)
@@ -66,15 +76,27 @@ def test_groups_go_by_type_not_by_name() -> None:
 
     statistics = entries("running_mean", "running_var", "num_batches_tracked")
     affine = entries("weight", "bias")
-    expected = {"none": set(), "statistics": statistics, "affine": affine, "bn": statistics | affine, "mix": set()}
+    expected = {
+        "none": set(),
+        "statistics": statistics,
+        "affine": affine,
+        "bn": statistics | affine,
+        "mix": set(),
+    }
     expected["all"] = set(model.state_dict())
     assert {group: state.group_keys(model, group) for group in GROUPS} == expected
 
 
 def test_groups_of_partial_bn_hold_only_what_there_is() -> None:
-    model = nn.Sequential(nn.BatchNorm1d(2, affine=False), nn.BatchNorm1d(2, track_running_stats=False))
+    model = nn.Sequential(
+        nn.BatchNorm1d(2, affine=False), nn.BatchNorm1d(2, track_running_stats=False)
+    )
     assert state.group_keys(model, "affine") == {"1.weight", "1.bias"}
-    assert state.group_keys(model, "statistics") == {"0.running_mean", "0.running_var", "0.num_batches_tracked"}
+    assert state.group_keys(model, "statistics") == {
+        "0.running_mean",
+        "0.running_var",
+        "0.num_batches_tracked",
+    }
 
 
 class Telling(nn.Linear):

@@ -57,12 +57,15 @@ from tests.helpers.references import (
 )
 
 Forward = Callable[[State, Tensor], Tensor]
-#: what a ReLU takes from the standard deviation (Brock et al., Characterizing Signal Propagation, 2021)
+#: what a ReLU takes from the standard deviation (Brock et al., Characterizing Signal Propagation,
+#: 2021)
 RELU_GAIN = math.sqrt(2 / (1 - 1 / math.pi))
 
 
 def conv(w: State, name: str, h: Tensor, weight: Tensor | None = None) -> Tensor:
-    return F.conv2d(h, w[f"{name}.weight"] if weight is None else weight, w.get(f"{name}.bias"), padding=1)
+    return F.conv2d(
+        h, w[f"{name}.weight"] if weight is None else weight, w.get(f"{name}.bias"), padding=1
+    )
 
 
 def gradients(forward: Forward, w: State, x: Tensor, y: Tensor) -> State:
@@ -89,32 +92,51 @@ def normalizer_free(w: State, h: Tensor) -> Tensor:
 
 
 def clipped(gradient: Tensor, weight: Tensor, factor: float) -> Tensor:
-    """FedWon, section 3.2, after Brock et al. 2021: G_i <- lambda ||W_i|| / ||G_i|| G_i where ||G_i|| is larger."""
+    """FedWon, section 3.2, after Brock et al. 2021: G_i <- lambda ||W_i|| / ||G_i|| G_i where
+    ||G_i|| is larger.
+    """
     if weight.dim() > 1:
         return torch.stack(
-            [clipped(g.flatten(), w.flatten(), factor).reshape(g.shape) for g, w in zip(gradient, weight, strict=True)]
+            [
+                clipped(g.flatten(), w.flatten(), factor).reshape(g.shape)
+                for g, w in zip(gradient, weight, strict=True)
+            ]
         )
     largest = factor * max(float(weight.norm()), 1e-3)
     return gradient * largest / gradient.norm() if float(gradient.norm()) > largest else gradient
 
 
-def fedwon(w: State, split: Split, nodes: Sequence[Node], rounds: int, asked: Instruction, factor: float) -> State:
-    """FedAvg of normalizer-free networks; no clipping with the factor infinity, and never of the classifier."""
+def fedwon(
+    w: State, split: Split, nodes: Sequence[Node], rounds: int, asked: Instruction, factor: float
+) -> State:
+    """FedAvg of normalizer-free networks.
+
+    No clipping with the factor infinity, and never of the classifier.
+    """
     for server_round in range(1, rounds + 1):
         ends = []
         for node in nodes:
             local = dict(w)
             for x, y in mini_batches(split, node, replace(asked, server_round=server_round), False):
                 for name, gradient in gradients(normalizer_free, local, x, y).items():
-                    step = gradient if name.startswith("net.7") else clipped(gradient, local[name], factor)
+                    step = (
+                        gradient
+                        if name.startswith("net.7")
+                        else clipped(gradient, local[name], factor)
+                    )
                     local[name] = local[name] - asked.lr * step
             ends.append(local)
         w = weighted_mean(ends, [float(len(node.samples)) for node in nodes])
     return w
 
 
-def hybrid(w: State, steady: State, mix: State, h: Tensor, seen: dict[str, tuple[float, Tensor, Tensor]]) -> Tensor:
-    """HBN in training: mean and variance are (1 - s) steady + s batch, s = sigmoid(a); n, mean, variance are seen."""
+def hybrid(
+    w: State, steady: State, mix: State, h: Tensor, seen: dict[str, tuple[float, Tensor, Tensor]]
+) -> Tensor:
+    """HBN in training: mean and variance are (1 - s) steady + s batch, s = sigmoid(a).
+
+    N, mean, variance are seen.
+    """
     for number in (0, 3):
         bn = f"net.{number + 1}"
         h = conv(w, f"net.{number}", h)
@@ -130,13 +152,24 @@ def hybrid(w: State, steady: State, mix: State, h: Tensor, seen: dict[str, tuple
 
 
 def hbn(
-    start: State, split: Split, nodes: Sequence[Node], rounds: int, asked: Instruction, average: float
+    start: State,
+    split: Split,
+    nodes: Sequence[Node],
+    rounds: int,
+    asked: Instruction,
+    average: float,
 ) -> tuple[State, list[State]]:
     """HBN's two exchanges a round, over all layers; returns the global state and every node's a."""
     w = {name: value for name, value in start.items() if name.endswith(("weight", "bias"))}
-    steady = {f"{bn}.{name}": start[f"{bn}.running_{name}"] for bn in ("net.1", "net.4") for name in ("mean", "var")}
+    steady = {
+        f"{bn}.{name}": start[f"{bn}.running_{name}"]
+        for bn in ("net.1", "net.4")
+        for name in ("mean", "var")
+    }
     gathered = steady
-    mixes: list[State] = [{bn: torch.zeros(4, dtype=torch.float64) for bn in ("net.1", "net.4")} for _ in nodes]
+    mixes: list[State] = [
+        {bn: torch.zeros(4, dtype=torch.float64) for bn in ("net.1", "net.4")} for _ in nodes
+    ]
     for server_round in range(1, rounds + 1):
         ends = []
         for place, node in enumerate(nodes):
@@ -151,23 +184,41 @@ def hbn(
             mixes[place] = {bn: local.pop(bn) for bn in ("net.1", "net.4")}
             ends.append(local)
         w = weighted_mean(ends, [float(len(node.samples)) for node in nodes])
-        steady = {name: average * value + (1 - average) * gathered[name] for name, value in steady.items()}
+        steady = {
+            name: average * value + (1 - average) * gathered[name] for name, value in steady.items()
+        }
         each: list[dict[str, tuple[float, Tensor, Tensor]]] = []
         for place, node in enumerate(nodes):
             each.append({})
-            hybrid(w, steady, mixes[place], split.inputs[torch.from_numpy(node.samples)].double(), each[-1])
+            hybrid(
+                w,
+                steady,
+                mixes[place],
+                split.inputs[torch.from_numpy(node.samples)].double(),
+                each[-1],
+            )
         gathered = {}
         for bn in ("net.1", "net.4"):
             total = sum(seen[bn][0] for seen in each)
             mean = torch.stack([n * m for n, m, _ in (seen[bn] for seen in each)]).sum(0) / total
-            spread = torch.stack([n * (v + (m - mean) ** 2) for n, m, v in (seen[bn] for seen in each)]).sum(0)
+            spread = torch.stack(
+                [n * (v + (m - mean) ** 2) for n, m, v in (seen[bn] for seen in each)]
+            ).sum(0)
             gathered |= {f"{bn}.mean": mean, f"{bn}.var": spread / (total - 1)}
-    named = {name.replace(".mean", ".steady_mean").replace(".var", ".steady_var"): v for name, v in steady.items()}
-    named |= {name.replace(".mean", ".running_mean").replace(".var", ".running_var"): v for name, v in gathered.items()}
+    named = {
+        name.replace(".mean", ".steady_mean").replace(".var", ".steady_var"): v
+        for name, v in steady.items()
+    }
+    named |= {
+        name.replace(".mean", ".running_mean").replace(".var", ".running_var"): v
+        for name, v in gathered.items()
+    }
     return {**w, **named}, mixes
 
 
-def constant(w: State, mu: State, var: State, h: Tensor, seen: dict[str, tuple[Tensor, Tensor]]) -> Tensor:
+def constant(
+    w: State, mu: State, var: State, h: Tensor, seen: dict[str, tuple[Tensor, Tensor]]
+) -> Tensor:
     """FBN in training: mean and variance are constants; those of the mini-batch are seen."""
     for number in (0, 3):
         bn = f"net.{number + 1}"
@@ -179,8 +230,17 @@ def constant(w: State, mu: State, var: State, h: Tensor, seen: dict[str, tuple[T
     return F.linear(h.flatten(1), w["net.7.weight"], w["net.7.bias"])
 
 
-def fbn(start: State, split: Split, nodes: Sequence[Node], rounds: int, asked: Instruction, average: float) -> State:
-    """FBN: constants move once a round towards the pooled means, over mini-batches, of nodes' statistics."""
+def fbn(
+    start: State,
+    split: Split,
+    nodes: Sequence[Node],
+    rounds: int,
+    asked: Instruction,
+    average: float,
+) -> State:
+    """FBN: constants move once a round towards the pooled means, over mini-batches, of nodes'
+    statistics.
+    """
     w = {name: value for name, value in start.items() if name.endswith(("weight", "bias"))}
     layers, p = ("net.1", "net.4"), [len(node.samples) / sum(SIZES) for node in nodes]
     mu, var = ({bn: start[f"{bn}.running_{name}"] for bn in layers} for name in ("mean", "var"))
@@ -192,31 +252,52 @@ def fbn(start: State, split: Split, nodes: Sequence[Node], rounds: int, asked: I
                 batches.append(dict[str, tuple[Tensor, Tensor]]())
 
                 def forward(
-                    values: State, x: Tensor, mu: State = mu, var: State = var, seen: Any = batches[-1]
+                    values: State,
+                    x: Tensor,
+                    mu: State = mu,
+                    var: State = var,
+                    seen: Any = batches[-1],
                 ) -> Tensor:
                     return constant(values, mu, var, x, seen)
 
                 for name, gradient in gradients(forward, local, x, y).items():
                     local[name] = local[name] - asked.lr * gradient
             ends.append(local)
-            own.append({bn: [torch.stack([seen[bn][k] for seen in batches]).mean(0) for k in (0, 1)] for bn in layers})
+            own.append(
+                {
+                    bn: [torch.stack([seen[bn][k] for seen in batches]).mean(0) for k in (0, 1)]
+                    for bn in layers
+                }
+            )
         w = weighted_mean(ends, p)
         for bn in layers:
             m = torch.stack([p_k * each[bn][0] for p_k, each in zip(p, own, strict=True)]).sum(0)
-            v = torch.stack([p_k * (each[bn][1] + (each[bn][0] - m) ** 2) for p_k, each in zip(p, own, strict=True)])
+            v = torch.stack(
+                [
+                    p_k * (each[bn][1] + (each[bn][0] - m) ** 2)
+                    for p_k, each in zip(p, own, strict=True)
+                ]
+            )
             mu, var = (
                 {**mu, bn: average * mu[bn] + (1 - average) * m},
                 {**var, bn: average * var[bn] + (1 - average) * v.sum(0)},
             )
-    named = {f"{bn}.running_{name}": values[bn] for bn in layers for name, values in (("mean", mu), ("var", var))}
+    named = {
+        f"{bn}.running_{name}": values[bn]
+        for bn in layers
+        for name, values in (("mean", mu), ("var", var))
+    }
     return {**w, **named}
 
 
-def feddna_step(w: State, batches: Sequence[tuple[Tensor, Tensor]], p: Sequence[float], lr: float) -> State:
+def feddna_step(
+    w: State, batches: Sequence[tuple[Tensor, Tensor]], p: Sequence[float], lr: float
+) -> State:
     """A round of one local step of FedAvg + Algorithm 2 of FedTAN's paper; returns the parameters.
 
-    The value of each statistic is the clients' p-weighted mean, equations (39) and (40). Its derivative by a client's
-    inputs is that of the client's own term, as without the exchange of gradients.
+    The value of each statistic is the clients' p-weighted mean, equations (39) and (40). Its
+    derivative by a client's inputs is that of the client's own term, as without the exchange of
+    gradients.
     """
     leaves = [{name: value.detach().requires_grad_() for name, value in w.items()} for _ in batches]
     each = [x.double() for x, _ in batches]
@@ -226,18 +307,24 @@ def feddna_step(w: State, batches: Sequence[tuple[Tensor, Tensor]], p: Sequence[
         mu_i = [h.mean((0, 2, 3)) for h in each]
         mu = torch.stack([p_i * value for p_i, value in zip(p, mu_i, strict=True)]).sum(0).detach()
         var_i = [((h - mu[:, None, None]) ** 2).mean((0, 2, 3)) for h in each]
-        var = torch.stack([p_i * value for p_i, value in zip(p, var_i, strict=True)]).sum(0).detach()
+        var = (
+            torch.stack([p_i * value for p_i, value in zip(p, var_i, strict=True)]).sum(0).detach()
+        )
         outputs = []
         for own, h, own_mu, own_var in zip(leaves, each, mu_i, var_i, strict=True):
             mean, variance = mu + own_mu - own_mu.detach(), var + own_var - own_var.detach()
             h = (h - mean[:, None, None]) / torch.sqrt(variance + 1e-5)[:, None, None]
-            outputs.append(F.relu(own[f"{bn}.weight"][:, None, None] * h + own[f"{bn}.bias"][:, None, None]))
+            outputs.append(
+                F.relu(own[f"{bn}.weight"][:, None, None] * h + own[f"{bn}.bias"][:, None, None])
+            )
         each = outputs
     ends = []
     for own, h, (_, y) in zip(leaves, each, batches, strict=True):
         loss = F.cross_entropy(F.linear(h.flatten(1), own["net.7.weight"], own["net.7.bias"]), y)
         found = torch.autograd.grad(loss, list(own.values()))
-        ends.append({name: value - lr * g for (name, value), g in zip(w.items(), found, strict=True)})
+        ends.append(
+            {name: value - lr * g for (name, value), g in zip(w.items(), found, strict=True)}
+        )
     return weighted_mean(ends, p)
 
 
@@ -251,7 +338,9 @@ def without_normalizers() -> nn.Module:
 
 def fedwon_by_hand(factor: float, **instruction: Any) -> State:
     start = {name: value.clone() for name, value in without_normalizers().state_dict().items()}
-    return fedwon(start, make_split(), make_nodes(), ROUNDS, replace(INSTRUCTION, **instruction), factor)
+    return fedwon(
+        start, make_split(), make_nodes(), ROUNDS, replace(INSTRUCTION, **instruction), factor
+    )
 
 
 CLIPPED: dict[str, tuple[dict[str, Any], int, float]] = {
@@ -280,7 +369,9 @@ def test_hbn_learns_its_mixes_and_pools_every_layer(average: float) -> None:
     federation = Federation(make_model("hbn"))
     start = {name: value.clone() for name, value in federation.model.state_dict().items()}
     got = federation.run(HBN(average=average), ROUNDS, lr=0.3)
-    expected, mixes = hbn(start, make_split(), make_nodes(), ROUNDS, replace(INSTRUCTION, lr=0.3), average)
+    expected, mixes = hbn(
+        start, make_split(), make_nodes(), ROUNDS, replace(INSTRUCTION, lr=0.3), average
+    )
     assert max(float(values.abs().max()) for mix in mixes for values in mix.values()) > 1e-3
     assert distance({name: got[name] for name in expected}, expected) < 1e-9
     for index, mix in enumerate(mixes):
@@ -324,7 +415,9 @@ def test_fbns_variances_do_not_cancel() -> None:
     for node in make_nodes():
         batches = mini_batches(make_split(), node, replace(INSTRUCTION, server_round=1), False)
         inputs = [x.double().flatten(1) for x, _ in batches]
-        own.append(torch.stack([torch.stack([x.mean(0), x.var(0, correction=0)]) for x in inputs]).mean(0))
+        own.append(
+            torch.stack([torch.stack([x.mean(0), x.var(0, correction=0)]) for x in inputs]).mean(0)
+        )
     p, (m, v) = torch.tensor(SIZES)[:, None] / sum(SIZES), torch.stack(own).unbind(1)
     # the constant that is added changes no variance; float32 rounds the sums to 6e-5
     expected = (p * (v + (m - (p * m).sum(0)) ** 2)).sum(0)
@@ -355,7 +448,9 @@ def test_centralized_is_one_long_run_of_plain_sgd() -> None:
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(inputs), labels).backward()
             optimizer.step()
-    assert distance(got, {name: value.detach() for name, value in model.state_dict().items()}) < 1e-12
+    assert (
+        distance(got, {name: value.detach() for name, value in model.state_dict().items()}) < 1e-12
+    )
 
 
 def test_without_bn_a_step_of_all_clients_on_all_data_is_one_of_centralized_training() -> None:
@@ -397,12 +492,20 @@ CASES: dict[str, tuple[Callable[[], FedAvg], dict[str, Any]]] = {
     "fedbn": (FedBN, {"stays": stays(*EVERYTHING)}),
     "silobn": (SiloBN, {"stays": stays(*STATISTICS)}),
     "mtfl": (MTFL, {"stays": stays("weight", "bias")}),
-    "fedbs stage 1": (lambda: FedBS(epsilon=0.0), {"weigh": lambda losses, _: losses, "loss_on": "local data"}),
-    "fedbs, running losses": (lambda: FedBS(epsilon=0.0, loss="running"), {"weigh": lambda losses, _: losses}),
+    "fedbs stage 1": (
+        lambda: FedBS(epsilon=0.0),
+        {"weigh": lambda losses, _: losses, "loss_on": "local data"},
+    ),
+    "fedbs, running losses": (
+        lambda: FedBS(epsilon=0.0, loss="running"),
+        {"weigh": lambda losses, _: losses},
+    ),
     "fedbs both stages": (
         lambda: FedBS(epsilon=1e9, patience_rounds=1, mu=0.2),
         {
-            "weigh": lambda losses, server_round: losses if server_round == 1 else [1.0] * len(losses),
+            "weigh": lambda losses, server_round: (
+                losses if server_round == 1 else [1.0] * len(losses)
+            ),
             "proximal_mu": lambda server_round: 0.0 if server_round == 1 else 0.2,
             "loss_on": "local data",
         },
@@ -431,7 +534,9 @@ def test_equals_its_reference(case: str) -> None:
 
 
 def test_references_tell_the_methods_apart() -> None:
-    assert_all_differ([reference(**CASES[name][1]) for name in CASES if name != "fixbn by fraction"], by=1e-6)
+    assert_all_differ(
+        [reference(**CASES[name][1]) for name in CASES if name != "fixbn by fraction"], by=1e-6
+    )
 
 
 DEGENERATE: dict[str, tuple[Callable[[], FedAvg], Callable[[], FedAvg]]] = {
@@ -456,5 +561,7 @@ def test_degenerate_case(case: str) -> None:
 def test_standalone_moves_nothing_and_trains_every_node_as_if_it_were_alone() -> None:
     federation, nodes = Federation(make_model()), make_nodes()
     assert distance(federation.run(Standalone()), make_model().state_dict()) == 0
-    federated(make_model(), make_split(), nodes, 3, INSTRUCTION, stays=list(make_model().state_dict()))
+    federated(
+        make_model(), make_split(), nodes, 3, INSTRUCTION, stays=list(make_model().state_dict())
+    )
     assert max(distance(federation.kept(node.index), node.kept) for node in nodes) < 1e-12

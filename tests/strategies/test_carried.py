@@ -1,4 +1,7 @@
-"""Carried corrections: against the equations, at their fixed points, and where nodes come and go. In float64."""
+"""Carried corrections: against the equations, at their fixed points, and where nodes come and go.
+
+In float64.
+"""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +21,13 @@ from torch import Tensor, nn
 from fedbn_flwr import norm, state, wire
 from fedbn_flwr.data import Split
 from fedbn_flwr.layerwise import Kind, Requests
-from fedbn_flwr.layerwise.carried import CarriedValues, correct, correction, pack_values, read_corrections
+from fedbn_flwr.layerwise.carried import (
+    CarriedValues,
+    correct,
+    correction,
+    pack_values,
+    read_corrections,
+)
 from fedbn_flwr.server.grids import PassingGrid, identify
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.strategies import FedAvg, FedBN, FedDNA, FedTAN, FedTANII
@@ -65,7 +74,10 @@ class Correction:
 
 
 class CorrectedBatchNorm(nn.Module):
-    """BN with mean m + o sqrt(v) and variance v q; a term alpha mean + beta variance of the loss adds to a and b."""
+    """BN with mean m + o sqrt(v) and variance v q.
+
+    A term alpha mean + beta variance of the loss adds to a and b.
+    """
 
     def __init__(self, layer: nn.BatchNorm2d, correction: Correction | None) -> None:
         super().__init__()
@@ -82,7 +94,8 @@ class CorrectedBatchNorm(nn.Module):
             variance = ((self.v + FLOOR) * self.c.q - FLOOR).clamp(min=0)
             self.n = self.c.n
         square = (x - used.view(1, -1, 1, 1)).square().mean((0, 2, 3))
-        # the values of `used` and `variance`; they depend on x as the mean, and as the variance around `used`
+        # the values of `used` and `variance`; they depend on x as the mean, and as the variance
+        # around `used`
         self.mean, self.variance = used + m - m.detach(), variance + square - square.detach()
         self.mean.retain_grad()
         self.variance.retain_grad()
@@ -112,7 +125,9 @@ class CorrectedBatchNorm(nn.Module):
 
 @dataclass
 class Server:
-    """The values of nodes, the corrections made of them, and what these have added to the mean gradients so far."""
+    """The values of nodes, the corrections made of them, and what these have added to the mean
+    gradients so far.
+    """
 
     trust: float = 3.0
     memory: float = 0.5
@@ -123,8 +138,12 @@ class Server:
     last: dict[int, int] = field(default_factory=dict)
     added: dict[str, tuple[Tensor | float, Tensor | float]] = field(default_factory=dict)
 
-    def corrections(self, shares: Mapping[int, float], number: int) -> dict[int, dict[str, Correction]]:
-        """Return the corrections of those participants that were heard, and not more than `oldest` rounds ago."""
+    def corrections(
+        self, shares: Mapping[int, float], number: int
+    ) -> dict[int, dict[str, Correction]]:
+        """Return the corrections of those participants that were heard, and not more than `oldest`
+        rounds ago.
+        """
         heard = {
             node: share
             for node, share in shares.items()
@@ -147,21 +166,33 @@ class Server:
                 gain = 0.0 if self.forward_only else 1.0
                 n = sum(other.n for other in each.values())
                 of_a, of_b = self.added.get(layer, (0.0, 0.0))
-                found[node][layer] = Correction(o, q, gain * (a - value.a - of_a), gain * (b - value.b - of_b), n)
+                found[node][layer] = Correction(
+                    o, q, gain * (a - value.a - of_a), gain * (b - value.b - of_b), n
+                )
         return found
 
     def hear(self, node: int, heard: dict[str, Values], number: int) -> None:
-        """Average the statistics of a node, of which those of j rounds ago count `memory` to the power of j."""
+        """Average the statistics of a node, of which those of j rounds ago count `memory` to the
+        power of j.
+        """
         if node in self.known:
             kept = self.memory ** (number - self.last[node])
             for layer, new in heard.items():
                 old = self.known[node][layer]
-                m, v = (kept * before + (1 - kept) * now for before, now in ((old.m, new.m), (old.v, new.v)))
+                m, v = (
+                    kept * before + (1 - kept) * now
+                    for before, now in ((old.m, new.m), (old.v, new.v))
+                )
                 heard[layer] = Values(m, v, new.a, new.b, new.n)
         self.known[node], self.last[node] = heard, number
 
-    def settle(self, corrections: Mapping[int, dict[str, Correction]], shares: Mapping[int, float]) -> None:
-        """Add what the corrections of the nodes that reply sum to; `shares` are theirs, and sum to one."""
+    def settle(
+        self, corrections: Mapping[int, dict[str, Correction]], shares: Mapping[int, float]
+    ) -> None:
+        """Add what the corrections of the nodes that reply sum to.
+
+        `shares` are theirs, and sum to one.
+        """
         for node, share in shares.items():
             for layer, c in corrections.get(node, {}).items():
                 of_a, of_b = self.added.get(layer, (0.0, 0.0))
@@ -196,7 +227,12 @@ def carried_run(
         ends = list[dict[str, Tensor]]()
         for node in chosen:
             local = copy.deepcopy(model).train()
-            heard = _train(local, mini_batches(split, nodes[node], asked, True), asked.lr, corrections.get(node, {}))
+            heard = _train(
+                local,
+                mini_batches(split, nodes[node], asked, True),
+                asked.lr,
+                corrections.get(node, {}),
+            )
             server.hear(node, heard, number)
             ends.append(local.state_dict())
         model.load_state_dict(weighted_mean(ends, list(replying.values())))
@@ -204,10 +240,17 @@ def carried_run(
 
 
 def _train(
-    model: nn.Module, data: Sequence[tuple[Tensor, Tensor]], lr: float, corrections: Mapping[str, Correction]
+    model: nn.Module,
+    data: Sequence[tuple[Tensor, Tensor]],
+    lr: float,
+    corrections: Mapping[str, Correction],
 ) -> dict[str, Values]:
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.BatchNorm2d)}
-    replaced = {name: CorrectedBatchNorm(layer, corrections.get(name)) for name, layer in layers.items()}
+    layers = {
+        name: layer for name, layer in model.named_modules() if isinstance(layer, nn.BatchNorm2d)
+    }
+    replaced = {
+        name: CorrectedBatchNorm(layer, corrections.get(name)) for name, layer in layers.items()
+    }
     values: dict[str, Values] = {}
     for step, (inputs, targets) in enumerate(data):
         for name, layer in layers.items():
@@ -234,7 +277,9 @@ NAMES = len("\n".join(norm.bn_layers(make_model())))
 ROUNDS = 4
 
 
-def run(strategy: FedAvg, rounds: int = ROUNDS, sizes: tuple[int, ...] = SIZES, **options: Any) -> state.State:
+def run(
+    strategy: FedAvg, rounds: int = ROUNDS, sizes: tuple[int, ...] = SIZES, **options: Any
+) -> state.State:
     return Federation(make_model(), sizes).run(strategy, rounds, **options)
 
 
@@ -250,14 +295,20 @@ CASES: dict[str, tuple[Callable[[], FedAvg], dict[str, Any]]] = {
 }
 
 
-def by_hand(drawn: list[list[int]], steps: int, silent: Silence = lambda *_: False, **options: Any) -> state.State:
+def by_hand(
+    drawn: list[list[int]], steps: int, silent: Silence = lambda *_: False, **options: Any
+) -> state.State:
     asked = replace(INSTRUCTION, local_steps=steps)
-    return carried_run(make_model(), make_split(), make_nodes(), asked, drawn, Server(**options), silent).state_dict()
+    return carried_run(
+        make_model(), make_split(), make_nodes(), asked, drawn, Server(**options), silent
+    ).state_dict()
 
 
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("case", CASES)
-def test_a_run_is_what_the_equations_say(case: str, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_what_the_equations_say(
+    case: str, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make, options = CASES[case]
     monkeypatch.setattr("fedbn_flwr.layerwise.carried.TRUST", options.get("trust", 3.0))
     found = run(make(), local_steps=steps)
@@ -270,19 +321,24 @@ def test_the_cases_differ() -> None:
     assert_all_differ(runs, by=1e-6)
 
 
-@pytest.mark.parametrize("options", [{"memory": 0.0, "oldest": 0}, {"memory": 0.5, "oldest": 1}, {}])
-def test_with_half_of_the_nodes_the_pool_is_that_of_the_participants(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options", [{"memory": 0.0, "oldest": 0}, {"memory": 0.5, "oldest": 1}, {}]
+)
+def test_with_half_of_the_nodes_the_pool_is_that_of_the_participants(
+    options: dict[str, Any],
+) -> None:
     strategy = FedTAN(carry=True, fraction_train=0.5, **options)
     drawn = participants(strategy)
     found = run(strategy, 48)
-    # some meet for the first time, and some again; somebody's values are one round older than the default limit
+    # some meet for the first time, and some again; somebody's values are one round older than the
+    # default limit
     assert len({tuple(nodes) for nodes in drawn}) > 2
     rounds = [[number for number, nodes in enumerate(drawn) if node in nodes] for node in range(4)]
     assert 5 in {after - before for each in rounds for before, after in pairwise(each)}
     assert distance(found, by_hand(drawn, 3, **options)) < 1e-10
 
 
-# ---- nodes that do not reply -----------------------------------------------------------------------------------------
+# ---- nodes that do not reply ---------------------------------------------------------------------
 
 SILENCES: dict[str, Silence] = {
     "for good": lambda node, number: node == 1 and number > 2,
@@ -293,7 +349,9 @@ SILENCES: dict[str, Silence] = {
 
 
 @pytest.mark.parametrize(
-    ("fraction", "rounds", "options"), [(1.0, 8, {}), (0.75, 8, {}), (0.5, 16, {"oldest": 1})], ids=str
+    ("fraction", "rounds", "options"),
+    [(1.0, 8, {}), (0.75, 8, {}), (0.5, 16, {"oldest": 1})],
+    ids=str,
 )
 @pytest.mark.parametrize("case", SILENCES)
 def test_a_run_with_silent_nodes_is_what_the_equations_say(
@@ -307,7 +365,10 @@ def test_a_run_with_silent_nodes_is_what_the_equations_say(
 
 def test_fewer_nodes_than_a_rule_needs_make_no_corrections() -> None:
     """In some rounds, only two of the three participants have taken part before."""
-    nodes, strategy = Federation(make_model(), grid=Traffic), FedTAN(carry=True, robust="median", fraction_train=0.75)
+    nodes, strategy = (
+        Federation(make_model(), grid=Traffic),
+        FedTAN(carry=True, robust="median", fraction_train=0.75),
+    )
     nodes.run(strategy, 6)
     asked: dict[int, list[Message]] = {}
     for message in cast(Traffic, nodes.grid).sent:
@@ -318,7 +379,9 @@ def test_fewer_nodes_than_a_rule_needs_make_no_corrections() -> None:
     for messages in asked.values():
         drawn = {message.metadata.dst_node_id for message in messages}
         corrected = sum(wire.CARRIED in message.content for message in messages)
-        assert corrected == (len(drawn & heard) if len(drawn & heard) >= strategy.averager.fewest_nodes else 0)
+        assert corrected == (
+            len(drawn & heard) if len(drawn & heard) >= strategy.averager.fewest_nodes else 0
+        )
         counts.add(len(drawn & heard))
         heard |= drawn
     assert {2, 3} <= counts
@@ -326,7 +389,9 @@ def test_fewer_nodes_than_a_rule_needs_make_no_corrections() -> None:
 
 #: for each round, the nodes that are drawn, and whether each of them replies
 ROUNDS_OF_NODES = st.lists(
-    st.dictionaries(st.integers(0, 4), st.booleans(), min_size=1).filter(lambda drawn: any(drawn.values())),
+    st.dictionaries(st.integers(0, 4), st.booleans(), min_size=1).filter(
+        lambda drawn: any(drawn.values())
+    ),
     min_size=2,
     max_size=12,
 )
@@ -335,12 +400,19 @@ ROUNDS_OF_NODES = st.lists(
 @given(rounds=ROUNDS_OF_NODES, seed=st.integers(0, 100))
 @example(rounds=[dict.fromkeys(range(3), True), *[{0: False, 1: True, 2: True}] * 6], seed=0)
 @example(
-    rounds=[dict.fromkeys(range(3), True), *[{0: number % 2 == 0, 1: True, 2: True} for number in range(8)]], seed=0
+    rounds=[
+        dict.fromkeys(range(3), True),
+        *[{0: number % 2 == 0, 1: True, 2: True} for number in range(8)],
+    ],
+    seed=0,
 )
 def test_what_corrections_add_over_all_rounds_is_never_more_than_one_pool_can(
     rounds: list[dict[int, bool]], seed: int
 ) -> None:
-    """One number in place of a gradient; each round's pool, and what it leaves over, by the definition."""
+    """One number in place of a gradient.
+
+    Each round's pool, and what it leaves over, by the definition.
+    """
     generator, carried = np.random.default_rng(seed), CarriedValues()
     sizes, last, added, largest = [3.0, 7.0, 1.0, 12.0, 5.0], dict[int, float](), 0.0, 0.0
     for drawn in rounds:
@@ -351,7 +423,10 @@ def test_what_corrections_add_over_all_rounds_is_never_more_than_one_pool_can(
         before, total = added, sum(averaged.values())
         added += sum(size * alphas.get(node, 0.0) for node, size in averaged.items()) / total
         corrected = averaged.keys() & alphas.keys()
-        share, pool = sum(sizes[node] for node in corrected) / total, sum(sizes[node] for node in alphas)
+        share, pool = (
+            sum(sizes[node] for node in corrected) / total,
+            sum(sizes[node] for node in alphas),
+        )
         if corrected:
             pooled = sum(sizes[node] * last[node] for node in alphas) / pool
             left = sum(sizes[node] * (pooled - last[node]) for node in corrected) / (share * total)
@@ -385,7 +460,10 @@ def test_a_surplus_of_other_layers_is_not_taken_back() -> None:
     for node, gradient in ((7, 1.0), (8, 5.0)):
         carried.hear(node, 10, values(0.0) | with_gradients(gradient, 0.0))
     found = carried.corrections([7, 8], lambda examples: list(examples.values()))
-    assert [found[node]["gradients"].tolist() for node in (7, 8)] == [[[2.0], [0.0]], [[-2.0], [0.0]]]
+    assert [found[node]["gradients"].tolist() for node in (7, 8)] == [
+        [[2.0], [0.0]],
+        [[-2.0], [0.0]],
+    ]
 
 
 def test_a_round_without_any_reply_leaves_the_values_as_they_are() -> None:
@@ -394,26 +472,33 @@ def test_a_round_without_any_reply_leaves_the_values_as_they_are() -> None:
     assert len(strategy.carried.kept.by_node) == len(SIZES)
 
 
-# ---- fixed points ----------------------------------------------------------------------------------------------------
+# ---- fixed points --------------------------------------------------------------------------------
 
 
 WHOLE: dict[str, Any] = {"batch_size": 50, "local_steps": 1}
 
 
-@pytest.mark.parametrize(("still", "exact"), [(2 * LAYERS, True), (2 * LAYERS - 1, False), (1, False)])
+@pytest.mark.parametrize(
+    ("still", "exact"), [(2 * LAYERS, True), (2 * LAYERS - 1, False), (1, False)]
+)
 def test_a_model_that_stands_still_ends_with_fedtans_gradient(still: int, exact: bool) -> None:
     """With whole data sets as mini-batches: 2 L rounds without a rate, then one with a rate."""
     schedule: dict[str, Any] = {"lr_schedule": f"=0.5@{still}"}
     carry: dict[str, Any] = {"carry": True, "memory": 0.0}
-    carried, wanted = (run(FedTAN(**{**options, **schedule}), still + 1, lr=0.0, **WHOLE) for options in (carry, {}))
+    carried, wanted = (
+        run(FedTAN(**{**options, **schedule}), still + 1, lr=0.0, **WHOLE)
+        for options in (carry, {})
+    )
     parameters = [name for name in carried if "running" not in name and "tracked" not in name]
     start = make_model().state_dict()
     assert distance(start, wanted) > 1e-2
-    gap = distance({name: carried[name] for name in parameters}, {name: wanted[name] for name in parameters})
+    gap = distance(
+        {name: carried[name] for name in parameters}, {name: wanted[name] for name in parameters}
+    )
     assert (gap < 1e-12) == exact
 
 
-# ---- what travels ----------------------------------------------------------------------------------------------------
+# ---- what travels --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("make", "numbers"), [(FedTAN, 4), (FedDNA, 2)])
@@ -436,7 +521,7 @@ def test_a_message_carries_four_numbers_a_channel_more_each_way(
     assert down - plain_down == (ROUNDS - 1) * len(SIZES) * group
 
 
-# ---- what the server keeps -------------------------------------------------------------------------------------------
+# ---- what the server keeps -----------------------------------------------------------------------
 
 
 def values(mean: float, variance: float = 1.0, layers: int = 1) -> dict[str, np.ndarray]:
@@ -474,13 +559,22 @@ FAULTY_VALUES: dict[str, dict[str, np.ndarray]] = {
     "another number of layers": {**values(0.0, layers=2), "layers": values(0.0)["layers"]},
     "names that are numbers": {**values(0.0), "layers": np.ones(1)},
     "no count": {**values(0.0), "sizes": np.array([[0], [1], [0]])},
-    "a layer without channels": {**values(0.0, layers=2), "sizes": np.array([[4, 4], [2, 0], [0, 0]])},
-    "less than no gradients": {**values(0.0, layers=2), "sizes": np.array([[4, 4], [1, 1], [1, -1]])},
+    "a layer without channels": {
+        **values(0.0, layers=2),
+        "sizes": np.array([[4, 4], [2, 0], [0, 0]]),
+    },
+    "less than no gradients": {
+        **values(0.0, layers=2),
+        "sizes": np.array([[4, 4], [1, 1], [1, -1]]),
+    },
     "sizes that are not whole": {**values(0.0), "sizes": np.array([[4.0], [1.0], [0.0]])},
     # they would be added to the others' int64 as float64, which has no room for the sum
     "sizes without a sign": {**values(0.0), "sizes": np.array([[4], [1], [0]], np.uint64)},
     "sizes in few bits": {**values(0.0), "sizes": np.array([[4], [1], [0]], np.int8)},
-    "a count whose sum with others overflows": {**values(0.0), "sizes": np.array([[2**53 + 1], [1], [0]])},
+    "a count whose sum with others overflows": {
+        **values(0.0),
+        "sizes": np.array([[2**53 + 1], [1], [0]]),
+    },
     "another shape": {**values(0.0), "statistics": np.ones((3, 1))},
     "more channels": {**values(0.0), "statistics": np.ones((2, 2))},
     "gradients without a size": {**values(0.0), "gradients": np.ones((2, 1))},
@@ -499,7 +593,9 @@ def test_faulty_values_are_not_kept(case: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_values_that_are_too_large_or_of_another_dtype_spoil_no_others(dtype: type[np.floating[Any]]) -> None:
+def test_values_that_are_too_large_or_of_another_dtype_spoil_no_others(
+    dtype: type[np.floating[Any]],
+) -> None:
     """In the federation's float32, or in a node's own float64, which can hold the square."""
     found = []
     for is_there in (True, False):
@@ -512,11 +608,15 @@ def test_values_that_are_too_large_or_of_another_dtype_spoil_no_others(dtype: ty
         found.append(carried.corrections(range(5), lambda examples: list(examples.values())))
     with_it, without = found
     assert with_it.keys() == without.keys() == {0, 1, 3, 4}
-    assert all(np.array_equal(with_it[node]["statistics"], without[node]["statistics"]) for node in without)
+    assert all(
+        np.array_equal(with_it[node]["statistics"], without[node]["statistics"]) for node in without
+    )
 
 
 def carries(change: Callable[[np.ndarray], np.ndarray] | None) -> type[InProcessGrid]:
-    """Return a grid in which a node carries changed statistics, or no values, in its replies to training messages."""
+    """Return a grid in which a node carries changed statistics, or no values, in its replies to
+    training messages.
+    """
 
     def fault(reply: Message) -> Message:
         values = dict(reply.content.array_records[wire.CARRIED])
@@ -529,13 +629,20 @@ def carries(change: Callable[[np.ndarray], np.ndarray] | None) -> type[InProcess
     return type("Carries", (FaultyReply,), {"message_type": "train", "fault": staticmethod(fault)})
 
 
-def test_a_node_whose_values_are_too_large_trains_on_without_them(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_node_whose_values_are_too_large_trains_on_without_them(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     spoiled, without = (
-        Federation(make_model(), grid=carries(change)).run(FedTAN(carry=True, fraction_evaluate=0.0), ROUNDS)
+        Federation(make_model(), grid=carries(change)).run(
+            FedTAN(carry=True, fraction_evaluate=0.0), ROUNDS
+        )
         for change in (too_large, None)
     )
     assert all(torch.equal(spoiled[name], without[name]) for name in without)
-    named = f"Node {FAULTY} goes without carried corrections: the statistics of its BN layers is too large"
+    named = (
+        f"Node {FAULTY} goes without carried corrections: the statistics of its BN layers is "
+        "too large"
+    )
     assert len([text for text in caplog.messages if text.startswith(named)]) == ROUNDS
 
 
@@ -546,7 +653,7 @@ def test_a_node_with_other_layers_goes_without_corrections() -> None:
     assert carried.corrections([1, 2, 3], lambda examples: [1.0] * len(examples)).keys() == {2, 3}
 
 
-# ---- options ---------------------------------------------------------------------------------------------------------
+# ---- options -------------------------------------------------------------------------------------
 
 
 def test_after_the_freeze_nothing_is_carried() -> None:
@@ -554,7 +661,11 @@ def test_after_the_freeze_nothing_is_carried() -> None:
     strategy = FedTANII(carry=True, m=2, fraction_evaluate=0.0)
     nodes.run(strategy, 4)
     grid: Any = nodes.grid
-    rounds = {message.content[wire.CONFIG]["server-round"] for message in grid.sent if wire.CARRIED in message.content}
+    rounds = {
+        message.content[wire.CONFIG]["server-round"]
+        for message in grid.sent
+        if wire.CARRIED in message.content
+    }
     assert rounds == {2}
     assert distance(run(FedTANII(carry=True, m=4)), run(FedTAN(carry=True))) == 0
 
@@ -569,7 +680,9 @@ def test_a_node_that_has_lost_its_bn_gets_the_corrections_of_its_round_again() -
     nodes.run(strategy, 2)
     strategy.configure_train(3, nodes.initial, INSTRUCTION.to_config(), nodes.grid)
     message = next(each for each in strategy.round.messages if wire.CARRIED in each.content)
-    before = {name: array.numpy() for name, array in message.content.array_records[wire.CARRIED].items()}
+    before = {
+        name: array.numpy() for name, array in message.content.array_records[wire.CARRIED].items()
+    }
     identify(message)
     lost = RecordDict({wire.REPORT: ConfigRecord({wire.LACKS_STATE: True})})
 
@@ -585,12 +698,15 @@ def test_a_node_that_has_lost_its_bn_gets_the_corrections_of_its_round_again() -
     assert all(np.array_equal(after[name].numpy(), value) for name, value in before.items())
 
 
-# ---- what a client makes of them -------------------------------------------------------------------------------------
+# ---- what a client makes of them -----------------------------------------------------------------
 
 
 def test_names_that_are_no_text_are_those_of_no_layer() -> None:
     packed = pack_values(
-        {"statistics": {"bn": Requests("statistics", "bn", torch.rand(1, 2, 3), (6,))}, "gradients": {}}
+        {
+            "statistics": {"bn": Requests("statistics", "bn", torch.rand(1, 2, 3), (6,))},
+            "gradients": {},
+        }
     )
     found = read_corrections({**packed, "layers": torch.tensor([[255, 254]], dtype=torch.uint8)})
     assert list(found["statistics"]) == ["\ufffd\ufffd"]
@@ -598,7 +714,8 @@ def test_names_that_are_no_text_are_those_of_no_layer() -> None:
 
 @pytest.mark.parametrize("kind", ["statistics", "gradients"])
 def test_a_correction_takes_local_values_to_the_global_values(kind: Kind) -> None:
-    # the third channel is constant at this client, the fourth everywhere: what is left is the layer's eps
+    # the third channel is constant at this client, the fourth everywhere: what is left is the
+    # layer's eps
     local = torch.tensor([[[1.0, -2, 3, 0], [4, 0.5, 1e-3, 1e-3]]], dtype=torch.float64)
     pooled = torch.tensor([[2.0, 0, 5, 0], [1, 8, 2, 1e-3]], dtype=torch.float64)
     corrected = correct(kind, local, correction(kind, local, pooled))

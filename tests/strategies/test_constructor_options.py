@@ -48,7 +48,9 @@ from fedbn_flwr.strategies import (
         (Standalone, "server_lr", "known: arrayrecord_key, "),
     ],
 )
-def test_a_wrong_keyword_is_named_with_what_was_meant(strategy: type[BaseStrategy], wrong: str, meant: str) -> None:
+def test_a_wrong_keyword_is_named_with_what_was_meant(
+    strategy: type[BaseStrategy], wrong: str, meant: str
+) -> None:
     given: Any = {wrong: 1}
     with pytest.raises(TypeError) as error:
         strategy(**given)
@@ -57,11 +59,17 @@ def test_a_wrong_keyword_is_named_with_what_was_meant(strategy: type[BaseStrateg
 
 
 def wrong(option: Option) -> list[Any]:
-    """Return values of Python's that an option does not take: of another type, out of its range, next to its bounds."""
+    """Return values of Python's that an option does not take: of another type, out of its range,
+    next to its bounds.
+    """
     bounds = option.range or Range(0)
     outside = [math.nextafter(bounds.low, -inf), math.nextafter(bounds.high, inf)]
-    outside += [bounds.low] * (bounds.excluded == "low") + [bounds.high] * (bounds.excluded == "high")
-    outside = [math.floor(value) if option.kind is int else value for value in outside if isfinite(value)]
+    outside += [bounds.low] * (bounds.excluded == "low") + [bounds.high] * (
+        bounds.excluded == "high"
+    )
+    outside = [
+        math.floor(value) if option.kind is int else value for value in outside if isfinite(value)
+    ]
     return ["soon" if option.kind is not bool else "true", *(outside if option.range else [])]
 
 
@@ -69,11 +77,15 @@ def wrong(option: Option) -> list[Any]:
 def test_what_an_option_does_not_take_is_refused_by_its_name(name: str) -> None:
     # a rule is read by `Robust.parse`
     known = constructor_options(REGISTRY[name]).items()
-    options = {key: each for key, each in known if each.kind is not str and (each.help or each.range)}
+    options = {
+        key: each for key, each in known if each.kind is not str and (each.help or each.range)
+    }
     assert options.keys() >= {"evaluate_every", "clip_norm", "momentum_state"}
     for key, option in options.items():
         for value in wrong(option):
-            with pytest.raises(ValueError, match=f"^{key} must be .*, got {re.escape(repr(value))}$"):
+            with pytest.raises(
+                ValueError, match=f"^{key} must be .*, got {re.escape(repr(value))}$"
+            ):
                 REGISTRY[name](**{key: value})
 
 
@@ -111,7 +123,10 @@ PRIVATE: dict[str, Any] = {"weighting": "uniform", "privacy": Privacy(1.0, 1.0)}
 #: what does not go together, and why
 REFUSED: list[tuple[Callable[[], object], str]] = [
     *(
-        (lambda given=given: FedTAN(**given), f"{next(iter(given))} is an option of carried corrections, but carry is")
+        (
+            lambda given=given: FedTAN(**given),
+            f"{next(iter(given))} is an option of carried corrections, but carry is",
+        )
         for given in ({"memory": 0.1}, {"oldest": 1})
     ),
     (
@@ -119,27 +134,60 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
         "freeze_bn freezes statistics from the start on, and freeze_round later: give one of them",
     ),
     (lambda: FedAvg(server_lr=0.1), "server_lr is the rate of a server_optimizer, which is none"),
-    (lambda: FedAvg(gather_samples=9), "gather_samples are of gathered statistics, but statistics is running"),
+    (
+        lambda: FedAvg(gather_samples=9),
+        "gather_samples are of gathered statistics, but statistics is running",
+    ),
     (lambda: FedTAN(carry=True, exchange="paper"), "carried corrections are always fused"),
-    (lambda: FedTAN(arrayrecord_key="weights"), "FedTAN sends messages of its own, with 'arrays' and 'config' in them"),
-    (lambda: FedBS(robust="median"), "would not reach losses, by which nodes are weighted, which FedBS"),
-    (lambda: FedNorm(robust="median"), "would not reach means of BN over few nodes, which FedNorm shares"),
-    (lambda: FedAvg(momentum_state="global", robust="median"), "would not reach the optimizer's state"),
-    (lambda: FedAvg(**PRIVATE, robust="median"), "privacy needs the mean, to which its noise is scaled"),
+    (
+        lambda: FedTAN(arrayrecord_key="weights"),
+        "FedTAN sends messages of its own, with 'arrays' and 'config' in them",
+    ),
+    (
+        lambda: FedBS(robust="median"),
+        "would not reach losses, by which nodes are weighted, which FedBS",
+    ),
+    (
+        lambda: FedNorm(robust="median"),
+        "would not reach means of BN over few nodes, which FedNorm shares",
+    ),
+    (
+        lambda: FedAvg(momentum_state="global", robust="median"),
+        "would not reach the optimizer's state",
+    ),
+    (
+        lambda: FedAvg(**PRIVATE, robust="median"),
+        "privacy needs the mean, to which its noise is scaled",
+    ),
     (lambda: FedAvg(privacy=Privacy(1.0, 1.0)), "privacy needs weighting='uniform'"),
-    (lambda: FixBN(**PRIVATE, send_frozen=True), r"not protect frozen entries that are sent \(send_frozen\)"),
+    (
+        lambda: FixBN(**PRIVATE, send_frozen=True),
+        r"not protect frozen entries that are sent \(send_frozen\)",
+    ),
     (lambda: Scaffold(**PRIVATE), "privacy would not protect control variates"),
     (lambda: FedTAN(**PRIVATE), "privacy would not protect the statistics of layer-wise steps"),
     *(
-        (lambda make=make: make(**PRIVATE, statistics="exact"), "privacy would not protect gathered statistics")
+        (
+            lambda make=make: make(**PRIVATE, statistics="exact"),
+            "privacy would not protect gathered statistics",
+        )
         for make in (HBN, HeteroFL, FedAvg, MTFL)
     ),
     (lambda: FedBS(privacy=PRIVATE["privacy"]), "privacy would not protect losses"),
     (lambda: FedNorm(**PRIVATE), "privacy would not protect means of BN over few nodes"),
-    (lambda: FedAvg(**PRIVATE, momentum_state="global"), "privacy would not protect the optimizer's state"),
-    (lambda: FedBN(**PRIVATE, mean_personal=True), "privacy would not protect the entries that nodes keep"),
+    (
+        lambda: FedAvg(**PRIVATE, momentum_state="global"),
+        "privacy would not protect the optimizer's state",
+    ),
+    (
+        lambda: FedBN(**PRIVATE, mean_personal=True),
+        "privacy would not protect the entries that nodes keep",
+    ),
     *(
-        (lambda bad=bad: Privacy(*bad), "clipping_norm must be positive and noise_multiplier not negative")
+        (
+            lambda bad=bad: Privacy(*bad),
+            "clipping_norm must be positive and noise_multiplier not negative",
+        )
         for bad in ((0.0, 1.0), (1.0, -1.0), (inf, 1.0), (1.0, math.nan))
     ),
 ]
@@ -179,4 +227,6 @@ def test_choices_have_the_type_that_says_them(name: str) -> None:
     for option in own_options(REGISTRY[name]).values():
         if option.name == "robust":
             continue
-        assert "str" not in str(option.kind).replace("Literal", ""), f"{name}: {option.name} is {option.kind}"
+        assert "str" not in str(option.kind).replace("Literal", ""), (
+            f"{name}: {option.name} is {option.kind}"
+        )

@@ -17,7 +17,17 @@ from fedbn_flwr.client import BNClient, Reply
 from fedbn_flwr.layerwise import Exchange
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.state import State
-from fedbn_flwr.strategies import MTFL, REGISTRY, BaseStrategy, Centralized, FedAvg, FedBN, FedTAN, FixBN, SiloBN
+from fedbn_flwr.strategies import (
+    MTFL,
+    REGISTRY,
+    BaseStrategy,
+    Centralized,
+    FedAvg,
+    FedBN,
+    FedTAN,
+    FixBN,
+    SiloBN,
+)
 from fedbn_flwr.wire import Instruction
 from tests.helpers.engine_comparison import Stacked
 from tests.helpers.faults import failed, spoiling
@@ -31,7 +41,8 @@ from tests.helpers.harness import (
     make_model,
 )
 
-#: a row a strategy: its options, the normalizer of its model, the group of entries that must not leave a node
+#: a row a strategy: its options, the normalizer of its model, the group of entries that must not
+#: leave a node
 TABLE: dict[str, tuple[dict[str, Any], str, str]] = {
     "fedavg": ({}, "bn", "none"),
     "fedprox": ({"mu": 0.1}, "bn", "none"),
@@ -107,27 +118,44 @@ def test_a_model_in_float32_stays_in_float32(name: str) -> None:
 
 
 #: whose models have no BN that stands still; `fixbn:freeze-round=0` is FixBN's own
-MOVING = {"fedtan", "feddna", "fedtan-ii", "fedwon", "fedbn", "silobn", "fednorm", "heterofl", "hbn", "fbn"}
+MOVING = {
+    "fedtan",
+    "feddna",
+    "fedtan-ii",
+    "fedwon",
+    "fedbn",
+    "silobn",
+    "fednorm",
+    "heterofl",
+    "hbn",
+    "fbn",
+}
 
 
 @pytest.mark.parametrize("name", TABLE)
 def test_bn_stays_as_the_model_brings_it_or_that_is_refused(name: str) -> None:
     if name in MOVING or name == "fixbn":
-        with pytest.raises(ValueError if name in MOVING else TypeError, match=r"would be another method|no option"):
+        with pytest.raises(
+            ValueError if name in MOVING else TypeError, match=r"would be another method|no option"
+        ):
             make(name, freeze_bn=True)
         return
     nodes = federation(name)
     before = {key: value.clone() for key, value in nodes.model.state_dict().items()}
     after = nodes.run(make(name, freeze_bn=True))
     still, affine = norm.statistics_keys(nodes.model), norm.affine_keys(nodes.model)
-    assert all(torch.equal(after[key], before[key]) for key in [*still, *norm.counter_keys(nodes.model)])
+    assert all(
+        torch.equal(after[key], before[key]) for key in [*still, *norm.counter_keys(nodes.model)]
+    )
     if TABLE[name][2] == "none":
         assert not any(torch.equal(after[key], before[key]) for key in affine)
         assert distance(after, plain(name)) > 1e-6
 
 
 def test_frozen_bn_is_fixbn_frozen_from_the_start() -> None:
-    frozen, fixed = (federation("fedavg").run(made) for made in (FedAvg(freeze_bn=True), FixBN(freeze_round=0)))
+    frozen, fixed = (
+        federation("fedavg").run(made) for made in (FedAvg(freeze_bn=True), FixBN(freeze_round=0))
+    )
     assert all(torch.equal(frozen[key], value) for key, value in fixed.items())
 
 
@@ -148,7 +176,9 @@ def test_order_and_ids_of_nodes_do_not_matter(name: str) -> None:
 def trained(nodes: Federation) -> list[Message]:
     """Return the models that nodes answered to training messages."""
     assert isinstance(nodes.grid, Traffic)
-    replies = [reply for reply in nodes.grid.replies if reply.metadata.message_type.startswith("train")]
+    replies = [
+        reply for reply in nodes.grid.replies if reply.metadata.message_type.startswith("train")
+    ]
     return [reply for reply in replies if wire.ARRAYS in reply.content]
 
 
@@ -169,7 +199,12 @@ def test_nothing_that_stays_leaves_a_node(name: str) -> None:
 class Failing(BNClient):
     """Raises whenever it should train."""
 
-    def train(self, received: Mapping[str, State], instruction: Instruction, exchange: Exchange | None = None) -> Reply:
+    def train(
+        self,
+        received: Mapping[str, State],
+        instruction: Instruction,
+        exchange: Exchange | None = None,
+    ) -> Reply:
         raise RuntimeError("out of luck")
 
 
@@ -188,7 +223,11 @@ def becomes(kind: type[BNClient], *partitions: int) -> ClientWrapper:
 def test_survives_and_names_a_failing_node(name: str, caplog: pytest.LogCaptureFixture) -> None:
     after = federation(name, wrap=becomes(Failing, 2)).run(make(name))
     assert all(torch.isfinite(value).all() for value in after.values())
-    named = [record.getMessage() for record in caplog.records if "is left out of this round" in record.getMessage()]
+    named = [
+        record.getMessage()
+        for record in caplog.records
+        if "is left out of this round" in record.getMessage()
+    ]
     assert len(named) == 3
     assert all("Node 1002 " in text and "out of luck" in text for text in named)
 
@@ -196,7 +235,12 @@ def test_survives_and_names_a_failing_node(name: str, caplog: pytest.LogCaptureF
 class Deaf(BNClient):
     """Trains, but knows no instruction that changes the method."""
 
-    def train(self, received: Mapping[str, State], instruction: Instruction, exchange: Exchange | None = None) -> Reply:
+    def train(
+        self,
+        received: Mapping[str, State],
+        instruction: Instruction,
+        exchange: Exchange | None = None,
+    ) -> Reply:
         plain = {
             key: value
             for key, value in vars(instruction).items()
@@ -205,17 +249,25 @@ class Deaf(BNClient):
         return super().train(received, Instruction(**plain), exchange)
 
 
-@pytest.mark.parametrize("name", sorted(TABLE.keys() - {"fedavg", "fedbs", "fednorm", "heterofl", "centralized"}))
+@pytest.mark.parametrize(
+    "name", sorted(TABLE.keys() - {"fedavg", "fedbs", "fednorm", "heterofl", "centralized"})
+)
 def test_an_instruction_that_nobody_obeys_is_an_error(name: str) -> None:
     with pytest.raises(Exception, match="did not acknowledge"):
         federation(name, wrap=becomes(Deaf)).run(make(name), 3)
 
 
 def bare(**options: bool) -> nn.Module:
-    """Return the usual model; these options are those of its second BN layer, or of both where none is left."""
+    """Return the usual model; these options are those of its second BN layer, or of both where none
+    is left.
+    """
     model = make_model()
-    for name, layer in list(norm.bn_layers(model).items())[-1 if options.pop("one", False) else 0 :]:
-        model.set_submodule(name, nn.BatchNorm2d(layer.num_features, dtype=torch.float64, **options))
+    for name, layer in list(norm.bn_layers(model).items())[
+        -1 if options.pop("one", False) else 0 :
+    ]:
+        model.set_submodule(
+            name, nn.BatchNorm2d(layer.num_features, dtype=torch.float64, **options)
+        )
     return model
 
 
@@ -224,17 +276,38 @@ BARE: dict[str, tuple[Callable[[], BaseStrategy], Callable[[], nn.Module], str]]
     **{
         name: (partial(make, name), partial(make_model, "gn"), "the model has no BN layer")
         for name in sorted(
-            TABLE.keys() - {"fedavg", "fedprox", "fedbs", "fedwon", "scaffold", "standalone", "centralized"}
+            TABLE.keys()
+            - {"fedavg", "fedprox", "fedbs", "fedwon", "scaffold", "standalone", "centralized"}
         )
     },
-    "centralized that freezes": (partial(Centralized, freeze_round=1), partial(make_model, "gn"), "no BN layer"),
+    "centralized that freezes": (
+        partial(Centralized, freeze_round=1),
+        partial(make_model, "gn"),
+        "no BN layer",
+    ),
     "centralized": (Centralized, partial(make_model, "gn"), ""),
-    "no statistics to freeze": (FixBN, partial(bare, track_running_stats=False), "'net.1' has no running statistics"),
-    "a layer without": (FixBN, partial(bare, track_running_stats=False, one=True), "'net.4' has no running statistics"),
-    "no statistics to keep": (SiloBN, partial(bare, track_running_stats=False), "no running statistics"),
+    "no statistics to freeze": (
+        FixBN,
+        partial(bare, track_running_stats=False),
+        "'net.1' has no running statistics",
+    ),
+    "a layer without": (
+        FixBN,
+        partial(bare, track_running_stats=False, one=True),
+        "'net.4' has no running statistics",
+    ),
+    "no statistics to keep": (
+        SiloBN,
+        partial(bare, track_running_stats=False),
+        "no running statistics",
+    ),
     "some to keep": (SiloBN, partial(bare, track_running_stats=False, one=True), ""),
     "nothing affine": (MTFL, partial(bare, affine=False), "'net.1' has no affine parameters"),
-    "nothing affine to freeze": (partial(FixBN, freeze="affine"), partial(bare, affine=False), "no affine parameters"),
+    "nothing affine to freeze": (
+        partial(FixBN, freeze="affine"),
+        partial(bare, affine=False),
+        "no affine parameters",
+    ),
     "statistics of batches": (FedTAN, partial(bare, affine=False, track_running_stats=False), ""),
 }
 
@@ -245,7 +318,11 @@ def test_a_model_on_which_a_method_would_be_another_one_is_refused_in_round_1(
     case: str, grid: type[InProcessGrid]
 ) -> None:
     strategy, model, said = BARE[case]
-    with pytest.raises(Exception, match=f"the method would be another one: .*{said}") if said else nullcontext():
+    with (
+        pytest.raises(Exception, match=f"the method would be another one: .*{said}")
+        if said
+        else nullcontext()
+    ):
         Federation(model(), grid=grid).run(strategy(), 2)
 
 
@@ -258,9 +335,12 @@ def test_what_is_frozen_stands_still_and_is_not_sent(freeze: Any) -> None:
     moving = {"statistics": "affine", "affine": "statistics", "both": "none"}[freeze]
     assert all(torch.equal(early[key], late[key]) for key in state.group_keys(nodes.model, still))
     assert all(
-        reply.arrays.keys() == late.keys() - state.group_keys(nodes.model, still) for reply in strategy.training.replies
+        reply.arrays.keys() == late.keys() - state.group_keys(nodes.model, still)
+        for reply in strategy.training.replies
     )
-    assert all(not torch.equal(early[key], late[key]) for key in state.group_keys(nodes.model, moving))
+    assert all(
+        not torch.equal(early[key], late[key]) for key in state.group_keys(nodes.model, moving)
+    )
 
 
 def test_sending_frozen_entries_changes_nothing_but_the_bytes() -> None:
@@ -276,7 +356,9 @@ def test_only_a_newcomer_gets_entries_that_nodes_keep() -> None:
     absent = 0
 
     class Noting(FedBN):
-        def package(self, nodes: Sequence[int], arrays: ArrayRecord) -> dict[int, dict[str, ArrayRecord]]:
+        def package(
+            self, nodes: Sequence[int], arrays: ArrayRecord
+        ) -> dict[int, dict[str, ArrayRecord]]:
             nonlocal absent
             packages = super().package(nodes, arrays)
             for node, groups in packages.items():
@@ -296,7 +378,7 @@ def test_only_a_newcomer_gets_entries_that_nodes_keep() -> None:
     assert absent > 2
 
 
-# ---- hooks -----------------------------------------------------------------------------------------------------------
+# ---- hooks ---------------------------------------------------------------------------------------
 
 
 def documented() -> list[str]:
@@ -318,7 +400,9 @@ def test_hooks_are_explained_in_the_order_in_which_a_round_calls_them() -> None:
 
     in_rounds = [name for name in documented() if name != "own_norm"]
     kind: Any = type("Noting", (FedAvg,), {name: noting(name) for name in in_rounds})
-    Federation(make_model(), grid=spoiling(failed, lambda _, number: number == 2)).run(kind(), 2, evaluate_every=1)
+    Federation(make_model(), grid=spoiling(failed, lambda _, number: number == 2)).run(
+        kind(), 2, evaluate_every=1
+    )
     assert documented()[0] == "own_norm"
     for number, missing in ((1, "lose_round"), (2, "weigh, update")):
         called = list(dict.fromkeys(name for server_round, name in calls if server_round == number))

@@ -27,12 +27,16 @@ def lost(_: Message, reply: Message) -> Message:
 def test_three_rounds_without_a_finite_model_end_the_run_and_say_what_came_before() -> None:
     strategy = FixBN(freeze_round=2, frozen_lr=0.5)
     with pytest.raises(DivergedError) as error:
-        Federation(make_model(), grid=spoiling(infinite, lambda _, number: number >= 3)).run(strategy, 60)
+        Federation(make_model(), grid=spoiling(infinite, lambda _, number: number >= 3)).run(
+            strategy, 60
+        )
     assert error.value.server_round == 3
     assert strategy.round.number == 5
     assert str(error.value) == (
-        "training diverged at round 3: no node has had a usable reply since (node 1000: its array 'net.0.weight' in "
-        "'arrays' is not finite); BN is frozen after round 2, the learning rate is 0.05, by frozen-lr=0.5: try "
+        "training diverged at round 3: no node has had a usable reply since (node 1000: its array "
+        "'net.0.weight' in "
+        "'arrays' is not finite); BN is frozen after round 2, the learning rate is 0.05, by "
+        "frozen-lr=0.5: try "
         "frozen-lr below 0.5, or a later freeze"
     )
 
@@ -49,10 +53,16 @@ def test_three_rounds_without_a_finite_model_end_the_run_and_say_what_came_befor
     ],
     ids=str,
 )
-def test_it_says_what_bounded_the_learning_rate_and_below_what_it_must_go(options: dict[str, Any], said: str) -> None:
+def test_it_says_what_bounded_the_learning_rate_and_below_what_it_must_go(
+    options: dict[str, Any], said: str
+) -> None:
     strategy = FixBN(freeze_round=2, **options)
-    with pytest.raises(DivergedError, match=rf"frozen after round 2, the learning rate is {re.escape(said)}$"):
-        Federation(make_model(), grid=spoiling(infinite, lambda _, number: number >= 3)).run(strategy, 60)
+    with pytest.raises(
+        DivergedError, match=rf"frozen after round 2, the learning rate is {re.escape(said)}$"
+    ):
+        Federation(make_model(), grid=spoiling(infinite, lambda _, number: number >= 3)).run(
+            strategy, 60
+        )
 
 
 def mixed(message: Message, reply: Message) -> Message:
@@ -64,19 +74,44 @@ NO_LOSS = "diverged at round 2: no node's training loss is finite; the learning 
 FIRST = r"at round 1: no node could train \(node 1000: .*the learning rate"
 UNKNOWN = "the first that asks for freeze, omit"
 FRUITLESS = "^10 rounds in a row brought no usable reply: node 1000: .*no power"
-#: a strategy, the nodes' sizes, what becomes of replies and from which round on, the error, and the last round
+#: a strategy, the nodes' sizes, what becomes of replies and from which round on, the error, and the
+#: last round
 ENDS: dict[str, tuple[FedAvg, tuple[int, ...], Spoil, int, type[Exception], str, int]] = {
     # neither the freeze nor the schedule that came after the first lost round is to blame
     "before a freeze": (FixBN(freeze_round=50), SIZES, infinite, 3, DivergedError, BLAMED, 5),
-    "with a later schedule": (FixBN(freeze_round=3, lr_schedule="0.1@4"), SIZES, infinite, 3, DivergedError, BLAMED, 5),
-    "of one node": (FedAvg(**ALONE), (9,), infinite, 2, DivergedError, "at round 2: .* is not finite", 4),
+    "with a later schedule": (
+        FixBN(freeze_round=3, lr_schedule="0.1@4"),
+        SIZES,
+        infinite,
+        3,
+        DivergedError,
+        BLAMED,
+        5,
+    ),
+    "of one node": (
+        FedAvg(**ALONE),
+        (9,),
+        infinite,
+        2,
+        DivergedError,
+        "at round 2: .* is not finite",
+        4,
+    ),
     "layer-wise": (FedTAN(), SIZES, infinite, 2, DivergedError, "at round 2: .* is not finite", 4),
     "without a finite loss": (FedAvg(), SIZES, lost, 2, DivergedError, NO_LOSS, 2),
     "without one of the only node": (FedAvg(**ALONE), (9,), lost, 2, DivergedError, NO_LOSS, 2),
     "without one of half": (FedAvg(fraction_train=0.5), SIZES, lost, 2, DivergedError, NO_LOSS, 2),
     "from the start": (FedAvg(), SIZES, infinite, 1, DivergedError, FIRST, 1),
     "of nodes that fail": (FedAvg(), SIZES, failed, 3, CannotTrainError, FRUITLESS, 12),
-    "of nodes that know no freeze": (FixBN(freeze_round=2), SIZES, mixed, 3, CannotTrainError, UNKNOWN, 3),
+    "of nodes that know no freeze": (
+        FixBN(freeze_round=2),
+        SIZES,
+        mixed,
+        3,
+        CannotTrainError,
+        UNKNOWN,
+        3,
+    ),
 }
 
 
@@ -84,7 +119,9 @@ ENDS: dict[str, tuple[FedAvg, tuple[int, ...], Spoil, int, type[Exception], str,
 def test_an_end_of_a_run_that_trains_no_more(case: str) -> None:
     strategy, sizes, spoil, begins, error, said, last = ENDS[case]
     with pytest.raises(error, match=said) as ended:
-        Federation(make_model(), sizes, grid=spoiling(spoil, lambda _, number: number >= begins)).run(strategy, 60)
+        Federation(
+            make_model(), sizes, grid=spoiling(spoil, lambda _, number: number >= begins)
+        ).run(strategy, 60)
     # nodes that fail are not taken for diverging ones
     assert isinstance(ended.value, DivergedError) == (error is DivergedError)
     assert strategy.round.number == last
@@ -92,7 +129,10 @@ def test_an_end_of_a_run_that_trains_no_more(case: str) -> None:
 
 @pytest.mark.parametrize(
     "spoils",
-    [lambda _, number: number in (3, 4, 6, 7), lambda partition, number: partition != 2 and number > 2],
+    [
+        lambda _, number: number in (3, 4, 6, 7),
+        lambda partition, number: partition != 2 and number > 2,
+    ],
     ids=["two rounds in a row", "all nodes but one"],
 )
 def test_as_long_as_something_is_learned_a_run_goes_on(spoils: Callable[[int, int], bool]) -> None:
@@ -120,12 +160,18 @@ class Leaving(InProcessGrid):
     ("options", "needed"),
     [({"robust": "median"}, 3), ({"robust": "trimmed:0.25"}, 4)],
 )
-def test_a_run_ends_if_fewer_nodes_are_left_than_its_method_needs(options: dict[str, Any], needed: int) -> None:
-    with pytest.raises(CannotTrainError, match=f"^2 of {needed} nodes connected within 0 seconds: node "):
+def test_a_run_ends_if_fewer_nodes_are_left_than_its_method_needs(
+    options: dict[str, Any], needed: int
+) -> None:
+    with pytest.raises(
+        CannotTrainError, match=f"^2 of {needed} nodes connected within 0 seconds: node "
+    ):
         Federation(make_model(), grid=Leaving).run(FedAvg(patience=0, **options), 60)
 
 
-def test_one_bad_node_among_others_does_not_end_a_run_in_which_it_is_drawn_again_and_again() -> None:
+def test_one_bad_node_among_others_does_not_end_a_run_in_which_it_is_drawn_again_and_again() -> (
+    None
+):
     rounds, dead = LostRounds(), Refusal(8, "it failed: no power")
     bad = Refusal(7, "its array 'a' is not finite", Why.INFINITE)
     for number in range(1, 9):
@@ -137,7 +183,9 @@ def test_one_bad_node_among_others_does_not_end_a_run_in_which_it_is_drawn_again
 @pytest.mark.parametrize("fraction", [1.0, 0.25])
 def test_one_nodes_infinite_loss_does_not(fraction: float) -> None:
     strategy = FedAvg(fraction_train=fraction, min_train_nodes=1)
-    Federation(make_model(), grid=spoiling(lost, lambda partition, _: partition == 1)).run(strategy, 9)
+    Federation(make_model(), grid=spoiling(lost, lambda partition, _: partition == 1)).run(
+        strategy, 9
+    )
     assert strategy.round.number == 9
 
 

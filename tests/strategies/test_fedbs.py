@@ -13,7 +13,14 @@ from tests.helpers.harness import Federation, make_model
 
 def replies(*losses: Any) -> list[NodeReply]:
     return [
-        NodeReply(index, index, 1, {"local-loss": loss, "train-loss": 7.0 * index}, {wire.ARRAYS: {}}, RecordDict())
+        NodeReply(
+            index,
+            index,
+            1,
+            {"local-loss": loss, "train-loss": 7.0 * index},
+            {wire.ARRAYS: {}},
+            RecordDict(),
+        )
         for index, loss in enumerate(losses)
     ]
 
@@ -28,7 +35,13 @@ def learn(strategy: FedBS, *losses: float) -> list[float]:
 def test_stage_two_needs_consecutive_calm_rounds() -> None:
     strategy = FedBS(epsilon=0.1, patience_rounds=3)
     # population deviations: 0.1, which is calm, 0.5, then three calm ones
-    for losses, stage in (((1.0, 1.2), 1), ((1.0, 2.0), 1), ((1.0, 1.1), 1), ((1.0, 1.0), 1), ((0.5, 0.5), 2)):
+    for losses, stage in (
+        ((1.0, 1.2), 1),
+        ((1.0, 2.0), 1),
+        ((1.0, 1.1), 1),
+        ((1.0, 1.0), 1),
+        ((0.5, 0.5), 2),
+    ):
         learn(strategy, *losses)
         assert strategy.state.stage == stage
     assert learn(strategy, 1.0, 9.0) == [1.0, 1.0]
@@ -55,7 +68,9 @@ def test_a_loss_that_cannot_be_a_weight_counts_as_nothing_and_is_said(
     bad: float | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert FedBS().weigh(replies(2.0, bad, 1.0)) == [2.0, 0.0, 1.0]
-    assert any("FedBS: node 1 reports the local-loss" in record.getMessage() for record in caplog.records)
+    assert any(
+        "FedBS: node 1 reports the local-loss" in record.getMessage() for record in caplog.records
+    )
 
 
 def test_what_it_measured_is_noted() -> None:
@@ -76,12 +91,17 @@ def test_what_it_measured_is_noted() -> None:
 def test_without_the_training_loss_the_remedy_is_named() -> None:
     silent = [NodeReply(7, 7, 1, {"train_loss": 2.0}, {}, RecordDict())]
     with pytest.raises(
-        CannotTrainError, match=r"node 7 sent train_loss; name the one that holds it: .*loss_key=\.\.\."
+        CannotTrainError,
+        match=r"node 7 sent train_loss; name the one that holds it: .*loss_key=\.\.\.",
     ):
         FedBS(loss="running").weigh(silent)
 
 
 def test_rounds_without_a_usable_loss_are_not_calm() -> None:
     strategy = FedBS(epsilon=0.1, patience_rounds=1)
-    assert strategy.weigh(replies(0.0, 0.0)) == learn(strategy, float("nan"), float("inf")) == [1.0, 1.0]
+    assert (
+        strategy.weigh(replies(0.0, 0.0))
+        == learn(strategy, float("nan"), float("inf"))
+        == [1.0, 1.0]
+    )
     assert (strategy.state.stage, strategy.round.measured["loss-deviation"]) == (1, float("inf"))

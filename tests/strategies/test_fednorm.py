@@ -28,7 +28,9 @@ def test_with_a_single_domain_it_is_fedavg() -> None:
 
 
 def test_two_nodes_of_a_domain_share_bn() -> None:
-    """One round by hand: the second round starts from BN averaged within the pair, and all else over all nodes."""
+    """One round by hand: the second round starts from BN averaged within the pair, and all else
+    over all nodes.
+    """
     nodes = Federation(make_model())
     domains = nodes.split.domains
     assert domains is not None
@@ -45,7 +47,9 @@ def test_two_nodes_of_a_domain_share_bn() -> None:
 
 def bn_of(strategy: FedNorm, nodes: Federation, index: int) -> state.State:
     """Return the BN entries that a node would get next."""
-    sent = state.from_record(strategy.package([1000 + index], nodes.initial)[1000 + index]["arrays"])
+    sent = state.from_record(
+        strategy.package([1000 + index], nodes.initial)[1000 + index]["arrays"]
+    )
     return {name: sent[name] for name in bn_entries(make_model(), EVERYTHING)}
 
 
@@ -67,10 +71,14 @@ def test_a_node_without_a_domain_has_no_weight(caplog: pytest.LogCaptureFixture)
     assert domains is not None
     domains[:3] = 3  # the first node now holds samples of two domains
     nodes.run(strategy, 1)
-    assert "FedNorm: node 1000 names no domain, so it has no weight in this round" in caplog.messages
+    assert (
+        "FedNorm: node 1000 names no domain, so it has no weight in this round" in caplog.messages
+    )
     domains[::2] = 0
     domains[1::2] = 1
-    with pytest.raises(CannotTrainError, match="FedNorm needs one domain a node, and node 1000 names none"):
+    with pytest.raises(
+        CannotTrainError, match="FedNorm needs one domain a node, and node 1000 names none"
+    ):
         nodes.run(FedNorm(), 1)
 
 
@@ -85,13 +93,18 @@ def test_where_a_part_of_bn_stays_nodes_still_get_the_rest_of_their_domain() -> 
     end = nodes.run(strategy, 1)
     assert set(strategy.state.served) == {1000, 1001, 1002, 1003}
     for index in range(4):
-        sent = state.from_record(strategy.package([1000 + index], nodes.initial)[1000 + index]["arrays"])
+        sent = state.from_record(
+            strategy.package([1000 + index], nodes.initial)[1000 + index]["arrays"]
+        )
         own = strategy.training.replies[index].arrays
         assert all(np.array_equal(sent[name].numpy(), own[name]) for name in AFFINE)
         assert not state.group_keys(nodes.model, "statistics") & sent.keys()
     # the global model has the mean under the nodes' weights, and not that of the domains
     wanted = weighted_mean([state_of(reply) for reply in strategy.training.replies], SIZES)
-    assert distance({name: end[name] for name in AFFINE}, {name: wanted[name] for name in AFFINE}) < 1e-12
+    assert (
+        distance({name: end[name] for name in AFFINE}, {name: wanted[name] for name in AFFINE})
+        < 1e-12
+    )
 
 
 AFFINE = sorted(state.group_keys(make_model(), "affine"))

@@ -30,12 +30,16 @@ from tests.helpers.references import make_nodes, mini_batches
 LAYERS = 2
 
 
-def run(strategy: FedAvg, rounds: int = 3, model: nn.Module | None = None, **options: Any) -> state.State:
+def run(
+    strategy: FedAvg, rounds: int = 3, model: nn.Module | None = None, **options: Any
+) -> state.State:
     sizes = options.pop("sizes", SIZES)
     return Federation(model or make_model(), sizes).run(strategy, rounds, **options)
 
 
-def exchanges(strategy: FedAvg, rounds: int = 1, model: nn.Module | None = None, **options: Any) -> int:
+def exchanges(
+    strategy: FedAvg, rounds: int = 1, model: nn.Module | None = None, **options: Any
+) -> int:
     nodes = Federation(model or make_model(), options.pop("sizes", SIZES))
     grid = CountingGrid(nodes.grid)
     nodes.run(strategy, rounds, grid=grid, **options)
@@ -92,14 +96,20 @@ def test_with_equal_data_it_follows_centralized_sgd(exchange: Any) -> None:
 @pytest.mark.parametrize("carry", [False, True])
 @pytest.mark.parametrize("make", [FedTAN, FedDNA])
 def test_one_client_is_fedavg(make: Callable[..., FedAvg], carry: bool) -> None:
-    one, plain = (run(each, sizes=(9,), momentum=0.9) for each in (make(carry=carry, **ALONE), FedAvg(**ALONE)))
+    one, plain = (
+        run(each, sizes=(9,), momentum=0.9)
+        for each in (make(carry=carry, **ALONE), FedAvg(**ALONE))
+    )
     assert distance(one, plain) < 1e-12
 
 
 def test_fedtan_ii_is_fedavg_after_the_freeze() -> None:
     strategy = FedTANII(m=2, lr_schedule="=0.01@freeze", fraction_evaluate=0.0)
     assert exchanges(strategy, 5) == 2 * (2 * LAYERS + 1) + 3
-    assert (strategy.round.instruction.freeze, strategy.round.instruction.layerwise) == ("statistics", "none")
+    assert (strategy.round.instruction.freeze, strategy.round.instruction.layerwise) == (
+        "statistics",
+        "none",
+    )
     assert strategy.round.instruction.lr == 0.01
     early, late = run(FedTANII(m=2), 2), run(FedTANII(m=2), 5)
     statistics = state.group_keys(make_model(), "statistics")
@@ -166,7 +176,9 @@ class OnInputs(nn.Sequential):
     ("model", "make", "wanted"),
     [(Twice, FedDNA, 3), (Twice, FedTAN, 5), (OnInputs, FedTAN, 2), (OnInputs, FedDNA, 2)],
 )
-def test_exchanges_follow_the_uses_of_layers(model: type[nn.Module], make: Callable[[], FedAvg], wanted: int) -> None:
+def test_exchanges_follow_the_uses_of_layers(
+    model: type[nn.Module], make: Callable[[], FedAvg], wanted: int
+) -> None:
     assert exchanges(make(), model=Double(model()), local_steps=1) == wanted
     found = run(make(), 1, model=Double(model()), local_steps=1)
     paper = run(FedTAN(exchange="paper"), 1, model=Double(model()), local_steps=1)

@@ -1,4 +1,6 @@
-"""FixBN: what it announces before its freeze, its sliding window by hand, and the rate from the freeze on."""
+"""FixBN: what it announces before its freeze, its sliding window by hand, and the rate from the
+freeze on.
+"""
 
 import math
 from collections.abc import Sequence
@@ -25,7 +27,10 @@ class Noting(FixBN):
         result = super().aggregate_train(server_round, replies)
         notes: list[Any] = self.__dict__.setdefault("notes", [])
         notes.append(
-            ({reply.partition: dict(reply.metrics) for reply in self.training.replies}, dict(self.training.measured))
+            (
+                {reply.partition: dict(reply.metrics) for reply in self.training.replies},
+                dict(self.training.measured),
+            )
         )
         return result
 
@@ -53,13 +58,17 @@ def test_it_freezes_at_the_latest_although_a_round_is_lost() -> None:
         def ask(self, *given: Any) -> Any:
             return [] if self.round.number == 2 else super().ask(*given)
 
-    strategy = WithoutTheSecond(freeze_round="auto", threshold=0.0, latest=0.5, fraction_evaluate=0.0)
+    strategy = WithoutTheSecond(
+        freeze_round="auto", threshold=0.0, latest=0.5, fraction_evaluate=0.0
+    )
     Federation(make_model()).run(strategy, 4)
     assert strategy.state.frozen_after == 2
 
 
 def layer_inputs(node: Node, server_round: int) -> list[list[torch.Tensor]]:
-    """Return the inputs of both BN layers, for every mini-batch of a round, as (samples, channels, positions)."""
+    """Return the inputs of both BN layers, for every mini-batch of a round, as (samples, channels,
+    positions).
+    """
     model = make_model()
     net = model.net
     assert isinstance(net, torch.nn.Sequential)
@@ -81,8 +90,13 @@ def by_hand(node: Node, rounds: Sequence[int]) -> float:
                 batches = []
                 for values in seen[layer]:
                     mean = values.mean((0, 2))
-                    # one number for each sample, whose mean over the samples is the mini-batch's statistic
-                    each = values.mean(2) if kind == "mean" else ((values - mean[:, None]) ** 2).mean(2)
+                    # one number for each sample, whose mean over the samples is the mini-batch's
+                    # statistic
+                    each = (
+                        values.mean(2)
+                        if kind == "mean"
+                        else ((values - mean[:, None]) ** 2).mean(2)
+                    )
                     batches.append((each.mean(0).numpy(), each.var(0).numpy() / len(each)))
                 statistics.append(np.mean([one for one, _ in batches], axis=0))
                 errors.append(np.mean([error for _, error in batches], axis=0) / len(batches))
@@ -92,9 +106,15 @@ def by_hand(node: Node, rounds: Sequence[int]) -> float:
     return max(ratios)
 
 
-@pytest.mark.parametrize("seed", [1, 2])  # with 1, a client's change is just outside of its next window
-def test_an_absent_client_compares_with_its_last_participation_and_windows_are_rounds(seed: int) -> None:
-    strategy = Noting(freeze_round="auto", window=4, threshold=0.0, latest=1.0, fraction_train=0.5, seed=seed)
+@pytest.mark.parametrize(
+    "seed", [1, 2]
+)  # with 1, a client's change is just outside of its next window
+def test_an_absent_client_compares_with_its_last_participation_and_windows_are_rounds(
+    seed: int,
+) -> None:
+    strategy = Noting(
+        freeze_round="auto", window=4, threshold=0.0, latest=1.0, fraction_train=0.5, seed=seed
+    )
     Federation(make_model()).run(strategy, 12, lr=0.0)
     taken: dict[int, list[int]] = {index: [] for index in range(len(SIZES))}
     reported = absent = 0
@@ -135,7 +155,9 @@ def test_freezes_at_the_latest_after_a_share_of_the_run(latest: float, after: in
     assert distance(found, Federation(make_model()).run(FixBN(freeze_round=after), 6)) == 0
 
 
-@pytest.mark.parametrize("make", [lambda after: FixBN(freeze_round=after), lambda after: FedTANII(m=after)])
+@pytest.mark.parametrize(
+    "make", [lambda after: FixBN(freeze_round=after), lambda after: FedTANII(m=after)]
+)
 def test_says_that_a_freeze_is_too_late(make: Any, caplog: pytest.LogCaptureFixture) -> None:
     for after in (1, 2):
         caplog.clear()
@@ -156,7 +178,11 @@ def test_one_restless_client_is_enough_not_to_freeze() -> None:
 
     seen = sorted(variances(threshold=0.0, latest=1.0))
     assert len(seen) == len(SIZES)
-    for threshold, frozen in (((seen[-2] + seen[-1]) / 2, False), (seen[-1], False), (seen[-1] * 1.001, True)):
+    for threshold, frozen in (
+        ((seen[-2] + seen[-1]) / 2, False),
+        (seen[-1], False),
+        (seen[-1] * 1.001, True),
+    ):
         strategy = Noting(freeze_round="auto", window=2, threshold=threshold, latest=1.0)
         Federation(make_model()).run(strategy, 4)
         assert (strategy.state.frozen_after == 3) == frozen
@@ -175,7 +201,10 @@ def test_a_fraction_needs_the_number_of_rounds() -> None:
 
 def test_a_client_that_could_not_freeze_is_known_before_the_freeze() -> None:
     strategy = FixBN(freeze_round=3)
-    assert [strategy.instruct(Instruction(server_round=number)).later for number in (3, 4)] == ["freeze,omit", ""]
+    assert [strategy.instruct(Instruction(server_round=number)).later for number in (3, 4)] == [
+        "freeze,omit",
+        "",
+    ]
 
 
 FROZEN_RATES: dict[str, tuple[dict[str, Any], list[float]]] = {
@@ -183,46 +212,80 @@ FROZEN_RATES: dict[str, tuple[dict[str, Any], list[float]]] = {
     "another share": ({"frozen_lr": 0.5}, [0.1, 0.1, 0.05, 0.05, 0.05]),
     "no more learning": ({"frozen_lr": 0.0}, [0.1, 0.1, 0.0, 0.0, 0.0]),
     "no bound": ({"frozen_lr": 1.0}, [0.1] * 5),
-    "lower where the schedule is": ({"lr_schedule": "0.5@3,0.01@4"}, [0.1, 0.1, 0.005, 0.005, 0.0005]),
+    "lower where the schedule is": (
+        {"lr_schedule": "0.5@3,0.01@4"},
+        [0.1, 0.1, 0.005, 0.005, 0.0005],
+    ),
     "lower than a schedule that divides by ten at the freeze": (
         {"lr_schedule": "0.1@2,0.1@4"},
         [0.1, 0.1, 0.005, 0.005, 0.001],
     ),
-    "not lower than a schedule that is low enough": ({"lr_schedule": "0.01@2"}, [0.1, 0.1, 0.001, 0.001, 0.001]),
-    "what the schedule says of the freeze": ({"lr_schedule": "=0.09@freeze,0.5@4"}, [0.1, 0.1, 0.09, 0.09, 0.045]),
-    "a schedule that raises the rate at the freeze": ({"lr_schedule": "=0.3@freeze"}, [0.1, 0.1, 0.3, 0.3, 0.3]),
+    "not lower than a schedule that is low enough": (
+        {"lr_schedule": "0.01@2"},
+        [0.1, 0.1, 0.001, 0.001, 0.001],
+    ),
+    "what the schedule says of the freeze": (
+        {"lr_schedule": "=0.09@freeze,0.5@4"},
+        [0.1, 0.1, 0.09, 0.09, 0.045],
+    ),
+    "a schedule that raises the rate at the freeze": (
+        {"lr_schedule": "=0.3@freeze"},
+        [0.1, 0.1, 0.3, 0.3, 0.3],
+    ),
     "a cosine, lower than the bound at last": (
         {"lr_schedule": "warmup@1,cosine@1", "frozen_lr": 0.2},
         [0.1, 0.1, 0.02, 0.02, 0.1 * (1 + math.cos(0.75 * math.pi)) / 2],
     ),
-    "a cosine from the freeze on": ({"lr_schedule": "=0.3@freeze,cosine@3"}, [0.1, 0.1, 0.3, 0.3, 0.15]),
+    "a cosine from the freeze on": (
+        {"lr_schedule": "=0.3@freeze,cosine@3"},
+        [0.1, 0.1, 0.3, 0.3, 0.15],
+    ),
     "statistics that move": ({"freeze": "affine"}, [0.1] * 5),
-    "statistics and affine parameters that stand still": ({"freeze": "both"}, [0.1, 0.1, 0.005, 0.005, 0.005]),
+    "statistics and affine parameters that stand still": (
+        {"freeze": "both"},
+        [0.1, 0.1, 0.005, 0.005, 0.005],
+    ),
 }
 
 
 @pytest.mark.parametrize("case", FROZEN_RATES)
 @pytest.mark.parametrize(
-    "make", [lambda **options: FixBN(freeze_round=2, **options), lambda **o: FedTANII(m=2, **{"frozen_lr": 0.05, **o})]
+    "make",
+    [
+        lambda **options: FixBN(freeze_round=2, **options),
+        lambda **o: FedTANII(m=2, **{"frozen_lr": 0.05, **o}),
+    ],
 )
 def test_the_rate_under_frozen_statistics(case: str, make: Any) -> None:
     options, wanted = FROZEN_RATES[case]
     strategy = make(**options)
     strategy.num_rounds = 5
-    rates = [strategy.instruct(Instruction(server_round=number, lr=0.1)).lr for number in range(1, 6)]
+    rates = [
+        strategy.instruct(Instruction(server_round=number, lr=0.1)).lr for number in range(1, 6)
+    ]
     assert rates == pytest.approx(wanted)
 
 
 def test_a_network_that_is_frozen_from_the_start_has_the_rate_as_given() -> None:
-    made = FixBN(freeze_round=0), FixBN(freeze_round=0, frozen_lr=0.5), FixBN(freeze_round=0, frozen_lr=0.2)
+    made = (
+        FixBN(freeze_round=0),
+        FixBN(freeze_round=0, frozen_lr=0.5),
+        FixBN(freeze_round=0, frozen_lr=0.2),
+    )
     for strategy, rate in zip(made, (0.1, 0.05, 0.02), strict=True):
-        rates = [strategy.instruct(Instruction(server_round=number, lr=0.1)).lr for number in (1, 2)]
+        rates = [
+            strategy.instruct(Instruction(server_round=number, lr=0.1)).lr for number in (1, 2)
+        ]
         assert rates == pytest.approx([rate, rate])
 
 
-def test_a_loop_that_has_a_rate_of_its_own_gets_none_and_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_loop_that_has_a_rate_of_its_own_gets_none_and_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     strategy = FixBN(freeze_round=2, frozen_lr=0.5)
     strategy.round = Round(has_rate=False)
     usual = Instruction().lr
-    assert [strategy.instruct(Instruction(server_round=number)).lr for number in range(1, 5)] == [usual] * 4
+    assert [strategy.instruct(Instruction(server_round=number)).lr for number in range(1, 5)] == [
+        usual
+    ] * 4
     assert ["has no `lr`" in message for message in caplog.messages] == [True]

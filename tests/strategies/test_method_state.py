@@ -1,4 +1,6 @@
-"""What a method keeps is one value: whoever takes it up goes on as if it had been there from the start."""
+"""What a method keeps is one value: whoever takes it up goes on as if it had been there from the
+start.
+"""
 
 import copy
 from collections.abc import Iterable, Mapping
@@ -12,7 +14,13 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message
 
 from fedbn_flwr import state, wire
-from fedbn_flwr.server.method_state import BY_NODE, LostRounds, MethodState, pack_state, unpack_state
+from fedbn_flwr.server.method_state import (
+    BY_NODE,
+    LostRounds,
+    MethodState,
+    pack_state,
+    unpack_state,
+)
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.strategies import REGISTRY, BaseStrategy, FedAvg, FedBN, Scaffold
 from fedbn_flwr.traffic.counting_grid import CountingGrid
@@ -43,14 +51,22 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fedbn:some nodes": {"fraction_train": 0.5},
     "scaffold:some nodes": {"fraction_train": 0.5},
     # of which nodes cannot say before they train how much they have
-    "scaffold:weights by a metric": {"fraction_train": 0.5, "fraction_evaluate": 0.0, "weighted_by_key": "train-loss"},
+    "scaffold:weights by a metric": {
+        "fraction_train": 0.5,
+        "fraction_evaluate": 0.0,
+        "weighted_by_key": "train-loss",
+    },
     "fedtan:carried": {"carry": True},
     "fedtan:carried, some nodes": {"carry": True, "fraction_train": 0.5},
     "feddna:carried": {"carry": True},
     "fedtan:a bound that is a mean": {"robust": "norm:1.5", "carry": True},
     "fedavg:a lost round": {"momentum_state": "global", "server_optimizer": "yogi"},
     "fixbn:a lost round": {"freeze_round": "auto", "latest": 0.7, "threshold": 0.0},
-    "fedbn:a lost round": {"mean_personal": True, "fraction_evaluate": 1.0, "min_evaluate_nodes": 1},
+    "fedbn:a lost round": {
+        "mean_personal": True,
+        "fraction_evaluate": 1.0,
+        "min_evaluate_nodes": 1,
+    },
     "fedtan:a lost round": {"carry": True},
     "hbn:nobody gathers": {"average": 0.5},
     "fixbn:exact": {"freeze_round": 4, "statistics": "exact"},
@@ -105,7 +121,9 @@ class Run:
 
         def after(server_round: int, arrays: ArrayRecord) -> None:
             self.last = arrays
-            measured = [dict(each.measured) for each in (self.strategy.training, self.strategy.evaluation)]
+            measured = [
+                dict(each.measured) for each in (self.strategy.training, self.strategy.evaluation)
+            ]
             self.rounds += [(state.from_record(arrays), measured)] if server_round else []
             if server_round == until < ROUNDS:
                 raise StopError
@@ -120,7 +138,9 @@ class Run:
         return self
 
     def take_up(self, before: "Run") -> "Run":
-        """Take up what another run has left: the model, what the strategy keeps, and what nodes remember."""
+        """Take up what another run has left: the model, what the strategy keeps, and what nodes
+        remember.
+        """
         self.last = before.last
         here = dict(enumerate(self.nodes.grid.get_node_ids()))
         for context in before.nodes.grid.contexts():
@@ -144,7 +164,9 @@ def test_a_round_without_momentum_leaves_the_servers_as_it_was() -> None:
     nodes.run(FedAvg(momentum_state="global", fraction_evaluate=0.0), momentum=0.9)
     assert isinstance(nodes.grid, Traffic)
     sent = [message.content.array_records for message in nodes.grid.sent[:: len(nodes.parts)]]
-    first, second, third = (state.from_record(each[wire.MOMENTUM]) if wire.MOMENTUM in each else {} for each in sent)
+    first, second, third = (
+        state.from_record(each[wire.MOMENTUM]) if wire.MOMENTUM in each else {} for each in sent
+    )
     assert not first
     assert len(second) == len(dict(nodes.model.named_parameters()))
     assert distance(second, third) == 0
@@ -155,7 +177,9 @@ def partition_of(context: Any) -> int:
 
 
 def make(case: str) -> BaseStrategy:
-    return REGISTRY[case.partition(":")[0]](lr_schedule="warmup@0.2,cosine@0.5", evaluate_every=2, **OPTIONS[case])
+    return REGISTRY[case.partition(":")[0]](
+        lr_schedule="warmup@0.2,cosine@0.5", evaluate_every=2, **OPTIONS[case]
+    )
 
 
 def handed_over(case: str) -> list[Run]:
@@ -173,11 +197,22 @@ def assert_plain(value: Any) -> None:
         for each in value.values() if isinstance(value, Mapping) else value:
             assert_plain(each)
     else:
-        assert value is None or isinstance(value, np.ndarray | np.generic | bool | int | float | str)
+        assert value is None or isinstance(
+            value, np.ndarray | np.generic | bool | int | float | str
+        )
 
 
 #: they keep what another case keeps
-SAME = ("fedprox", "fixbn", "silobn", "mtfl", "feddna", "centralized", "fedbs:second stage", "fedtan:carried")
+SAME = (
+    "fedprox",
+    "fixbn",
+    "silobn",
+    "mtfl",
+    "feddna",
+    "centralized",
+    "fedbs:second stage",
+    "fedtan:carried",
+)
 
 
 @pytest.mark.parametrize(
@@ -205,25 +240,33 @@ def content(value: Any) -> Any:
         return {key: content(each) for key, each in value.items()}
     if isinstance(value, list | tuple | set):
         return [content(each) for each in value]
-    if type(value).__module__.split(".")[0] in ("fedbn_flwr", "strategies") and hasattr(value, "__dict__"):
+    if type(value).__module__.split(".")[0] in ("fedbn_flwr", "strategies") and hasattr(
+        value, "__dict__"
+    ):
         return content(vars(value))
     return repr(value)
 
 
-@pytest.mark.parametrize("case", ["fedavg:a lost round", "fixbn:a lost round", "fedbn:a lost round"])
+@pytest.mark.parametrize(
+    "case", ["fedavg:a lost round", "fixbn:a lost round", "fedbn:a lost round"]
+)
 def test_in_these_runs_a_round_is_lost(case: str) -> None:
     before, after = [rounds[0] for rounds in Run(case).go().rounds][LOST - 2 : LOST]
     assert distance(before, after) == 0
 
 
-# ---- rounds that are lost ------------------------------------------------------------------------------------------
+# ---- rounds that are lost ------------------------------------------------------------------------
 
 
 def test_a_node_that_has_never_sent_anything_usable_is_no_obstacle() -> None:
     """Nobody knows its partition."""
 
     def spoil(message: Message, reply: Message) -> Message:
-        return infinite(message, reply) if message.metadata.dst_node_id == 1001 else failed(message, reply)
+        return (
+            infinite(message, reply)
+            if message.metadata.dst_node_id == 1001
+            else failed(message, reply)
+        )
 
     strategy = FedAvg(fraction_evaluate=0.0)
     grid = spoiling(spoil, lambda partition, number: partition == 1 or number > 1)
@@ -232,7 +275,7 @@ def test_a_node_that_has_never_sent_anything_usable_is_no_obstacle() -> None:
     assert strategy.state_dict()["lost"]["fruitless"] == 1
 
 
-# ---- the value -----------------------------------------------------------------------------------------------------
+# ---- the value -----------------------------------------------------------------------------------
 
 
 @dataclass
@@ -249,12 +292,17 @@ class Outer(MethodState):
 
 
 def test_what_is_kept_by_nodes_has_their_new_ids_and_forgets_those_that_are_gone() -> None:
-    """Also within a part of the state, and in the order in which it was kept; other numbers are no ids."""
+    """Also within a part of the state, and in the order in which it was kept.
+
+    Other numbers are no ids.
+    """
     inner, lost_rounds = (
         Inner({71: [1.0], 70: [0.0], 72: [2.0]}, np.ones(2)),
         LostRounds(2, {70: "a"}, {71: True, 72: True}),
     )
-    kept = Outer(True, 4, seen={70: True, 72: False}, by_round={70: "x"}, inner=inner, lost=lost_rounds)
+    kept = Outer(
+        True, 4, seen={70: True, 72: False}, by_round={70: "x"}, inner=inner, lost=lost_rounds
+    )
     packed = pack_state(kept, {70: 0, 71: 1, 72: 2})
     assert packed["inner"]["by_node"] == {1: [1.0], 0: [0.0], 2: [2.0]}
     assert (packed["seen"], packed["lost"]["nodes"]) == ({0: True, 2: False}, {1: True, 2: True})
@@ -263,7 +311,12 @@ def test_what_is_kept_by_nodes_has_their_new_ids_and_forgets_those_that_are_gone
     assert list(found.inner.by_node.items()) == [(700, [1.0]), (900, [0.0])]
     assert found.inner.total is not None
     assert found.inner.total.tolist() == [1.0, 1.0]
-    assert (found.ever_trained, found.frozen_after, found.seen, found.by_round) == (True, 4, {900: True}, {70: "x"})
+    assert (found.ever_trained, found.frozen_after, found.seen, found.by_round) == (
+        True,
+        4,
+        {900: True},
+        {70: "x"},
+    )
     assert found.lost == LostRounds(2, {70: "a"}, {700: True})
 
 

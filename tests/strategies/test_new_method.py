@@ -1,4 +1,6 @@
-"""A method that names no feature, with both halves and a group of its own: all work with it, or refuse it."""
+"""A method that names no feature, with both halves and a group of its own: all work with it, or
+refuse it.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,7 +12,17 @@ from numpy.typing import NDArray
 
 from fedbn_flwr import wire
 from fedbn_flwr.client import Rule, Session, register_rule
-from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN, MethodState, NodeReply, Pooled, PooledGroup, Privacy, Sent
+from fedbn_flwr.strategies import (
+    FedAvg,
+    FedBN,
+    FedTAN,
+    MethodState,
+    NodeReply,
+    Pooled,
+    PooledGroup,
+    Privacy,
+    Sent,
+)
 from fedbn_flwr.wire import Instruction
 from tests.helpers.harness import Federation, distance, make_model
 from tests.helpers.registered import registries_restored
@@ -62,9 +74,14 @@ class Pushed(FedAvg):
 
     def update(self, pooled: Pooled) -> Arrays:
         gradients, push = pooled.groups[GRADIENTS], self.state.push
-        self.state.push = {name: BETA * push.get(name, 0.0) + value for name, value in gradients.items()}
+        self.state.push = {
+            name: BETA * push.get(name, 0.0) + value for name, value in gradients.items()
+        }
         state = super().update(pooled)
-        return {**state, **{name: state[name] - RATE * value for name, value in self.state.push.items()}}
+        return {
+            **state,
+            **{name: state[name] - RATE * value for name, value in self.state.push.items()},
+        }
 
 
 class ByHand(Pushed):
@@ -78,17 +95,25 @@ class ByHand(Pushed):
         if self.optimizer:  # the only one here is momentum, with a rate of 1
             moments = self.__dict__.setdefault("moments", {})
             for name in groups[GRADIENTS]:
-                moments[name] = 0.9 * moments.get(name, 0.0) + model[name] - self.round.current[name]
+                moments[name] = (
+                    0.9 * moments.get(name, 0.0) + model[name] - self.round.current[name]
+                )
                 model[name] = self.round.current[name] + moments[name]
         return super().update(replace(pooled, model=model, groups=groups))
 
     def _by_hand(self, group: str, replies: Sequence[NodeReply]) -> Arrays:
-        shares = np.array([1.0 if self.weighting == "uniform" else reply.num_examples for reply in replies])
+        shares = np.array(
+            [1.0 if self.weighting == "uniform" else reply.num_examples for reply in replies]
+        )
         pooled: Arrays = {}
         for name in replies[0].records[group]:
             rows = np.stack([reply.records[group][name] for reply in replies])
             is_median, is_counter = self.averager.fewest_nodes > 1, rows.dtype.kind != "f"
-            middle = np.median(rows, axis=0) if is_median else np.tensordot(shares / shares.sum(), rows, 1)
+            middle = (
+                np.median(rows, axis=0)
+                if is_median
+                else np.tensordot(shares / shares.sum(), rows, 1)
+            )
             pooled[name] = rows.max(axis=0) if is_counter else middle
         return pooled
 
@@ -119,7 +144,9 @@ def test_what_it_never_heard_of_works(feature: str, kind: str) -> None:
     if kind in ("sums", "workers") and Pushed(**options).needs_single_replies:
         kind = "inprocess"
     by_hand = run(ByHand(**options, fraction_evaluate=0.0), **instruction)
-    assert distance(run(Pushed(**options, fraction_evaluate=0.0), kind, **instruction), by_hand) < 1e-9
+    assert (
+        distance(run(Pushed(**options, fraction_evaluate=0.0), kind, **instruction), by_hand) < 1e-9
+    )
 
 
 @pytest.mark.parametrize("parents", [(FedBN, FedTAN), (FedTAN, FedBN)])
@@ -131,7 +158,9 @@ def test_a_method_may_be_made_of_two(parents: tuple[type[FedAvg], ...]) -> None:
 
 
 def test_a_group_that_it_shares_excludes_privacy() -> None:
-    with pytest.raises(ValueError, match="privacy would not protect sums of gradients, which Pushed shares"):
+    with pytest.raises(
+        ValueError, match="privacy would not protect sums of gradients, which Pushed shares"
+    ):
         Pushed(privacy=Privacy(1.0, 1.0), weighting="uniform")
 
 

@@ -1,4 +1,6 @@
-"""The mean of the entries that stay on the nodes: the mean over the nodes that have just learned them, as in FedBS."""
+"""The mean of the entries that stay on the nodes: the mean over the nodes that have just learned
+them, as in FedBS.
+"""
 
 from typing import Any
 
@@ -29,10 +31,14 @@ def test_is_the_mean_over_the_last_rounds_participants(weighting: Any, rounds: i
     assert len(last) == 2
     assert len({SIZES[partition] for partition in last}) == 2
     sizes = [float(SIZES[partition]) for partition in last]
-    expected = weighted_mean(list(map(nodes.kept, last)), sizes if weighting == "examples" else [1.0] * 2)
+    expected = weighted_mean(
+        list(map(nodes.kept, last)), sizes if weighting == "examples" else [1.0] * 2
+    )
     found = mean(strategy)
     assert found.keys() == expected.keys()
-    assert all(torch.allclose(found[name].double(), expected[name].double(), atol=1e-12) for name in found)
+    assert all(
+        torch.allclose(found[name].double(), expected[name].double(), atol=1e-12) for name in found
+    )
 
 
 def test_a_round_without_a_reply_keeps_the_participants_of_the_one_before() -> None:
@@ -48,11 +54,15 @@ def test_a_newcomer_starts_from_the_mean() -> None:
     class Noting(SiloBN):
         def update(self, pooled: Pooled) -> Any:
             merged = super().update(pooled)
-            means.append((merged["net.1.running_mean"], self.state.personal.get("net.1.running_mean")))
+            means.append(
+                (merged["net.1.running_mean"], self.state.personal.get("net.1.running_mean"))
+            )
             return merged
 
     means: list[Any] = []
-    Federation(make_model(), SIZES).run(Noting(mean_personal=True, fraction_train=0.2), 3, evaluate_every=1)
+    Federation(make_model(), SIZES).run(
+        Noting(mean_personal=True, fraction_train=0.2), 3, evaluate_every=1
+    )
     # no node has evaluated yet when the first round is merged
     assert means[0][1] is None
     assert not means[0][0].any()
@@ -69,7 +79,9 @@ def test_entries_of_the_result_that_nobody_trained_are_named(
         Federation(model).run(silent, 2)
     assert "were not trained" not in flower_log.text
     Federation(model).run(strategy(), 2)
-    (warning,) = {line.getMessage() for line in flower_log.records if "were not trained" in line.getMessage()}
+    (warning,) = {
+        line.getMessage() for line in flower_log.records if "were not trained" in line.getMessage()
+    }
     stay = state.group_keys(model, group)
     first = [name for name in model.state_dict() if name in stay][:3]
     assert f"({', '.join(first)}, ...)" in warning

@@ -1,4 +1,6 @@
-"""Differential privacy: by entries' names in this project's strategies, and what Flower's own wrappers and mods do."""
+"""Differential privacy: by entries' names in this project's strategies, and what Flower's own
+wrappers and mods do.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -51,7 +53,9 @@ def _same_noise() -> None:
 
 def covering(clipping_norm: float, noise_multiplier: float, seed: int | None = None) -> Privacy:
     """Return privacy that lets running statistics go without."""
-    return Privacy(clipping_norm, noise_multiplier, seed, unprotected=["*.running_mean", "*.running_var"])
+    return Privacy(
+        clipping_norm, noise_multiplier, seed, unprotected=["*.running_mean", "*.running_var"]
+    )
 
 
 def run(strategy: BaseStrategy, rounds: int = 3, lr: float = INSTRUCTION.lr) -> list[state.State]:
@@ -82,16 +86,24 @@ def test_without_noise_and_without_clipping_nothing_changes(name: str) -> None:
 
 
 def test_a_round_of_a_single_node_is_protected_too() -> None:
-    options: dict[str, Any] = {"weighting": "uniform", "fraction_evaluate": 0.0, "fraction_train": 1 / NODES}
+    options: dict[str, Any] = {
+        "weighting": "uniform",
+        "fraction_evaluate": 0.0,
+        "fraction_train": 1 / NODES,
+    }
     before, after = run(FedAvg(**options, min_train_nodes=1, privacy=covering(0.05, 0.0)), rounds=1)
     update = torch.cat([(after[name] - before[name]).flatten() for name in parameters()])
     assert float(update.norm()) == pytest.approx(0.05)
 
 
 def test_updates_are_clipped_to_the_norm_over_all_parameters() -> None:
-    """The reference: each node trains by itself, and its update is scaled to length C if it is longer."""
+    """The reference: each node trains by itself, and its update is scaled to length C if it is
+    longer.
+    """
     limit = 0.05
-    after = run(FedAvg(weighting="uniform", privacy=covering(limit, 0.0), fraction_evaluate=0.0), rounds=1)[-1]
+    after = run(
+        FedAvg(weighting="uniform", privacy=covering(limit, 0.0), fraction_evaluate=0.0), rounds=1
+    )[-1]
     before, moved = make_model().state_dict(), []
     ends = [federated(make_model(), make_split(), [node], 1, INSTRUCTION) for node in make_nodes()]
     for alone in ends:
@@ -107,12 +119,18 @@ def test_updates_are_clipped_to_the_norm_over_all_parameters() -> None:
 
 
 def test_noise_has_the_printed_deviation() -> None:
-    """Draws divided by z C / K: the deviation of 395 of them is within 15 % of 1 (four standard errors)."""
+    """Draws divided by z C / K: the deviation of 395 of them is within 15 % of 1 (four standard
+    errors).
+    """
     limit, multiplier = 0.5, 2.0
     options: dict[str, Any] = {"weighting": "uniform", "fraction_evaluate": 0.0}
     quiet = run(FedAvg(**options, privacy=covering(limit, 0.0)), rounds=1)[-1]
     loud = run(FedAvg(**options, privacy=covering(limit, multiplier, seed=1)), rounds=1)[-1]
-    noise = torch.cat([(loud[name] - quiet[name]).flatten() for name in parameters()]) * NODES / (multiplier * limit)
+    noise = (
+        torch.cat([(loud[name] - quiet[name]).flatten() for name in parameters()])
+        * NODES
+        / (multiplier * limit)
+    )
     assert len(noise) == sum(value.numel() for value in make_model().parameters())
     assert float(noise.std()) == pytest.approx(1.0, abs=0.15)
     assert abs(float(noise.mean())) < 0.2
@@ -120,9 +138,13 @@ def test_noise_has_the_printed_deviation() -> None:
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_counters_and_statistics_are_free_of_noise(name: str) -> None:
-    """A noise of deviation 5 would make variances negative, which are around 1. Training under it must not diverge."""
+    """A noise of deviation 5 would make variances negative, which are around 1. Training under it
+    must not diverge.
+    """
     privacy = covering(1.0, 5.0 * NODES)
-    states = run(STRATEGIES[name](weighting="uniform", privacy=privacy, fraction_evaluate=0.0), lr=1e-9)
+    states = run(
+        STRATEGIES[name](weighting="uniform", privacy=privacy, fraction_evaluate=0.0), lr=1e-9
+    )
     model = make_model()
     for before, after in pairwise(states):
         for entry in norm.statistics_keys(model):
@@ -163,35 +185,56 @@ def test_noise_differs_by_run_and_by_round_unless_a_seed_is_given() -> None:
     ],
 )
 def test_statistics_that_leave_nodes_must_be_named(named: list[str], bare: str) -> None:
-    with pytest.raises(ValueError, match=rf"^privacy does not cover {bare}: .*name them: Privacy\(..., unprotected="):
-        run(FedAvg(weighting="uniform", privacy=Privacy(1.0, 1.0, unprotected=named), fraction_evaluate=0.0), rounds=1)
+    with pytest.raises(
+        ValueError,
+        match=rf"^privacy does not cover {bare}: .*name them: Privacy\(..., unprotected=",
+    ):
+        run(
+            FedAvg(
+                weighting="uniform",
+                privacy=Privacy(1.0, 1.0, unprotected=named),
+                fraction_evaluate=0.0,
+            ),
+            rounds=1,
+        )
 
 
 def test_to_name_a_parameter_does_not_uncover_it() -> None:
     options: dict[str, Any] = {"weighting": "uniform", "fraction_evaluate": 0.0}
     wanted = run(FedAvg(**options, privacy=covering(0.05, 1.0, seed=1)), rounds=1)[-1]
-    found = run(FedAvg(**options, privacy=Privacy(0.05, 1.0, seed=1, unprotected=["*"])), rounds=1)[-1]
+    found = run(FedAvg(**options, privacy=Privacy(0.05, 1.0, seed=1, unprotected=["*"])), rounds=1)[
+        -1
+    ]
     assert all(torch.equal(found[name], value) for name, value in wanted.items())
 
 
 def test_methods_that_keep_statistics_need_to_name_none() -> None:
     for strategy in (SiloBN, FedBN):
-        run(strategy(weighting="uniform", privacy=Privacy(1.0, 1.0), fraction_evaluate=0.0), rounds=1)
+        run(
+            strategy(weighting="uniform", privacy=Privacy(1.0, 1.0), fraction_evaluate=0.0),
+            rounds=1,
+        )
 
 
-# ---- Flower's own ----------------------------------------------------------------------------------------------------
+# ---- Flower's own --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("strategy", [FedAvg, FedBN, FedTAN])
-def test_a_wrapper_around_a_strategy_is_refused_in_the_first_round(strategy: Callable[..., BaseStrategy]) -> None:
+def test_a_wrapper_around_a_strategy_is_refused_in_the_first_round(
+    strategy: Callable[..., BaseStrategy],
+) -> None:
     nodes = Federation(make_model())
     wrapped = flower.DifferentialPrivacyServerSideFixedClipping(strategy(), 0.1, 1.0, NODES)
-    with pytest.raises(RuntimeError, match=r"must be started itself, .* strategies take `privacy=Privacy\("):
+    with pytest.raises(
+        RuntimeError, match=r"must be started itself, .* strategies take `privacy=Privacy\("
+    ):
         wrapped.start(nodes.grid, nodes.initial, 3, train_config=INSTRUCTION.to_config())
 
 
 @pytest.mark.parametrize("strategy", PARTIAL.values())
 def test_a_mod_that_refuses_every_reply_ends_the_run(strategy: Callable[..., BaseStrategy]) -> None:
     nodes = Federation(make_model(), mods=[LocalDpMod(1.0, 1.0, 1.0, 0.1)])
-    with pytest.raises(CannotTrainError, match=r"no node could train in round [12].*LocalDpMod expects the keys"):
+    with pytest.raises(
+        CannotTrainError, match=r"no node could train in round [12].*LocalDpMod expects the keys"
+    ):
         nodes.run(strategy(fraction_evaluate=0.0), 3)

@@ -58,40 +58,55 @@ def test_without_a_rule_the_model_grows_with_the_lie(method: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "rule"), [*((method, "median") for method in METHODS), *(("fedtan", rule) for rule in RULES)]
+    ("method", "rule"),
+    [*((method, "median") for method in METHODS), *(("fedtan", rule) for rule in RULES)],
 )
 def test_under_a_rule_the_lie_can_be_as_large_as_it_likes(method: str, rule: str) -> None:
-    """The largest and the second largest lie come to the same end: only their order counts, or their direction."""
+    """The largest and the second largest lie come to the same end: only their order counts, or
+    their direction.
+    """
     assert distance(run(method, 1e6, robust=rule), run(method, 1e7, robust=rule)) < 1e-4
 
 
 @pytest.mark.parametrize("make", [FedAvg, FedTAN, lambda **options: FedTAN(carry=True, **options)])
 @pytest.mark.parametrize(
-    ("rule", "sizes", "missing"), [("multi-krum:1", SIZES, "5 nodes, and has 4: 1"), ("median", (7, 9), "3.*1: 2")]
+    ("rule", "sizes", "missing"),
+    [("multi-krum:1", SIZES, "5 nodes, and has 4: 1"), ("median", (7, 9), "3.*1: 2")],
 )
 def test_with_too_few_replies_the_run_says_which_rule_needs_how_many_more(
     make: Callable[..., FedAvg], rule: str, sizes: tuple[int, ...], missing: str
 ) -> None:
     """Not that training has diverged, as the node's infinite numbers may."""
-    nodes = Federation(make_model(), sizes, grid=spoiling(infinite, lambda partition, _: partition == 1))
+    nodes = Federation(
+        make_model(), sizes, grid=spoiling(infinite, lambda partition, _: partition == 1)
+    )
     with pytest.raises(CannotTrainError) as error:
         nodes.run(make(robust=rule), 1)
     found = f"no node could train in round 1: robust={rule} needs models of {missing} missing"
     assert re.fullmatch(found, str(error.value))
 
 
-def test_a_round_with_too_few_replies_leaves_the_model_as_it_was(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_round_with_too_few_replies_leaves_the_model_as_it_was(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     later = spoiling(infinite, lambda partition, number: partition == 1 and number > 1)
     nodes = Federation(make_model(), SIZES, grid=later)
     with caplog.at_level(logging.WARNING):
         ends = [nodes.run(FedAvg(robust="multi-krum:1"), rounds) for rounds in (1, 3)]
     assert distance(*ends) == 0
     for number in (2, 3):
-        assert f"Round {number}: robust=multi-krum:1 needs models of 5 nodes, and has 4: 1 missing" in caplog.messages
+        assert (
+            f"Round {number}: robust=multi-krum:1 needs models of 5 nodes, and has 4: 1 missing"
+            in caplog.messages
+        )
 
 
-def test_a_step_does_not_start_again_with_fewer_nodes_than_a_rule_needs(caplog: pytest.LogCaptureFixture) -> None:
-    nodes = Federation(make_model(), SIZES, grid=spoiling(failed, lambda node, number: (node, number) == (1, 2)))
+def test_a_step_does_not_start_again_with_fewer_nodes_than_a_rule_needs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    nodes = Federation(
+        make_model(), SIZES, grid=spoiling(failed, lambda node, number: (node, number) == (1, 2))
+    )
     ends = [nodes.run(FedTAN(robust="multi-krum:1"), rounds) for rounds in (1, 2)]
     assert distance(*ends) == 0
     assert "Round 2 is skipped, its layer-wise step failed 1 times" in caplog.messages
@@ -99,7 +114,11 @@ def test_a_step_does_not_start_again_with_fewer_nodes_than_a_rule_needs(caplog: 
 
 def test_one_silent_node_does_not_end_a_run_at_its_freeze() -> None:
     """The others have acknowledged what this round is the first to ask for."""
-    nodes = Federation(make_model(), SIZES[:3], grid=spoiling(failed, lambda node, number: (node, number) == (1, 3)))
+    nodes = Federation(
+        make_model(),
+        SIZES[:3],
+        grid=spoiling(failed, lambda node, number: (node, number) == (1, 3)),
+    )
     strategy = FixBN(freeze_round=2, robust="median")
     nodes.run(strategy, 4)
     assert len(strategy.training.replies) == 3
@@ -114,11 +133,19 @@ def without_moments(reply: Message) -> Message:
 @pytest.mark.parametrize("fault", [silent, without_moments])
 @pytest.mark.parametrize(("rule", "gathers"), [("multi-krum:1", False), ("median", True)])
 def test_statistics_of_fewer_nodes_than_a_rule_needs_are_not_gathered(
-    make: Callable[..., FedAvg], kind: str, fault: Fault, rule: str, gathers: bool, caplog: pytest.LogCaptureFixture
+    make: Callable[..., FedAvg],
+    kind: str,
+    fault: Fault,
+    rule: str,
+    gathers: bool,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     members = {"message_type": wire.GATHER, "fault": staticmethod(fault)}
     nodes = Federation(make_model(kind), SIZES, grid=type("Gathering", (FaultyReply,), members))
-    initial, after = make_model(kind).state_dict(), nodes.run(make(robust=rule, exchange_timeout=0.1), 2)
+    initial, after = (
+        make_model(kind).state_dict(),
+        nodes.run(make(robust=rule, exchange_timeout=0.1), 2),
+    )
     statistics = [name for name in initial if name.endswith(("running_mean", "running_var"))]
     assert [torch.equal(after[name], initial[name]) for name in statistics] == [not gathers] * 4
     said = "Round 2: robust=multi-krum:1 needs gathered statistics of 5 nodes, and has 4: 1 missing"
@@ -130,7 +157,10 @@ def test_statistics_of_fewer_nodes_than_a_rule_needs_are_not_gathered(
 def test_kept_entries_of_fewer_nodes_than_a_rule_needs_are_not_averaged(
     rule: str, is_mean: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    members = {"message_type": "evaluate", "spoiled": lambda _, message, reply: failed(message, reply)}
+    members = {
+        "message_type": "evaluate",
+        "spoiled": lambda _, message, reply: failed(message, reply),
+    }
     strategy = FedBN(mean_personal=True, robust=rule)
     Federation(make_model(), SIZES, grid=type("Failing", (FaultyReply,), members)).run(strategy, 2)
     assert bool(strategy.state.personal) == is_mean
@@ -139,10 +169,14 @@ def test_kept_entries_of_fewer_nodes_than_a_rule_needs_are_not_averaged(
 
 
 def test_a_rule_has_nothing_to_do_where_nothing_is_shared() -> None:
-    ends = [Federation(make_model(), SIZES).run(Standalone(robust=rule), 1) for rule in ("none", *RULES)]
+    ends = [
+        Federation(make_model(), SIZES).run(Standalone(robust=rule), 1) for rule in ("none", *RULES)
+    ]
     assert [distance(end, ends[0]) for end in ends] == [0.0] * 4
 
 
-def test_without_mean_personal_no_rule_misses_kept_entries(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_mean_personal_no_rule_misses_kept_entries(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     Federation(make_model(), SIZES).run(FedBN(robust="multi-krum:1"), 2)
     assert "missing" not in caplog.text

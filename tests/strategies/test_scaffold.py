@@ -14,7 +14,15 @@ from fedbn_flwr import wire
 from fedbn_flwr.client import BNClient
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.strategies import FedBN, Scaffold
-from tests.helpers.harness import INSTRUCTION, SIZES, Federation, distance, make_model, make_split, participants
+from tests.helpers.harness import (
+    INSTRUCTION,
+    SIZES,
+    Federation,
+    distance,
+    make_model,
+    make_split,
+    participants,
+)
 from tests.helpers.references import make_nodes, scaffold
 
 EXAMPLES = [size / sum(SIZES) for size in SIZES]
@@ -24,13 +32,18 @@ UNIFORM = [1 / len(SIZES)] * len(SIZES)
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
 @pytest.mark.parametrize(("weighting", "shares"), [("examples", EXAMPLES), ("uniform", UNIFORM)])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_is_the_papers_algorithm(fraction: float, weighting: Any, shares: list[float], momentum: float) -> None:
+def test_is_the_papers_algorithm(
+    fraction: float, weighting: Any, shares: list[float], momentum: float
+) -> None:
     strategy = Scaffold(fraction_train=fraction, weighting=weighting)
     drawn = participants(strategy)
     got = Federation(make_model()).run(strategy, 6, momentum=momentum, lr=0.05)
     assert {len(each) for each in drawn} == {int(fraction * len(SIZES))}
     asked = replace(INSTRUCTION, momentum=momentum, lr=0.05)
-    assert distance(got, scaffold(make_model(), make_split(), make_nodes(), drawn, asked, shares)) < 1e-12
+    assert (
+        distance(got, scaffold(make_model(), make_split(), make_nodes(), drawn, asked, shares))
+        < 1e-12
+    )
 
 
 def test_variates_are_sent_in_the_models_own_numbers() -> None:
@@ -49,14 +62,19 @@ def test_entries_that_stay_on_a_node_are_not_corrected() -> None:
     local = {name for name in nodes.model.state_dict() if name.split(".")[1] in ("1", "4")}
     assert local
     assert not local & strategy.training.replies[0].records[wire.CONTROL_VARIATES].keys()
-    assert nodes.kept(0, wire.CONTROL_VARIATES).keys() == dict(make_model().named_parameters()).keys() - local
+    assert (
+        nodes.kept(0, wire.CONTROL_VARIATES).keys()
+        == dict(make_model().named_parameters()).keys() - local
+    )
 
 
 def assert_mean_of_variates(strategy: Scaffold, nodes: Federation, shares: Sequence[float]) -> None:
     """Check the server's variate against those that nodes keep; one that never replied has none."""
     kept = [nodes.kept(partition, wire.CONTROL_VARIATES) for partition in range(len(SIZES))]
     for name, value in strategy.package([1001], nodes.initial)[1001][wire.CONTROL_VARIATES].items():
-        mean = sum(share * own[name].numpy() for share, own in zip(shares, kept, strict=True) if own)
+        mean = sum(
+            share * own[name].numpy() for share, own in zip(shares, kept, strict=True) if own
+        )
         np.testing.assert_allclose(value.numpy(), mean, atol=1e-14)
 
 
@@ -71,8 +89,15 @@ class Silent(InProcessGrid):
         kinds = [message.metadata.message_type for message in messages]
         self.round += "train" in kinds
         self.asked = [*getattr(self, "asked", []), *kinds]
-        lost = [message.metadata.dst_node_id == 1000 and self.round < self.returns for message in messages]
-        ids = iter(super().push_messages(message for message, gone in zip(messages, lost, strict=True) if not gone))
+        lost = [
+            message.metadata.dst_node_id == 1000 and self.round < self.returns
+            for message in messages
+        ]
+        ids = iter(
+            super().push_messages(
+                message for message, gone in zip(messages, lost, strict=True) if not gone
+            )
+        )
         return ["lost" if gone else next(ids) for gone in lost]
 
 
@@ -81,7 +106,10 @@ class Silent(InProcessGrid):
 def test_a_node_that_is_silent_counts_like_the_others_until_it_replies(
     weighting: Any, shares: list[float], returns: float
 ) -> None:
-    nodes, strategy = Federation(make_model(), grid=Silent), Scaffold(weighting=weighting, exchange_timeout=0.05)
+    nodes, strategy = (
+        Federation(make_model(), grid=Silent),
+        Scaffold(weighting=weighting, exchange_timeout=0.05),
+    )
     grid = cast(Silent, nodes.grid)
     grid.returns = returns
     nodes.run(strategy, 3)
@@ -91,7 +119,10 @@ def test_a_node_that_is_silent_counts_like_the_others_until_it_replies(
 
 
 def test_a_weight_that_only_replies_say_is_of_all_clients_once_all_have_replied() -> None:
-    strategy, nodes = Scaffold(fraction_train=0.5, weighted_by_key="own-weight"), Federation(make_model(), wrap=weighs)
+    strategy, nodes = (
+        Scaffold(fraction_train=0.5, weighted_by_key="own-weight"),
+        Federation(make_model(), wrap=weighs),
+    )
     drawn = participants(strategy)
     nodes.run(strategy, 8)
     assert {partition for each in drawn for partition in each} == set(range(len(SIZES)))

@@ -1,4 +1,6 @@
-"""A layer that stands twice in a model is one layer with two names: whatever a strategy does, they hold one value."""
+"""A layer that stands twice in a model is one layer with two names: whatever a strategy does, they
+hold one value.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,17 +18,27 @@ from tests.strategies.test_contract import TABLE, make
 
 
 class Twice(nn.Module):
-    """Uses a BN layer, a convolution and a linear layer twice, in float64; with `named`, also by a second name."""
+    """Uses a BN layer, a convolution and a linear layer twice, in float64; with `named`, also by a
+    second name.
+    """
 
     def __init__(self, kind: str = "bn", *, named: bool) -> None:
         super().__init__()
         with torch.random.fork_rng():
             torch.manual_seed(0)
             self.first, self.mix = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 4, 1)
-            self.normalizer, self.dense, self.last = nn.BatchNorm2d(4), nn.Linear(4, 4), nn.Linear(64, CLASSES)
+            self.normalizer, self.dense, self.last = (
+                nn.BatchNorm2d(4),
+                nn.Linear(4, 4),
+                nn.Linear(64, CLASSES),
+            )
         norm.replace(self.double(), kind)
         if named:
-            self.normalizer_again, self.mix_again, self.dense_again = self.normalizer, self.mix, self.dense
+            self.normalizer_again, self.mix_again, self.dense_again = (
+                self.normalizer,
+                self.mix,
+                self.dense,
+            )
 
     def forward(self, inputs: Tensor) -> Tensor:
         images = self.mix(self.normalizer(self.first(inputs.double())).relu())
@@ -53,8 +65,12 @@ OPTIMIZED = [name for name in TABLE if "server_optimizer" not in REGISTRY[name].
     ("name", "server_optimizer"),
     [("fedavg", "momentum"), *((name, "adam") for name in sorted(OPTIMIZED))],
 )
-def test_two_names_are_one_parameter_to_a_server_optimizer(name: str, server_optimizer: str) -> None:
-    assert_one_layer(lambda: make(name, server_optimizer=server_optimizer, fraction_evaluate=0.0), TABLE[name][1])
+def test_two_names_are_one_parameter_to_a_server_optimizer(
+    name: str, server_optimizer: str
+) -> None:
+    assert_one_layer(
+        lambda: make(name, server_optimizer=server_optimizer, fraction_evaluate=0.0), TABLE[name][1]
+    )
 
 
 @pytest.mark.parametrize(
@@ -64,14 +80,22 @@ def test_two_names_are_one_parameter_to_a_server_optimizer(name: str, server_opt
 def test_two_names_are_clipped_and_noised_as_one_parameter(name: str) -> None:
     private = Privacy(0.05, 1.0, seed=1, unprotected=["*.running_*"])
     assert_one_layer(
-        lambda: make(name, privacy=private, weighting="uniform", server_optimizer="momentum", fraction_evaluate=0.0),
+        lambda: make(
+            name,
+            privacy=private,
+            weighting="uniform",
+            server_optimizer="momentum",
+            fraction_evaluate=0.0,
+        ),
         TABLE[name][1],
     )
 
 
 @pytest.mark.parametrize("kind", ["local", "global"])
 def test_two_names_have_one_momentum(kind: str) -> None:
-    assert_one_layer(lambda: make("fedbn", momentum_state=kind, server_optimizer="momentum"), momentum=0.9)
+    assert_one_layer(
+        lambda: make("fedbn", momentum_state=kind, server_optimizer="momentum"), momentum=0.9
+    )
 
 
 def test_two_names_have_one_correction() -> None:

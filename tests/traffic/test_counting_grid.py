@@ -46,7 +46,9 @@ def echo_app() -> ClientApp:
     return app
 
 
-def message(node: int, arrays: Arrays, kind: str = "train", **config: str | int | float | bool) -> Message:
+def message(
+    node: int, arrays: Arrays, kind: str = "train", **config: str | int | float | bool
+) -> Message:
     record = ArrayRecord({name: Array(np.asarray(value)) for name, value in arrays.items()})
     return Message(RecordDict({"arrays": record, "config": ConfigRecord(dict(config))}), node, kind)
 
@@ -64,20 +66,30 @@ def grid() -> CountingGrid:
 def test_payload_is_the_bytes_of_the_numbers(grid: CountingGrid) -> None:
     assert sum(payload_bytes(Array(np.asarray(value))) for value in MIXED.values()) == MIXED_BYTES
     grid.send_and_receive([message(node, MIXED) for node in grid.get_node_ids()])
-    assert (grid.training.payload_down, grid.training.payload_up) == (2 * MIXED_BYTES, 2 * MIXED_BYTES)
+    assert (grid.training.payload_down, grid.training.payload_up) == (
+        2 * MIXED_BYTES,
+        2 * MIXED_BYTES,
+    )
     assert grid.training.payload == 4 * MIXED_BYTES
 
 
 def test_papers_count_what_nodes_have_in_common_once_and_counters_never() -> None:
     common = {"shared": np.ones((2, 3), np.float32), "counter": np.array(7)}
     flat = [arrays_to_record({**common, "own": np.full(4, float(node))}) for node in (1, 2, 2)]
-    plain = [ArrayRecord({name: Array(array.numpy()) for name, array in each.items()}) for each in flat]
+    plain = [
+        ArrayRecord({name: Array(array.numpy()) for name, array in each.items()}) for each in flat
+    ]
     model = arrays_to_record(common)
     for groups in (flat, plain):
-        messages = [Message(RecordDict({"arrays": model, "carried": own}), 1, "train") for own in groups]
+        messages = [
+            Message(RecordDict({"arrays": model, "carried": own}), 1, "train") for own in groups
+        ]
         # the model, what the nodes' own groups have in common, and what two of them have alone
         assert paper_bytes(messages) == 2 * 3 * 4 + 2 * 3 * 4 + 2 * 4 * 8
-    assert paper_bytes([Message(RecordDict({"arrays": model, "carried": flat[0]}), 1, "train")]) == 2 * 24 + 32
+    assert (
+        paper_bytes([Message(RecordDict({"arrays": model, "carried": flat[0]}), 1, "train")])
+        == 2 * 24 + 32
+    )
 
 
 def test_training_and_evaluation_are_counted_apart(grid: CountingGrid) -> None:
@@ -133,4 +145,8 @@ def test_everything_else_is_the_grids_own(grid: CountingGrid) -> None:
     assert grid.run is run
     node, *_ = grid.get_node_ids()
     created = grid.create_message(RecordDict(), "train", node, "group", 5.0)
-    assert (created.metadata.dst_node_id, created.metadata.group_id, created.metadata.ttl) == (node, "group", 5.0)
+    assert (created.metadata.dst_node_id, created.metadata.group_id, created.metadata.ttl) == (
+        node,
+        "group",
+        5.0,
+    )

@@ -30,7 +30,9 @@ def raises(reply: Message) -> Message:
 
 
 def _asked(reply: Message) -> Message:
-    question = Message(reply.content, dst_node_id=reply.metadata.src_node_id, message_type=wire.LAYERWISE)
+    question = Message(
+        reply.content, dst_node_id=reply.metadata.src_node_id, message_type=wire.LAYERWISE
+    )
     question.metadata.__dict__["_message_id"] = reply.metadata.reply_to_message_id
     return question
 
@@ -45,7 +47,10 @@ FAULTS: dict[str, tuple[Fault, str]] = {
     "is silent": (silent, "did not answer in time"),
     "says no number": (lies(lambda values: values * np.nan), "is not finite"),
     "says a number that is too large": (lies(too_large), "is too large to be pooled"),
-    "says another shape": (lies(lambda values: np.concatenate([values, values])), "(4, 4)|(8, )|shape"),
+    "says another shape": (
+        lies(lambda values: np.concatenate([values, values])),
+        "(4, 4)|(8, )|shape",
+    ),
     "is at another layer": (elsewhere, "another"),
     "cannot be understood": (unreadable, "cannot be read"),
 }
@@ -78,7 +83,10 @@ def survivors() -> state.State:
 
 @pytest.mark.parametrize(
     ("case", "index"),
-    [*((case, number % LAST) for number, case in enumerate(FAULTS)), *(("raises", index) for index in range(1, LAST))],
+    [
+        *((case, number % LAST) for number, case in enumerate(FAULTS)),
+        *(("raises", index) for index in range(1, LAST)),
+    ],
 )
 def test_a_fault_at_any_exchange_leaves_the_round_to_the_others(
     case: str, index: int, survivors: state.State, caplog: pytest.LogCaptureFixture
@@ -88,12 +96,18 @@ def test_a_fault_at_any_exchange_leaves_the_round_to_the_others(
     assert all(torch.equal(after[name], survivors[name]) for name in after)
     named = [text for text in caplog.messages if "is left out of this round" in text]
     assert len(named) == 2
-    assert all("Node 1001 " in text and any(part in text for part in said.split("|")) for text in named)
+    assert all(
+        "Node 1001 " in text and any(part in text for part in said.split("|")) for text in named
+    )
     assert not STEPS
 
 
-@pytest.mark.parametrize("case", ["raises", "is silent", "says no number", "says another shape", "is at another layer"])
-def test_a_fault_at_the_last_exchange_costs_the_node_its_vote(case: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "case", ["raises", "is silent", "says no number", "says another shape", "is at another layer"]
+)
+def test_a_fault_at_the_last_exchange_costs_the_node_its_vote(
+    case: str, caplog: pytest.LogCaptureFixture
+) -> None:
     nodes = federation(faulty(FAULTS[case][0], LAST))
     grid = CountingGrid(nodes.grid)
     talk = strategy()
@@ -105,14 +119,20 @@ def test_a_fault_at_the_last_exchange_costs_the_node_its_vote(case: str, caplog:
     assert all(torch.isfinite(value).all() for value in after.values())
 
 
-def test_several_nodes_may_fail_at_once_and_one_after_the_other(caplog: pytest.LogCaptureFixture) -> None:
+def test_several_nodes_may_fail_at_once_and_one_after_the_other(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     class Grid(Faulty):
         def due(self, node: int, turn: StepPosition) -> bool:
             return (node, turn.attempt, turn.index) in {(1000, 1, 1), (1003, 1, 1), (1001, 2, 3)}
 
     talk = strategy()
     federation(Grid).run(talk, 2)
-    assert sorted(text.split()[1] for text in caplog.messages if "did not answer" in text) == ["1000", "1001", "1003"]
+    assert sorted(text.split()[1] for text in caplog.messages if "did not answer" in text) == [
+        "1000",
+        "1001",
+        "1003",
+    ]
     # the next round has all nodes again
     assert len(talk.training.replies) == 4
 
@@ -143,5 +163,7 @@ def test_without_any_round_the_first_reason_is_said() -> None:
         def due(self, node: int, turn: StepPosition) -> bool:
             return True
 
-    with pytest.raises(CannotTrainError, match="no node could train in round 1: node 1000: it failed: killed"):
+    with pytest.raises(
+        CannotTrainError, match="no node could train in round 1: node 1000: it failed: killed"
+    ):
         federation(Grid).run(strategy(), 1)

@@ -1,4 +1,6 @@
-"""A suspended step is only a cache: whoever gets the next message, the round ends with the same bits."""
+"""A suspended step is only a cache: whoever gets the next message, the round ends with the same
+bits.
+"""
 
 import random
 import threading
@@ -99,7 +101,10 @@ def _own_store(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Copied(InProcessGrid):
-    """Flower hands over a new Context with every message; what a step stores must go into the last one."""
+    """Flower hands over a new Context with every message.
+
+    What a step stores must go into the last one.
+    """
 
     def _answer(self, message: Message) -> Message:
         node = message.metadata.dst_node_id
@@ -144,7 +149,9 @@ def test_a_process_takes_each_part_of_a_step_once(monkeypatch: pytest.MonkeyPatc
     assert len(advanced) <= 2 * len(SIZES) * counted.training.exchanges
 
 
-def test_of_nodes_that_take_turns_as_many_hold_their_step_as_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_nodes_that_take_turns_as_many_hold_their_step_as_there_is_room_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     all_held, _ = Nodes().train(FedTAN(), 1)
     monkeypatch.setattr(suspended, "MAX_STEPS", 2)
     made, advance = list[str](), SuspendedStep.advance
@@ -166,13 +173,16 @@ def test_a_node_that_lost_its_state_asks_for_the_arrays(case: str) -> None:
     held, plain = Nodes().train(CASES[case]())
     restarted, counted = Nodes(Restarted).train(CASES[case]())
     assert same(held, restarted)
-    # in two rounds of five exchanges, all but the first are repeated for one node; what is sent again is counted
+    # in two rounds of five exchanges, all but the first are repeated for one node; what is sent
+    # again is counted
     assert counted.training.exchanges == plain.training.exchanges + 2 * 4
     whole = sum(value.nbytes for value in held.values())
     assert counted.training.payload_down - plain.training.payload_down >= 2 * 4 * whole
 
 
-def test_above_the_size_limit_arrays_are_not_kept_but_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_above_the_size_limit_arrays_are_not_kept_but_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     held, plain = Nodes().train(FedTAN())
     assert 0 < kept_bytes() < 2**20
     monkeypatch.setattr(suspended, "REPLAY_LIMIT", 0)
@@ -190,11 +200,15 @@ def kept_bytes() -> int:
     nodes = Nodes()
     ask(nodes, StepPosition(), arrays=True)
     kept = Memory(nodes.grid.context(1000).state).kept("layerwise/")
-    return sum(len(array.data) for _, record in kept for array in record.values() if hasattr(array, "data"))
+    return sum(
+        len(array.data) for _, record in kept for array in record.values() if hasattr(array, "data")
+    )
 
 
 def ask(nodes: Nodes, turn: StepPosition, arrays: bool = False, **options: Any) -> Message:
-    instruction = wire.Instruction(**{"server_round": 1, "layerwise": "fused", "local_steps": 1, **options})
+    instruction = wire.Instruction(
+        **{"server_round": 1, "layerwise": "fused", "local_steps": 1, **options}
+    )
     content = RecordDict({wire.CONFIG: instruction.to_config(), **turn.pack()})
     if arrays:
         content[wire.ARRAYS] = nodes.initial
@@ -245,7 +259,9 @@ SOUND: dict[str, Any] = {"kind": "statistics", "count": 2}
         (["a", "b"], SOUND),
     ],
 )
-def test_a_reply_without_one_request_that_can_be_read(layers: list[str], report: dict[str, Any]) -> None:
+def test_a_reply_without_one_request_that_can_be_read(
+    layers: list[str], report: dict[str, Any]
+) -> None:
     assert layerwise_wire.read_request(asking(["b"], SOUND)).layer == "b"
     with pytest.raises((KeyError, ValueError)):
         layerwise_wire.read_request(asking(layers, report))
@@ -254,4 +270,6 @@ def test_a_reply_without_one_request_that_can_be_read(layers: list[str], report:
 def asking(layers: list[str], report: dict[str, Any]) -> RecordDict:
     """Return a reply that asks for these layers."""
     tensors = {layer: torch.zeros(2, 3) for layer in layers}
-    return RecordDict({layerwise_wire.REQUEST: state.to_record(tensors), wire.REPORT: ConfigRecord(report)})
+    return RecordDict(
+        {layerwise_wire.REQUEST: state.to_record(tensors), wire.REPORT: ConfigRecord(report)}
+    )

@@ -1,4 +1,6 @@
-"""Layer-wise steps over a side channel: the bits of a run in process, and rounds of the other nodes when one fails."""
+"""Layer-wise steps over a side channel: the bits of a run in process, and rounds of the other nodes
+when one fails.
+"""
 
 import os
 import re
@@ -28,7 +30,11 @@ from fedbn_flwr.strategies import FedAvg, FedDNA, FedTAN
 from fedbn_flwr.traffic.counting_grid import CountingGrid, Traffic
 from fedbn_flwr.transports import message_client, side_channel_client
 from fedbn_flwr.transports.message_records import REQUEST, SIDE_CHANNEL
-from fedbn_flwr.transports.side_channel_client import CERTIFICATES_VARIABLE, SITE_ADDRESS_VARIABLE, Stream
+from fedbn_flwr.transports.side_channel_client import (
+    CERTIFICATES_VARIABLE,
+    SITE_ADDRESS_VARIABLE,
+    Stream,
+)
 from fedbn_flwr.transports.side_channel_grid import SideChannelGrid, SideChannelOptions
 from tests.helpers.checkout import ROOT
 from tests.helpers.concurrent_nodes import ConcurrentNodes, Site, dropout_model, make_client
@@ -38,7 +44,9 @@ from tests.helpers.ports import free_ports
 
 #: the most exchanges, the fewest, and what nodes keep
 CASES: dict[str, Callable[..., FedAvg]] = {
-    "FedTAN, mean and variance one after the other": lambda **options: FedTAN(exchange="paper", **options),
+    "FedTAN, mean and variance one after the other": lambda **options: FedTAN(
+        exchange="paper", **options
+    ),
     "FedDNA": FedDNA,
     "momentum of the node": lambda **options: FedTAN(momentum_state="local", **options),
 }
@@ -90,23 +98,33 @@ def same(one: state.State, other: state.State) -> bool:
 @pytest.mark.parametrize("case", CASES)
 def test_bits_and_counts_are_those_in_process(case: str, caplog: pytest.LogCaptureFixture) -> None:
     with concurrent() as nodes:
-        after, counted = run(SideChannelGrid(nodes, options()), CASES[case](fraction_evaluate=0.0), 2)
+        after, counted = run(
+            SideChannelGrid(nodes, options()), CASES[case](fraction_evaluate=0.0), 2
+        )
         assert len(nodes.processes()) == 2 * len(SIZES), "one message a node and round"
     here, wanted = in_process(CASES[case](fraction_evaluate=0.0), 2)
     assert same(after, here)
-    assert (counted.exchanges, counted.payload, counted.paper) == (wanted.exchanges, wanted.payload, wanted.paper)
+    assert (counted.exchanges, counted.payload, counted.paper) == (
+        wanted.exchanges,
+        wanted.payload,
+        wanted.paper,
+    )
     assert not [text for text in caplog.messages if "left out" in text or "by messages" in text]
-    # in each round, Flower brings the message of the first exchange, and the replies of the last one
+    # in each round, Flower brings the message of the first exchange, and the replies of the last
+    # one
     timed = re.findall(r"(\d+) exchanges over the side channel", "\n".join(caplog.messages))
     assert timed == [str(wanted.exchanges // 2 - 2)] * 2
 
 
-# ---- nodes that fail ------------------------------------------------------------------------------------------------
+# ---- nodes that fail -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class AtExchange:
-    """A fault of a node's process, at one exchange of a step; after the last one it is at the end of the step."""
+    """A fault of a node's process, at one exchange of a step.
+
+    After the last one it is at the end of the step.
+    """
 
     what: Callable[[Stream, RecordDict | None], object]
     index: int
@@ -147,7 +165,9 @@ def freezes(stream: Stream, reply: RecordDict | None) -> None:
 def too_large(stream: Stream, reply: RecordDict | None) -> None:
     assert reply is not None
     ((layer, tensor),) = state.from_record(reply.array_records[REQUEST]).items()
-    reply[REQUEST] = state.to_record({layer: torch.full_like(tensor, torch.finfo(tensor.dtype).max / 2)})
+    reply[REQUEST] = state.to_record(
+        {layer: torch.full_like(tensor, torch.finfo(tensor.dtype).max / 2)}
+    )
 
 
 def far_too_much(stream: Stream, reply: RecordDict | None) -> None:
@@ -191,25 +211,46 @@ def fault(what: Any, index: int = 0) -> Callable[[], Site]:
     return lambda: Site(fault=AtExchange(what, index))
 
 
-#: a node's site, what the log says of it, and seconds to connect and to answer in; what else an exchange refuses is the
-#: same by messages or in frames
+#: a node's site, what the log says of it, and seconds to connect and to answer in; what else an
+#: exchange refuses is the same by messages or in frames
 LEFT_OUT: dict[str, tuple[Callable[[], Site], str, float, float]] = {
     "dies": (fault(dies), "side channel broke", ENOUGH, ENOUGH),
     "dies at last": (fault(dies, EXCHANGES - 1), "side channel broke", ENOUGH, ENOUGH),
     "raises": (fault(raises), "it failed: ArithmeticError: no more of this", ENOUGH, ENOUGH),
-    "sends a number that is too large": (fault(too_large), "is too large to be pooled", ENOUGH, ENOUGH),
+    "sends a number that is too large": (
+        fault(too_large),
+        "is too large to be pooled",
+        ENOUGH,
+        ENOUGH,
+    ),
     "sends a huge frame": (fault(far_too_much), "side channel broke", ENOUGH, ENOUGH),
     "waits": (fault(waits, EXCHANGES - 1), "it did not answer in time", ENOUGH, 20.0),
-    "freezes": (fault(freezes, EXCHANGES - 1), "its side channel was silent for 15 s", ENOUGH, ENOUGH),
-    "is refused": (away, "it cannot use the side channel: 127.0.0.1:.* within 0.5 s: .*refused", ENOUGH, ENOUGH),
+    "freezes": (
+        fault(freezes, EXCHANGES - 1),
+        "its side channel was silent for 15 s",
+        ENOUGH,
+        ENOUGH,
+    ),
+    "is refused": (
+        away,
+        "it cannot use the side channel: 127.0.0.1:.* within 0.5 s: .*refused",
+        ENOUGH,
+        ENOUGH,
+    ),
     "fails before it comes": (lambda: Site(fault=raises_at_once), "it failed: ", ENOUGH, ENOUGH),
-    "never comes": (lambda: Site(fault=never_comes), "did not connect to the side channel within 30 s", 30.0, ENOUGH),
+    "never comes": (
+        lambda: Site(fault=never_comes),
+        "did not connect to the side channel within 30 s",
+        30.0,
+        ENOUGH,
+    ),
 }
 SLOW = ("sends a huge frame", "waits", "freezes", "never comes")
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.slow if case in SLOW else ()) for case in LEFT_OUT]
+    "case",
+    [pytest.param(case, marks=pytest.mark.slow if case in SLOW else ()) for case in LEFT_OUT],
 )
 def test_a_node_that_fails_or_does_not_come_leaves_the_round_to_the_others(
     case: str, survivors: state.State, caplog: pytest.LogCaptureFixture
@@ -239,7 +280,10 @@ def stops_after_the_step(message: Message) -> None:
 
 @pytest.mark.parametrize(
     ("fault", "reason"),
-    [(AtExchange(dies, EXCHANGES), ""), (stops_after_the_step, "it failed: ArithmeticError: no more steps")],
+    [
+        (AtExchange(dies, EXCHANGES), ""),
+        (stops_after_the_step, "it failed: ArithmeticError: no more steps"),
+    ],
     ids=["after the last answer", "in its other steps"],
 )
 def test_a_node_that_fails_after_the_exchanges_costs_it_its_vote(
@@ -253,7 +297,7 @@ def test_a_node_that_fails_after_the_exchanges_costs_it_its_vote(
     assert_left_out(caplog, reason)
 
 
-# ---- messages in place of the channel -----------------------------------------------------------------------------
+# ---- messages in place of the channel ------------------------------------------------------------
 
 
 def has_no_room(message: Message) -> None:
@@ -261,7 +305,9 @@ def has_no_room(message: Message) -> None:
     message_client.MAX_STEPS = 0
 
 
-def test_a_node_that_cannot_keep_its_step_goes_on_by_messages(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_node_that_cannot_keep_its_step_goes_on_by_messages(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with concurrent({PARTITION: Site(fault=has_no_room)}) as nodes:
         after, _ = run(SideChannelGrid(nodes, options()), FedDNA(fraction_evaluate=0.0))
         assert len(nodes.processes()) == len(SIZES) + LAYERS, "one message more for each answer"
@@ -270,12 +316,17 @@ def test_a_node_that_cannot_keep_its_step_goes_on_by_messages(caplog: pytest.Log
 
 
 @pytest.mark.slow
-def test_where_no_node_reaches_the_channel_rounds_go_by_messages(caplog: pytest.LogCaptureFixture) -> None:
+def test_where_no_node_reaches_the_channel_rounds_go_by_messages(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with concurrent({number: away() for number in range(len(SIZES))}) as nodes:
         after, _ = run(SideChannelGrid(nodes, options()), FedDNA(fraction_evaluate=0.0), 2)
     assert same(after, in_process(FedDNA(fraction_evaluate=0.0), 2)[0])
     (named,) = [text for text in caplog.messages if "by messages" in text]
-    assert all(f"node {1000 + number}: it cannot use the side channel" in named for number in range(len(SIZES)))
+    assert all(
+        f"node {1000 + number}: it cannot use the side channel" in named
+        for number in range(len(SIZES))
+    )
     assert not [text for text in caplog.messages if "left out" in text]
 
 
@@ -322,7 +373,7 @@ def is_open(port: int) -> bool:
     return True
 
 
-# ---- TLS ------------------------------------------------------------------------------------------------------------
+# ---- TLS -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -330,7 +381,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Return the folders of two federations' servers."""
     outs = [tmp_path_factory.mktemp(name) / "federation" for name in ("one", "another")]
     for out in outs:
-        assert fedbn_flwr(["provision", str(ROOT / "federation.example.yaml"), "--out", str(out)]) == 0
+        assert (
+            fedbn_flwr(["provision", str(ROOT / "federation.example.yaml"), "--out", str(out)]) == 0
+        )
     return outs[0] / "server", outs[1] / "server"
 
 
@@ -339,10 +392,15 @@ def test_tls_with_the_deployments_certificates(
 ) -> None:
     own, other = folders
     certificates = (own / "server.key").read_bytes(), (own / "server.crt").read_bytes()
-    sites = {number: Site({CERTIFICATES_VARIABLE: str(own / "ca.crt")}) for number in range(len(SIZES))}
+    sites = {
+        number: Site({CERTIFICATES_VARIABLE: str(own / "ca.crt")}) for number in range(len(SIZES))
+    }
     sites[PARTITION] = Site({CERTIFICATES_VARIABLE: str(other / "ca.crt")}, soon)
     with concurrent(sites) as nodes:
-        after, _ = run(SideChannelGrid(nodes, options(certificates=certificates)), FedTAN(fraction_evaluate=0.0))
+        after, _ = run(
+            SideChannelGrid(nodes, options(certificates=certificates)),
+            FedTAN(fraction_evaluate=0.0),
+        )
     assert same(after, survivors)
     assert_left_out(caplog, "cannot be reached within 0.5 s: .*CERTIFICATE_VERIFY_FAILED")
 
@@ -355,9 +413,20 @@ def test_an_address_of_the_sites_own_must_have_the_servers_certificate(
     certificates = (own / "server.key").read_bytes(), (own / "server.crt").read_bytes()
     channel = options(certificates=certificates)
     # by another way than the server says, to a server that has the name that it says
-    through = {CERTIFICATES_VARIABLE: str(own / "ca.crt"), SITE_ADDRESS_VARIABLE: f"127.0.0.1:{channel.port}"}
-    for address, is_let in ((f"fl.example.org:{channel.port}", True), (f"example.net:{channel.port}", False)):
+    through = {
+        CERTIFICATES_VARIABLE: str(own / "ca.crt"),
+        SITE_ADDRESS_VARIABLE: f"127.0.0.1:{channel.port}",
+    }
+    for address, is_let in (
+        (f"fl.example.org:{channel.port}", True),
+        (f"example.net:{channel.port}", False),
+    ):
         caplog.clear()
-        with concurrent({number: Site(through, None if is_let else soon) for number in range(len(SIZES))}) as nodes:
-            run(SideChannelGrid(nodes, replace(channel, address=address)), FedTAN(fraction_evaluate=0.0))
+        with concurrent(
+            {number: Site(through, None if is_let else soon) for number in range(len(SIZES))}
+        ) as nodes:
+            run(
+                SideChannelGrid(nodes, replace(channel, address=address)),
+                FedTAN(fraction_evaluate=0.0),
+            )
         assert is_let is not any("by messages" in text for text in caplog.messages)

@@ -42,13 +42,18 @@ def test_what_is_packed_is_read_again(dtype: torch.dtype) -> None:
     assert (asked.kind, asked.layer, asked.counts) == ("mean", "bn", (3,))
     assert asked.tensor[0].dtype == dtype
     assert torch.equal(asked.tensor[0], values)
-    answers = read_answers(read_frame(pack_frame(RecordDict(dict(pack_answers({"0": Answer(values, 7)}))))))
+    answers = read_answers(
+        read_frame(pack_frame(RecordDict(dict(pack_answers({"0": Answer(values, 7)})))))
+    )
     assert answers["0"].count == 7
     assert torch.equal(answers["0"].tensor, values)
 
 
 def read_or_refused(content: bytes) -> None:
-    """Read a frame, or be refused by a FrameError of one short line; any other exception fails the test."""
+    """Read a frame, or be refused by a FrameError of one short line.
+
+    Any other exception fails the test.
+    """
     said = ""
     try:
         read_frame(content)
@@ -103,7 +108,9 @@ def test_what_is_too_large_is_not_packed() -> None:
         pack_frame(request(torch.zeros(5, 2**16, dtype=torch.float64)))
 
 
-def test_an_end_that_has_nothing_to_say_says_that_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_end_that_has_nothing_to_say_says_that_it_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(side_channel_frames, "BEAT", 0.01)
     queue: SimpleQueue[bytes | None] = SimpleQueue()
     sent = frames_to_send(queue)

@@ -1,4 +1,6 @@
-"""Where a side channel comes from: a run's options, completed by the environment of the ServerApp."""
+"""Where a side channel comes from: a run's options, completed by the environment of the
+ServerApp.
+"""
 
 from pathlib import Path
 
@@ -36,18 +38,24 @@ def test_the_environment_completes_a_run(monkeypatch: pytest.MonkeyPatch) -> Non
     for name, value in zip(VARIABLES, ("8445", "server:8446", "none", ""), strict=True):
         monkeypatch.setenv(name, value)
     assert SideChannelOptions.of(-1, "", 1.0) == SideChannelOptions(8445, "server:8446", None, 1.0)
-    assert SideChannelOptions.of(7000, "other:7001", 1.0) == SideChannelOptions(7000, "other:7001", None, 1.0)
+    assert SideChannelOptions.of(7000, "other:7001", 1.0) == SideChannelOptions(
+        7000, "other:7001", None, 1.0
+    )
     assert SideChannelOptions.of(0, "", 1.0) is None
 
 
 @pytest.mark.parametrize("address", ["", "server", "server:", ":8445", "server:http"])
-def test_an_address_that_sites_cannot_use_is_refused(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_that_sites_cannot_use_is_refused(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(CERTIFICATE_VARIABLE, "none")
     with pytest.raises(ValueError, match=f"exchange-address must be HOST:PORT .* got '{address}'"):
         SideChannelOptions.of(8445, address, 1.0)
 
 
-def test_a_port_without_certificates_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_without_certificates_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ValueError, match=CERTIFICATE_VARIABLE):
         SideChannelOptions.of(8445, "server:8445", 1.0)
     for name, content in ((CERTIFICATE_VARIABLE, b"certificate"), (KEY_VARIABLE, b"key")):
@@ -60,9 +68,16 @@ def test_a_port_without_certificates_is_refused(tmp_path: Path, monkeypatch: pyt
 
 def test_a_run_has_a_channel_if_its_method_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CERTIFICATE_VARIABLE, "none")
-    grid, asked = InProcessGrid(client_app(make_client), 2), {"exchange-port": 8445, "exchange-address": "server:1"}
-    assert isinstance(with_side_channel(grid, resolve({"method": "fedtan", **asked})), SideChannelGrid)
-    assert isinstance(with_side_channel(grid, resolve({"method": "feddna", **asked})), SideChannelGrid)
+    grid, asked = (
+        InProcessGrid(client_app(make_client), 2),
+        {"exchange-port": 8445, "exchange-address": "server:1"},
+    )
+    assert isinstance(
+        with_side_channel(grid, resolve({"method": "fedtan", **asked})), SideChannelGrid
+    )
+    assert isinstance(
+        with_side_channel(grid, resolve({"method": "feddna", **asked})), SideChannelGrid
+    )
     assert with_side_channel(grid, resolve({"method": "fedavg", **asked})) is grid
     assert with_side_channel(grid, resolve({"method": "fedtan"})) is grid
     with pytest.raises(UsageError, match="exchange-address"):

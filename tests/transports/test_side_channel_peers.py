@@ -1,4 +1,6 @@
-"""Hostile peers of a side channel: nobody without a token comes in, and nothing that is sent makes a step wait."""
+"""Hostile peers of a side channel: nobody without a token comes in, and nothing that is sent makes
+a step wait.
+"""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -65,7 +67,14 @@ def assert_not_admitted(channel: SideChannel, token: str | None) -> None:
 
 
 def test_only_a_nodes_own_token_is_admitted_and_only_once(channel: SideChannel) -> None:
-    for token in (None, "", "x", channel.tokens[3][:-1], channel.tokens[3] + "x", channel.tokens[3].swapcase()):
+    for token in (
+        None,
+        "",
+        "x",
+        channel.tokens[3][:-1],
+        channel.tokens[3] + "x",
+        channel.tokens[3].swapcase(),
+    ):
         assert_not_admitted(channel, token)
     assert not any(link.is_connected for link in channel.links.values())
     peer = Peer(channel, channel.tokens[3])
@@ -106,9 +115,16 @@ NOT_DUE = "it sent a frame where none is due"
         ([REQUEST, last_frame("ConnectionError: silence")], "ConnectionError: silence"),
         ([last_frame()], ""),
     ],
-    ids=["two replies", "an end after a reply", "a failure while it waits", "an end, after which nothing counts"],
+    ids=[
+        "two replies",
+        "an end after a reply",
+        "a failure while it waits",
+        "an end, after which nothing counts",
+    ],
 )
-def test_how_a_node_may_end_its_stream(sent: list[bytes], failure: str, channel: SideChannel) -> None:
+def test_how_a_node_may_end_its_stream(
+    sent: list[bytes], failure: str, channel: SideChannel
+) -> None:
     peer = Peer(channel, channel.tokens[3])
     for frame in sent:
         peer.frames.put(frame)
@@ -119,7 +135,9 @@ def test_how_a_node_may_end_its_stream(sent: list[bytes], failure: str, channel:
     assert link.failure == failure
 
 
-def test_silence_ends_a_wait_that_would_be_longer(channel: SideChannel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silence_ends_a_wait_that_would_be_longer(
+    channel: SideChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(side_channel_frames, "SILENCE", 0.5)
     peer = Peer(channel, channel.tokens[3])
     wait(channel, 3, lambda link: link.is_connected)

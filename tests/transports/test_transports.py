@@ -1,4 +1,6 @@
-"""Layer-wise steps that workers share: who pools, and steps that one process cannot open or go on with."""
+"""Layer-wise steps that workers share: who pools, and steps that one process cannot open or go on
+with.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -38,7 +40,10 @@ def stacked_nodes(partitions: Sequence[int]) -> StackedGrid:
 
 def contents() -> dict[int, RecordDict]:
     arrays = state.to_record(make_model().state_dict())
-    return {1000 + index: RecordDict({"arrays": arrays, wire.CONFIG: ASKED.to_config()}) for index in range(len(SIZES))}
+    return {
+        1000 + index: RecordDict({"arrays": arrays, wire.CONFIG: ASKED.to_config()})
+        for index in range(len(SIZES))
+    }
 
 
 def asked() -> list[Message]:
@@ -61,18 +66,30 @@ def test_nodes_of_a_worker_are_one_row_once_it_knows_their_weights() -> None:
     seen: list[Requests] = []
     with WorkersGrid(stacked_nodes, len(SIZES), 2, start=OwnShare) as grid:
         _, step = opened(grid)
-        take_step(step, lambda: [participant.num_examples for participant in step.participants], seen.append)
+        take_step(
+            step,
+            lambda: [participant.num_examples for participant in step.participants],
+            seen.append,
+        )
     assert [len(requests.tensor) for requests in seen] == [4, 2, 2, 2]
 
 
 def test_plain_grids_do_not_offer_steps_without_messages() -> None:
     plain = InProcessGrid(client_app(Federation(make_model()).client), len(SIZES))
     counting = CountingGrid(plain)
-    assert counting.open_step([Message(content, node, wire.LAYERWISE) for node, content in contents().items()]) is None
+    assert (
+        counting.open_step(
+            [Message(content, node, wire.LAYERWISE) for node, content in contents().items()]
+        )
+        is None
+    )
 
 
 class HalfOpenGrid(StackedGrid):
-    """The nodes of one process, that of partition `odd`, do not open a step; `how` says what happens."""
+    """The nodes of one process, that of partition `odd`, do not open a step.
+
+    `how` says what happens.
+    """
 
     odd, how = 0, ""
 
@@ -94,13 +111,17 @@ def fail(*_: object) -> NoReturn:
 
 
 def half_open(odd: int, how: str, partitions: Sequence[int]) -> StackedGrid:
-    grid = HalfOpenGrid(client_app(Federation(make_model()).client), len(SIZES), partitions=partitions)
+    grid = HalfOpenGrid(
+        client_app(Federation(make_model()).client), len(SIZES), partitions=partitions
+    )
     grid.odd, grid.how = odd, how
     return grid
 
 
 class Scripted:
-    """The step of a worker's nodes, which say these values one after another; also the worker's grid."""
+    """The step of a worker's nodes, which say these values one after another; also the worker's
+    grid.
+    """
 
     def __init__(self, nodes: Sequence[int], *said: Requests) -> None:
         self.participants = [Participant(node, 1000 + node, 10.0) for node in nodes]
@@ -178,13 +199,18 @@ def test_a_step_that_one_process_cannot_open_is_abandoned_in_the_other(odd: int,
         plain = replace(ASKED, layerwise="none").to_config()
         replies = list(
             grid.send_and_receive(
-                [Message(RecordDict({**each, wire.CONFIG: plain}), node, "train") for node, each in contents().items()]
+                [
+                    Message(RecordDict({**each, wire.CONFIG: plain}), node, "train")
+                    for node, each in contents().items()
+                ]
             )
         )
         assert [reply.has_error() for reply in replies] == [False] * len(SIZES)
 
 
-def test_an_interrupt_in_the_middle_of_a_step_closes_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_in_the_middle_of_a_step_closes_the_grid(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with WorkersGrid(stacked_nodes, len(SIZES), 2, here=True) as grid:
         _, step = opened(grid)
         requests = step.advance()

@@ -14,7 +14,16 @@ from fedbn_flwr.wire import Instruction, wire_key
 
 FIELDS = {item.name: item for item in fields(Instruction) if item.name != "rule_keys"}
 #: keys that say how to train, not which method it is
-SHARED = {"server-round", "seed", "local-steps", "local-epochs", "batch-size", "optimizer", "lr", "weight-decay"}
+SHARED = {
+    "server-round",
+    "seed",
+    "local-steps",
+    "local-epochs",
+    "batch-size",
+    "optimizer",
+    "lr",
+    "weight-decay",
+}
 
 VALUES: dict[type, st.SearchStrategy[Any]] = {
     bool: st.booleans(),
@@ -54,20 +63,33 @@ def test_flowers_own_names_are_kept() -> None:
 
 
 def test_wire_keys_are_those_of_all_fields() -> None:
-    assert {key.removeprefix("fedbn.") for key in Instruction.wire_keys()} == {wire_key(name) for name in FIELDS}
+    assert {key.removeprefix("fedbn.") for key in Instruction.wire_keys()} == {
+        wire_key(name) for name in FIELDS
+    }
 
 
 def test_what_changes_the_method_leaves_its_names_to_users() -> None:
-    mine = {"freeze": [1, 2], "stays": 3, "omit": b"", "layerwise": "no", "pull": "hard", "proximal-mu": "soft"}
+    mine = {
+        "freeze": [1, 2],
+        "stays": 3,
+        "omit": b"",
+        "layerwise": "no",
+        "pull": "hard",
+        "proximal-mu": "soft",
+    }
     assert Instruction.from_config(mine, {"pull": 0.0, "proximal-mu": 0.0}) == Instruction()
     theirs = Instruction(freeze="both").with_rule(pull=0.5).to_config()
     assert theirs == {"fedbn.freeze": "both", "fedbn.pull": 0.5}
-    assert Instruction.from_config({**mine, **theirs}, {"pull": 0.0}) == Instruction(freeze="both").with_rule(pull=0.5)
+    assert Instruction.from_config({**mine, **theirs}, {"pull": 0.0}) == Instruction(
+        freeze="both"
+    ).with_rule(pull=0.5)
 
 
 def test_binding_are_the_keys_in_force_that_change_the_method() -> None:
     assert Instruction().binding_keys() == []
-    instruction = Instruction(lr=0.5, freeze="statistics", omit="statistics").with_rule(proximal_mu=0.1)
+    instruction = Instruction(lr=0.5, freeze="statistics", omit="statistics").with_rule(
+        proximal_mu=0.1
+    )
     assert instruction.binding_keys() == ["freeze", "omit", "proximal-mu"]
 
 
@@ -93,7 +115,9 @@ def test_what_changes_the_method_is_binding_and_how_to_train_is_not() -> None:
     ],
 )
 def test_a_value_of_another_type_is_refused_by_name(key: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"'{key}' must be (int|float|bool|str), got {re.escape(repr(value))}"):
+    with pytest.raises(
+        ValueError, match=f"'{key}' must be (int|float|bool|str), got {re.escape(repr(value))}"
+    ):
         Instruction.from_config({key: value})
 
 
@@ -104,10 +128,12 @@ def test_a_whole_number_is_a_number() -> None:
 
 
 def test_keys_of_others_are_left_alone() -> None:
-    assert Instruction.from_config({"lr": 0.5, "my-own-key": "anything", "freezer": "full"}) == Instruction(lr=0.5)
+    assert Instruction.from_config(
+        {"lr": 0.5, "my-own-key": "anything", "freezer": "full"}
+    ) == Instruction(lr=0.5)
 
 
-# ---- keys of rules ---------------------------------------------------------------------------------------------------
+# ---- keys of rules -------------------------------------------------------------------------------
 
 
 def test_a_rules_key_travels_is_binding_and_comes_back_where_it_is_known() -> None:
@@ -122,7 +148,9 @@ def test_a_rules_key_travels_is_binding_and_comes_back_where_it_is_known() -> No
 
 
 def test_a_rules_key_has_the_type_of_its_default() -> None:
-    (value,) = Instruction.from_config({"fedbn.pull": 1}, {"pull": 0.0}).values_of({"pull": 0.0}).values()
+    (value,) = (
+        Instruction.from_config({"fedbn.pull": 1}, {"pull": 0.0}).values_of({"pull": 0.0}).values()
+    )
     assert (type(value), value) == (float, 1.0)
     with pytest.raises(ValueError, match=r"'fedbn\.pull' must be float, got 'hard'"):
         Instruction.from_config({"fedbn.pull": "hard"}, {"pull": 0.0})
@@ -130,11 +158,18 @@ def test_a_rules_key_has_the_type_of_its_default() -> None:
 
 def test_values_are_found_by_key() -> None:
     instruction = Instruction(lr=0.5).with_rule(pull=2)
-    assert instruction.values_of({"lr": 0.1, "pull": 0, "push": 0}) == {"lr": 0.5, "pull": 2, "push": 0}
+    assert instruction.values_of({"lr": 0.1, "pull": 0, "push": 0}) == {
+        "lr": 0.5,
+        "pull": 2,
+        "push": 0,
+    }
 
 
 def test_a_later_order_to_a_rule_takes_the_place_of_the_one_before() -> None:
-    later, once = Instruction().with_rule(pull=1, push=3).with_rule(pull=2), Instruction().with_rule(push=3, pull=2)
+    later, once = (
+        Instruction().with_rule(pull=1, push=3).with_rule(pull=2),
+        Instruction().with_rule(push=3, pull=2),
+    )
     assert later.to_config() == {"fedbn.pull": 2, "fedbn.push": 3}
     assert (later, hash(later)) == (once, hash(once))
 

@@ -1,6 +1,8 @@
-"""The clients' halves of methods: what they add to local training, switched on by keys of the instruction.
+"""The clients' halves of methods: what they add to local training, switched on by keys of the
+instruction.
 
-A method's own rule lies beside its strategy. In the files here are those that any method can ask for.
+A method's own rule lies beside its strategy. In the files here are those that any method can ask
+for.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -27,10 +29,11 @@ FLOWERS_MU = "proximal-mu"
 
 @dataclass
 class Session:
-    """One round of local training, as a rule sees it: of one client, or of several with stacked models.
+    """One round of local training, as a rule sees it: of one client, or of several with stacked
+    models.
 
-    Stacked, every tensor has a first dimension with a row for each client, `memory` hands out and takes such tensors,
-    and `structure` is a model of one client.
+    Stacked, every tensor has a first dimension with a row for each client, `memory` hands out and
+    takes such tensors, and `structure` is a model of one client.
     """
 
     model: nn.Module
@@ -60,15 +63,16 @@ class Session:
 
 @dataclass(eq=False, kw_only=True)
 class Rule:
-    """The client half of a method: called before the first step, between gradient and step, and after the last step.
+    """The client half of a method: called before the first step, between gradient and step, and
+    after the last step.
 
     A subclass is registered with `register_rule`. Its dataclass fields are keys of the instruction.
     """
 
     #: whether the rule works on the stacked models of several clients
     stacks: ClassVar[bool] = True
-    #: whether `begin` uses the optimizer, or the very parameters that it changes: a loop of a user's own may make both
-    #: after its model has run
+    #: whether `begin` uses the optimizer, or the very parameters that it changes: a loop of a
+    #: user's own may make both after its model has run
     needs_optimizer: ClassVar[bool] = False
     #: rules change gradients in this order; equal ones in the alphabetical order of their keys
     order: ClassVar[int] = 0
@@ -99,8 +103,9 @@ R = TypeVar("R", bound=Rule)
 def register_rule(rule: type[R]) -> type[R]:
     """Make a `Rule` known to every client of this process; used as a class decorator.
 
-    The class becomes a dataclass. Its fields are keys of the instruction, in kebab-case on the wire. Each has a
-    default, with which the rule is off. A strategy switches the rule on with `Instruction.with_rule`:
+    The class becomes a dataclass. Its fields are keys of the instruction, in kebab-case on the
+    wire. Each has a default, with which the rule is off. A strategy switches the rule on with
+    `Instruction.with_rule`:
 
         @register_rule
         class Pull(Rule):
@@ -108,15 +113,17 @@ def register_rule(rule: type[R]) -> type[R]:
 
         instruction.with_rule(pull_strength=0.1)
 
-    A key that another rule has is a ValueError. A class that is defined again under its name, as in a notebook, takes
-    the place of the one before.
+    A key that another rule has is a ValueError. A class that is defined again under its name, as in
+    a notebook, takes the place of the one before.
     """
     made = dataclass(eq=False, kw_only=True)(rule)
     keys = _defaults(made).keys()
     old = {key: owner for key, owner in RULES.items() if same_definition(owner, made)}
     for key in keys & RULES.keys() - old.keys():
         known = ", ".join(RULES)
-        raise ValueError(f"rule {made.__name__}: {RULES[key].__name__} has the key {key!r}; known keys: {known}")
+        raise ValueError(
+            f"rule {made.__name__}: {RULES[key].__name__} has the key {key!r}; known keys: {known}"
+        )
     for key in old:
         del RULES[key]
     RULES.update(dict.fromkeys(keys, made))
@@ -124,7 +131,9 @@ def register_rule(rule: type[R]) -> type[R]:
 
 
 def rules_for(instruction: Instruction) -> list[Rule]:
-    """Return new rules, those that the instruction switches on, in the order in which they change gradients."""
+    """Return new rules, those that the instruction switches on, in the order in which they change
+    gradients.
+    """
     rules, asked = [], instruction.values_of(_all_defaults())
     # by name and not by time: modules may be imported in any order
     for rule in sorted({*RULES.values()}, key=lambda rule: (rule.order, min(_defaults(rule)))):
@@ -136,15 +145,22 @@ def rules_for(instruction: Instruction) -> list[Rule]:
 
 
 def read_instruction(config: ConfigRecord | dict[str, Scalar], flowers: bool = True) -> Instruction:
-    """Read an instruction with the keys of all registered rules, and with that of Flower's own FedProx if wanted."""
+    """Read an instruction with the keys of all registered rules, and with that of Flower's own
+    FedProx if wanted.
+    """
     instruction = Instruction.from_config(config, _all_defaults())
     mu = config.get(FLOWERS_MU) if flowers else None
     return instruction.with_rule(proximal_mu=mu) if isinstance(mu, int | float) else instruction
 
 
 def obeyed_keys(instruction: Instruction) -> list[str]:
-    """Return the binding keys that a client of this process acts upon; `later` only if it knows all of its keys."""
-    unknown = set(filter(None, instruction.later.split(","))) - BINDING.keys() - _all_defaults().keys()
+    """Return the binding keys that a client of this process acts upon.
+
+    `later` only if it knows all of its keys.
+    """
+    unknown = (
+        set(filter(None, instruction.later.split(","))) - BINDING.keys() - _all_defaults().keys()
+    )
     return [key for key in instruction.binding_keys() if key != "later" or not unknown]
 
 
@@ -158,7 +174,10 @@ def _read_defaults(rule: type[Rule]) -> Mapping[str, Scalar]:
         raise ValueError(f"rule {rule.__name__} has no field, so no instruction could switch it on")
     for key, default in defaults.items():
         if not isinstance(default, Scalar):
-            raise ValueError(f"rule {rule.__name__}: {key!r} needs a default that is a number, text or truth value")
+            raise ValueError(
+                f"rule {rule.__name__}: {key!r} needs a default that is a number, text or truth "
+                "value"
+            )
     return MappingProxyType(defaults)
 
 

@@ -1,4 +1,7 @@
-"""What FixBN's Figure 3 shows of a client's BN layers. `fedbn_flwr/experiments/output/recorder.py` writes it down."""
+"""What FixBN's Figure 3 shows of a client's BN layers.
+
+`fedbn_flwr/experiments/output/recorder.py` writes it down.
+"""
 
 import math
 from functools import partial
@@ -13,7 +16,10 @@ from fedbn_flwr.norm.detect import channel_axes
 
 
 class BatchStatistics:
-    """Records every BN layer's statistics, frozen or not, until `stop`. Hooks inside `torch.func.vmap` see none."""
+    """Records every BN layer's statistics, frozen or not, until `stop`.
+
+    Hooks inside `torch.func.vmap` see none.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._sums: dict[str, Tensor] = {}
@@ -24,7 +30,8 @@ class BatchStatistics:
         ]
 
     def stop(self) -> dict[str, Tensor]:
-        """Remove the hooks; return by layer what `_statistics` says, averaged over the mini-batches, (4, C) float64.
+        """Remove the hooks; return by layer what `_statistics` says, averaged over the
+        mini-batches, (4, C) float64.
 
         The squared standard errors are those of these averages.
         """
@@ -43,7 +50,9 @@ class BatchStatistics:
 
 
 def _statistics(values: Tensor) -> Tensor:
-    """Return a mini-batch's variance, mean, and their squared standard errors: samples are independent, (4, C)."""
+    """Return a mini-batch's variance, mean, and their squared standard errors: samples are
+    independent, (4, C).
+    """
     variance, mean = torch.var_mean(values, dim=channel_axes(values), correction=0, keepdim=True)
     positions = tuple(range(2, values.dim()))
     squares, means = (values - mean).square(), values
@@ -55,18 +64,19 @@ def _statistics(values: Tensor) -> Tensor:
 
 @register_rule
 class Dynamics(Rule):
-    """Report how the mini-batch statistics of every BN layer move, and how far they are from the global ones.
+    """Report how the mini-batch statistics of every BN layer move, and how far they are from the
+    global ones.
 
-    Zhong, Chen, Chao, Making Batch Normalization Great in Federated Deep Learning, figure 3. S_t are the means and
-    variances of a layer, averaged over the mini-batches of round t (one at E = 1, as in the figure). G_t are the
-    running ones that the client received:
+    Zhong, Chen, Chao, Making Batch Normalization Great in Federated Deep Learning, figure 3. S_t
+    are the means and variances of a layer, averaged over the mini-batches of round t (one at E = 1,
+    as in the figure). G_t are the running ones that the client received:
 
         change    || S_t - S_j ||_1         j: the round before in which the client took part
         distance  || S_t - G_t ||_1         (a)
         variance  sum of the channels' variances of S_i over the rounds i in t - W + 1 .. t       (b)
 
-    A number that is not there yet is NaN: a change in the first round, a variance before there are two rounds. The node
-    keeps the statistics of the window.
+    A number that is not there yet is NaN: a change in the first round, a variance before there are
+    two rounds. The node keeps the statistics of the window.
     """
 
     #: W, in rounds; 0 reports nothing
@@ -96,8 +106,14 @@ class Dynamics(Rule):
             received = self._received.get(name, torch.full_like(now, math.nan))
             change = now - window[-2] if len(window) > 1 else torch.full_like(now, math.nan)
             windows[name] = window[within]
-            variances = windows[name].var(0, correction=0).sum() if len(windows[name]) > 1 else math.nan
-            session.metrics[wire.DYNAMICS + name] = [_l1(change), _l1(now - received), float(variances)]
+            variances = (
+                windows[name].var(0, correction=0).sum() if len(windows[name]) > 1 else math.nan
+            )
+            session.metrics[wire.DYNAMICS + name] = [
+                _l1(change),
+                _l1(now - received),
+                float(variances),
+            ]
         session.memory.store(_MEMORY, {_ROUNDS: rounds[within], **windows})
 
 

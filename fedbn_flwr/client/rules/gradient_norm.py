@@ -9,15 +9,18 @@ from torch.nn.modules.conv import _ConvNd
 
 from fedbn_flwr.client.rules import Rule, Session, register_rule
 
-#: the smallest norm that weights are taken to have when gradients are clipped, so that those at 0 can leave it
+#: the smallest norm that weights are taken to have when gradients are clipped, so that those at 0
+#: can leave it
 EPS = 1e-3
 
 
 @register_rule
 class GradientNorm(Rule):
-    """Scale the gradients of a step down to an L2 norm over all parameters, as `torch.nn.utils.clip_grad_norm_`.
+    """Scale the gradients of a step down to an L2 norm over all parameters, as
+    `torch.nn.utils.clip_grad_norm_`.
 
-    Each client scales its own. The mean of a layer-wise step's gradients is then no longer centralized BN's.
+    Each client scales its own. The mean of a layer-wise step's gradients is then no longer
+    centralized BN's.
     """
 
     #: the largest norm; 0 is off
@@ -35,15 +38,25 @@ class GradientNorm(Rule):
         gradients = [parameter.grad for parameter in self._learned if parameter.grad is not None]
         if not gradients:
             return
-        norms = [torch.linalg.vector_norm(g.reshape(*g.shape[: self._stacked], -1), dim=-1) for g in gradients]
-        scale = (self.clip_norm / (torch.linalg.vector_norm(torch.stack(norms), dim=0) + 1e-6)).clamp(max=1)
-        scales = [scale.reshape(scale.shape + (1,) * (gradient.dim() - scale.dim())) for gradient in gradients]
+        norms = [
+            torch.linalg.vector_norm(g.reshape(*g.shape[: self._stacked], -1), dim=-1)
+            for g in gradients
+        ]
+        scale = (
+            self.clip_norm / (torch.linalg.vector_norm(torch.stack(norms), dim=0) + 1e-6)
+        ).clamp(max=1)
+        scales = [
+            scale.reshape(scale.shape + (1,) * (gradient.dim() - scale.dim()))
+            for gradient in gradients
+        ]
         torch._foreach_mul_(gradients, scales)
 
 
 @register_rule
 class Clipping(Rule):
-    """Clip every gradient in proportion to the weights it changes, except the classifier's: adaptive clipping."""
+    """Clip every gradient in proportion to the weights it changes, except the classifier's:
+    adaptive clipping.
+    """
 
     #: largest ratio of a unit's gradient to its weights; 0 is off
     clip_factor: float = 0.0
@@ -55,8 +68,12 @@ class Clipping(Rule):
         """Remember what to clip."""
         structure = session.structure or session.model
         skipped = {id(parameter) for parameter in classifier_parameters(structure)}
-        names = {name for name, parameter in structure.named_parameters() if id(parameter) not in skipped}
-        self._clipped = {name: value for name, value in session.model.named_parameters() if name in names}
+        names = {
+            name for name, parameter in structure.named_parameters() if id(parameter) not in skipped
+        }
+        self._clipped = {
+            name: value for name, value in session.model.named_parameters() if name in names
+        }
         self._stacked = session.stacked
 
     def adjust(self) -> None:
@@ -64,13 +81,15 @@ class Clipping(Rule):
         clip_gradients(self._clipped, self.clip_factor, self._stacked)
 
 
-def clip_gradients(parameters: Mapping[str, nn.Parameter], clip_factor: float, stacked: bool = False) -> None:
+def clip_gradients(
+    parameters: Mapping[str, nn.Parameter], clip_factor: float, stacked: bool = False
+) -> None:
     """Clip the gradients of named parameters in place, unit by unit.
 
-    Brock et al., "High-Performance Large-Scale Image Recognition Without Normalization", 2021, equation 3:
-    where |G_i| / max(|W_i|, eps) > clip_factor, G_i becomes clip_factor max(|W_i|, eps) G_i / |G_i|, for the
-    weights i into one output, eps = 1e-3. A bias or a gain is one unit as a whole. FedWon's factor is 0.1.
-    `stacked` parameters have a row for each of several models.
+    Brock et al., "High-Performance Large-Scale Image Recognition Without Normalization", 2021,
+    equation 3: where |G_i| / max(|W_i|, eps) > clip_factor, G_i becomes clip_factor max(|W_i|, eps)
+    G_i / |G_i|, for the weights i into one output, eps = 1e-3. A bias or a gain is one unit as a
+    whole. FedWon's factor is 0.1. `stacked` parameters have a row for each of several models.
     """
     gradients, ratios, sizes = [], [], []
     for name, parameter in parameters.items():

@@ -13,9 +13,10 @@ from fedbn_flwr.state.flat import to_device
 class MaintainedMomentum(Rule):
     """The optimizer's state goes on from round to round.
 
-    Zhong, Chen, Chao, Making Batch Normalization Great in Federated Deep Learning, section 7. `local`: each node keeps
-    its own. `global`: nodes send it with the weights, the server averages it likewise and sends it back, which
-    doubles the messages; the state of parameters that stay on the client stays there too.
+    Zhong, Chen, Chao, Making Batch Normalization Great in Federated Deep Learning, section 7.
+    `local`: each node keeps its own. `global`: nodes send it with the weights, the server averages
+    it likewise and sends it back, which doubles the messages; the state of parameters that stay on
+    the client stays there too.
     """
 
     #: `local`, `global`, or `none`, which is off
@@ -28,9 +29,13 @@ class MaintainedMomentum(Rule):
         if self.momentum_state == "global":
             known = {**known, **session.received.get(wire.MOMENTUM, {})}
         learned, given = session.learned(), session.optimizer.defaults
-        # optimizers count their steps on the CPU, or in every step they would wait for a GPU to tell the number
+        # optimizers count their steps on the CPU, or in every step they would wait for a GPU to
+        # tell the number
         here = () if given.get("fused") or given.get("capturable") else ("step",)
-        moved = to_device({entry: value for entry, value in known.items() if entry.split("/")[-1] not in here}, learned)
+        moved = to_device(
+            {entry: value for entry, value in known.items() if entry.split("/")[-1] not in here},
+            learned,
+        )
         for entry, value in {**known, **moved}.items():
             name, _, kind = entry.rpartition("/")
             if name in learned:
@@ -49,7 +54,13 @@ class MaintainedMomentum(Rule):
         if self.momentum_state == "local":
             session.memory.store(wire.MOMENTUM, state)
             return
-        stays = {entry: value for entry, value in state.items() if entry.rpartition("/")[0] in session.stays}
+        stays = {
+            entry: value
+            for entry, value in state.items()
+            if entry.rpartition("/")[0] in session.stays
+        }
         if stays:
             session.memory.store(wire.MOMENTUM, stays)
-        session.records[wire.MOMENTUM] = {entry: value for entry, value in state.items() if entry not in stays}
+        session.records[wire.MOMENTUM] = {
+            entry: value for entry, value in state.items() if entry not in stays
+        }

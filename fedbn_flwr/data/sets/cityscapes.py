@@ -1,8 +1,9 @@
 """Cityscapes: street scenes with a label map each, by city.
 
-An image has no label of its own: `labels` are all 0, and a batch's targets are its label maps, N x H x W, with the 19
-classes that are evaluated as 0 to 18 and all others as `IGNORED`, which torch's cross entropy leaves out. The cities
-are the domains; those of the test split (the published validation split) are others than those of training.
+An image has no label of its own: `labels` are all 0, and a batch's targets are its label maps, N x
+H x W, with the 19 classes that are evaluated as 0 to 18 and all others as `IGNORED`, which torch's
+cross entropy leaves out. The cities are the domains; those of the test split (the published
+validation split) are others than those of training.
 """
 
 import os
@@ -21,7 +22,8 @@ from fedbn_flwr.data.splits import Data
 
 #: height and width of all images
 FULL_SIZE = 1024, 2048
-#: the values of label maps that are evaluated, in the order of the classes 0 to 18, by the classes' published names
+#: the values of label maps that are evaluated, in the order of the classes 0 to 18, by the classes'
+#: published names
 CLASSES = {
     "road": 7,
     "sidewalk": 8,
@@ -47,13 +49,18 @@ IMAGE, LABELS = "_leftImg8bit.png", "_gtFine_labelIds.png"
 
 
 def cityscapes(home: Path, side: int = 768, workers: int = 0) -> Data:
-    """Read `leftImg8bit/SPLIT/CITY` and `gtFine/SPLIT/CITY`; training images are windows of `side` x `side` pixels.
+    """Read `leftImg8bit/SPLIT/CITY` and `gtFine/SPLIT/CITY`.
 
-    Windows are cut out of the middle; with the augmentation `random-crop`, as in FixBN, at a random place. Test images
-    are whole, 2048 x 1024 pixels.
+    Training images are windows of `side` x `side` pixels.
+
+    Windows are cut out of the middle; with the augmentation `random-crop`, as in FixBN, at a random
+    place. Test images are whole, 2048 x 1024 pixels.
     """
     train, test, cities = list_cityscapes(home)
-    splits = _split(train, (side, side), "window", workers), _split(test, FULL_SIZE, "squash", workers)
+    splits = (
+        _split(train, (side, side), "window", workers),
+        _split(test, FULL_SIZE, "squash", workers),
+    )
     return Data("cityscapes", *splits, len(CLASSES), tuple(cities), tuple(CLASSES), "segmentation")
 
 
@@ -67,14 +74,23 @@ def list_cityscapes(home: Path) -> tuple[FileList, FileList, list[str]]:
     """List the images of both splits and the cities; an image without a label map is an error."""
     both, cities = (FileList(home), FileList(home)), list[str]()
     for listed, role in zip(both, ("train", "val"), strict=True):
-        parent = require(home / "leftImg8bit" / role, "a folder of images for each city (leftImg8bit_trainvaltest.zip)")
-        require(home / "gtFine" / role, "a folder of label maps for each city (gtFine_trainvaltest.zip)")
+        parent = require(
+            home / "leftImg8bit" / role,
+            "a folder of images for each city (leftImg8bit_trainvaltest.zip)",
+        )
+        require(
+            home / "gtFine" / role, "a folder of label maps for each city (gtFine_trainvaltest.zip)"
+        )
         for city in folders(parent):
-            names = [os.path.join("leftImg8bit", role, city, name) for name in images(parent / city)]
+            names = [
+                os.path.join("leftImg8bit", role, city, name) for name in images(parent / city)
+            ]
             if not names:
                 raise DataFilesError(f"{parent / city}: no image of city {city}")
             if absent := [name for name in names if not (home / label_map(name)).exists()]:
-                raise DataFilesError(f"{home / label_map(absent[0])} is missing: the label map of {absent[0]}")
+                raise DataFilesError(
+                    f"{home / label_map(absent[0])} is missing: the label map of {absent[0]}"
+                )
             if city not in cities:
                 cities.append(city)
             listed.add(names, [0] * len(names), cities.index(city))
@@ -89,7 +105,9 @@ def label_map(name: str) -> str:
 
 
 def class_of_value(values: Sequence[int]) -> torch.Tensor:
-    """Return the class of each byte of a label map, where these are the values of the classes; others are `IGNORED`.
+    """Return the class of each byte of a label map, where these are the values of the classes.
+
+    Others are `IGNORED`.
 
     The licence plate's value is -1, which a byte holds as 255.
     """

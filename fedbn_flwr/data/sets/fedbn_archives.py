@@ -1,14 +1,17 @@
-"""Digits-Five, Office-Caltech-10 and DomainNet, as FedBN published them; FedTAN and FedWon use them too.
+"""Digits-Five, Office-Caltech-10 and DomainNet, as FedBN published them; FedTAN and FedWon use them
+too.
 
-Digits-Five has MNIST, SVHN, USPS, SynthDigits and MNIST-M as five domains of 28 x 28 RGB images. FedBN draws four
-fifths of all samples of each for training and one for testing, and then trains on 7,438 of each domain, as many as USPS
-has. Pixels are normalized with mean and deviation 0.5, as in FedBN's code.
+Digits-Five has MNIST, SVHN, USPS, SynthDigits and MNIST-M as five domains of 28 x 28 RGB images.
+FedBN draws four fifths of all samples of each for training and one for testing, and then trains on
+7,438 of each domain, as many as USPS has. Pixels are normalized with mean and deviation 0.5, as in
+FedBN's code.
 
-The other two have two pickle files for each domain, `DOMAIN_train.pkl` and `DOMAIN_test.pkl`, of paths and names of
-classes. Images are scaled to 256 x 256 pixels, as values from 0 to 1, and not normalized further: so does FedBN's code.
+The other two have two pickle files for each domain, `DOMAIN_train.pkl` and `DOMAIN_test.pkl`, of
+paths and names of classes. Images are scaled to 256 x 256 pixels, as values from 0 to 1, and not
+normalized further: so does FedBN's code.
 
-X. Li, M. Jiang, X. Zhang, M. Kamp, Q. Dou, FedBN: Federated Learning on Non-IID Features via Local Batch Normalization,
-ICLR 2021.
+X. Li, M. Jiang, X. Zhang, M. Kamp, Q. Dou, FedBN: Federated Learning on Non-IID Features via Local
+Batch Normalization, ICLR 2021.
 """
 
 import pickle
@@ -26,7 +29,13 @@ from fedbn_flwr.data.sets.listing import DataFilesError, FileList, require
 from fedbn_flwr.data.splits import Data, Split
 
 #: names of the domains, and of their folders in FedBN's archive, in the order of its code
-DIGITS = {"mnist": "MNIST", "svhn": "SVHN", "usps": "USPS", "synth": "SynthDigits", "mnist-m": "MNIST_M"}
+DIGITS = {
+    "mnist": "MNIST",
+    "svhn": "SVHN",
+    "usps": "USPS",
+    "synth": "SynthDigits",
+    "mnist-m": "MNIST_M",
+}
 #: training samples of a domain in FedBN
 DIGITS_SAMPLES = 7438
 HALF = (0.5, 0.5, 0.5)
@@ -42,8 +51,12 @@ ALLOWED = {
 }
 
 
-def digits_five(home: Path, side: int = 28, _workers: int = 0, samples: int = DIGITS_SAMPLES) -> Data:
-    """Read the five domains into memory; of each the first `samples` training images, with 0 all of them."""
+def digits_five(
+    home: Path, side: int = 28, _workers: int = 0, samples: int = DIGITS_SAMPLES
+) -> Data:
+    """Read the five domains into memory; of each the first `samples` training images, with 0 all of
+    them.
+    """
     splits = []
     for role in ("train", "test"):
         most = samples if samples and role == "train" else None
@@ -62,17 +75,27 @@ def _digits(folder: Path, role: str) -> Columns:
     if role == "test" or not parts[0].exists():
         parts = [folder / f"{role}.pkl"]
     pairs = [read_pair(path, f"a {role} part of FedBN's Digits-Five") for path in parts]
-    images = np.concatenate([_bytes(path, images) for path, (images, _) in zip(parts, pairs, strict=True)])
-    labels = np.concatenate([np.asarray(labels).reshape(-1) for _, labels in pairs]).astype(np.int64)
+    images = np.concatenate(
+        [_bytes(path, images) for path, (images, _) in zip(parts, pairs, strict=True)]
+    )
+    labels = np.concatenate([np.asarray(labels).reshape(-1) for _, labels in pairs]).astype(
+        np.int64
+    )
     tensor = torch.from_numpy(np.ascontiguousarray(images))
-    colour = tensor.unsqueeze(1).expand(-1, 3, -1, -1) if tensor.dim() == 3 else tensor.permute(0, 3, 1, 2)
+    colour = (
+        tensor.unsqueeze(1).expand(-1, 3, -1, -1)
+        if tensor.dim() == 3
+        else tensor.permute(0, 3, 1, 2)
+    )
     return colour, torch.from_numpy(labels)
 
 
 def _bytes(path: Path, images: Any) -> NDArray[np.uint8]:
     array = np.asarray(images)
     if array.dtype != np.uint8 or array.ndim not in (3, 4):
-        raise DataFilesError(f"{path} has images of shape {array.shape}, {array.dtype}, not N x H x W [x 3] bytes")
+        raise DataFilesError(
+            f"{path} has images of shape {array.shape}, {array.dtype}, not N x H x W [x 3] bytes"
+        )
     return array
 
 
@@ -84,7 +107,9 @@ def _sized(name: str, role: str, columns: Columns, side: int, most: int | None) 
         raise DataFilesError(f"digits-five: {role} labels of {name} are not digits from 0 to 9")
     if empty := [str(digit) for digit in np.flatnonzero(counts == 0)]:
         raise DataFilesError(f"digits-five: no {role} image of class {', '.join(empty)} in {name}")
-    return images if images.shape[-2:] == (side, side) else resize(images.contiguous(), side), labels
+    return images if images.shape[-2:] == (side, side) else resize(
+        images.contiguous(), side
+    ), labels
 
 
 @dataclass(frozen=True)
@@ -121,8 +146,13 @@ DOMAINNET = Lists(
 NOT_NORMALIZED = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
 
 
-def read_domains(lists: Lists, home: Path, side: int = 256, workers: int = 0, samples: int = 0) -> Data:
-    """Read a data set with one list a domain and split; `samples` takes the first so many of each training list."""
+def read_domains(
+    lists: Lists, home: Path, side: int = 256, workers: int = 0, samples: int = 0
+) -> Data:
+    """Read a data set with one list a domain and split.
+
+    `samples` takes the first so many of each training list.
+    """
     train, test = list_domains(lists, home, samples)
     splits = [listed.split(side, "squash", *NOT_NORMALIZED, workers) for listed in (train, test)]
     return Data(lists.name, splits[0], splits[1], len(lists.classes), lists.domains)
@@ -133,16 +163,24 @@ def list_domains(lists: Lists, home: Path, samples: int = 0) -> tuple[FileList, 
     require(home, f"the folder {lists.folder} with the lists and images")
     both = FileList(home), FileList(home)
     for number, domain in enumerate(lists.domains):
-        for listed, role, most in zip(both, ("train", "test"), (samples or None, None), strict=True):
+        for listed, role, most in zip(
+            both, ("train", "test"), (samples or None, None), strict=True
+        ):
             path = home / f"{domain}_{role}.pkl"
             files, classes = read_pair(path, f"FedBN's list of {role} images of {domain}")
             if unknown := [str(name) for name in classes if str(name) not in lists.classes]:
                 known = ", ".join(lists.classes)
-                raise DataFilesError(f"{path} has the unknown class {unknown[0]!r}; there are: {known}")
+                raise DataFilesError(
+                    f"{path} has the unknown class {unknown[0]!r}; there are: {known}"
+                )
             labels = [lists.classes.index(str(name)) for name in classes]
-            if empty := [name for label, name in enumerate(lists.classes) if label not in set(labels)]:
+            if empty := [
+                name for label, name in enumerate(lists.classes) if label not in set(labels)
+            ]:
                 raise DataFilesError(f"{path}: no image of class {', '.join(empty)}")
-            names = [str(file).removeprefix("./").removeprefix(f"{lists.folder}/") for file in files]
+            names = [
+                str(file).removeprefix("./").removeprefix(f"{lists.folder}/") for file in files
+            ]
             listed.add(names[:most], labels[:most], number)
     return both
 
@@ -159,9 +197,18 @@ def read_pair(path: Path, what: str) -> tuple[Any, Any]:
     with require(path, what).open("rb") as file:
         try:
             first, second = _Unpickler(file).load()
-        except (pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, IndexError) as error:
+        except (
+            pickle.UnpicklingError,
+            EOFError,
+            ValueError,
+            TypeError,
+            AttributeError,
+            IndexError,
+        ) as error:
             reason = " ".join(str(error).split())
-            raise DataFilesError(f"{path} is not a pickle file of images and labels: {reason}") from None
+            raise DataFilesError(
+                f"{path} is not a pickle file of images and labels: {reason}"
+            ) from None
     if len(first) != len(second):
         raise DataFilesError(f"{path} has {len(first)} images and {len(second)} labels")
     return first, second

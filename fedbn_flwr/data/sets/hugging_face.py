@@ -36,11 +36,13 @@ class ArrowImages:
 CHOICES = {"train": "train", "test": "", "image": "", "label": "", "subset": ""}
 
 
-def hugging_face(name: str, root: Path, side: int | None, workers: int, chosen: Mapping[str, str]) -> Data:
+def hugging_face(
+    name: str, root: Path, side: int | None, workers: int, chosen: Mapping[str, str]
+) -> Data:
     """Read a data set by its name on the Hub, or from a folder that `save_to_disk` wrote.
 
-    By default the test split is the first of `TEST_SPLITS` that there is, images are in the only column of images, and
-    labels in the column `label` or the only column of classes.
+    By default the test split is the first of `TEST_SPLITS` that there is, images are in the only
+    column of images, and labels in the column `label` or the only column of classes.
     """
     rows_of = _open(name, root, chosen["subset"])
     roles = [chosen["train"]], [chosen["test"]] if chosen["test"] else TEST_SPLITS
@@ -52,7 +54,9 @@ def hugging_face(name: str, root: Path, side: int | None, workers: int, chosen: 
     label = chosen["label"] or _column(name, train, "label", "ClassLabel")
     for column in (image, label):
         if column not in train.column_names:
-            raise DataFilesError(f"hf: {name} has no column {column!r}; there are: {', '.join(train.column_names)}")
+            raise DataFilesError(
+                f"hf: {name} has no column {column!r}; there are: {', '.join(train.column_names)}"
+            )
     fit: Fit = "squash" if side else "exact"
     if not side:
         side, height = train[0][image].size
@@ -70,22 +74,34 @@ def _split(rows: Any, image: str, label: str, side: int, fit: Fit, workers: int)
 
     encoded = rows.select_columns([image]).cast_column(image, Image(decode=False))
     labels = np.asarray(rows.with_format("arrow")[label][:], dtype=np.int64)
-    return FileSplit.of(ArrowImages(encoded, image), labels.tolist(), side, fit=fit, workers=workers)
+    return FileSplit.of(
+        ArrowImages(encoded, image), labels.tolist(), side, fit=fit, workers=workers
+    )
 
 
 def _open(name: str, root: Path, subset: str) -> Mapping[str, Any]:
     with extra("data"):
         from datasets import DatasetDict, load_dataset
 
-    saved = [home for home in (Path(name).expanduser(), root / name) if (home / "dataset_dict.json").exists()]
+    saved = [
+        home
+        for home in (Path(name).expanduser(), root / name)
+        if (home / "dataset_dict.json").exists()
+    ]
     try:
         splits: Mapping[str, Any] = (
-            DatasetDict.load_from_disk(str(saved[0])) if saved else load_dataset(name, subset or None)
+            DatasetDict.load_from_disk(str(saved[0]))
+            if saved
+            else load_dataset(name, subset or None)
         )
-    except Exception as error:  # the Hub cannot be reached, knows no such data set, or has another subset
+    except (
+        Exception
+    ) as error:  # the Hub cannot be reached, knows no such data set, or has another subset
         reason = " ".join(str(error).split()) or type(error).__name__
         what = (
-            "cannot be loaded" if isinstance(error, ValueError) else "is not on this machine and cannot be downloaded"
+            "cannot be loaded"
+            if isinstance(error, ValueError)
+            else "is not on this machine and cannot be downloaded"
         )
         raise DataFilesError(f"hf: {name} {what}: {reason}") from None
     return splits
@@ -93,9 +109,13 @@ def _open(name: str, root: Path, subset: str) -> Mapping[str, Any]:
 
 def _column(name: str, rows: Any, usual: str, kind: str) -> str:
     """Return the column of a kind; of several, the usual one."""
-    columns = [column for column, feature in rows.features.items() if type(feature).__name__ == kind]
+    columns = [
+        column for column, feature in rows.features.items() if type(feature).__name__ == kind
+    ]
     if usual in columns or (usual == "label" and usual in rows.column_names):
         return usual
     if len(columns) != 1:
-        raise DataFilesError(f"hf: {name} has {len(columns)} columns of type {kind}; name one: {usual}=COLUMN")
+        raise DataFilesError(
+            f"hf: {name} has {len(columns)} columns of type {kind}; name one: {usual}=COLUMN"
+        )
     return str(columns[0])

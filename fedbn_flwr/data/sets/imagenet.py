@@ -1,14 +1,22 @@
 """ImageNet-1K (ILSVRC 2012) and Tiny-ImageNet.
 
-Both are normalized with ImageNet's usual mean and deviation, as in PyTorch's training script, which FixBN follows.
-Classes are numbered in the order of their names, which are WordNet's identifiers. The test split is the validation
-split, since the labels of the test split are not published.
+Both are normalized with ImageNet's usual mean and deviation, as in PyTorch's training script, which
+FixBN follows. Classes are numbered in the order of their names, which are WordNet's identifiers.
+The test split is the validation split, since the labels of the test split are not published.
 """
 
 import csv
 from pathlib import Path
 
-from fedbn_flwr.data.sets.listing import DataFilesError, FileList, folders, images, list_classes, read_lines, require
+from fedbn_flwr.data.sets.listing import (
+    DataFilesError,
+    FileList,
+    folders,
+    images,
+    list_classes,
+    read_lines,
+    require,
+)
 from fedbn_flwr.data.splits import Data
 
 #: of the channels of ImageNet's training images, as they are used everywhere
@@ -19,7 +27,8 @@ def imagenet(home: Path, side: int = 224, workers: int = 0) -> Data:
     """Read `train/CLASS/*.JPEG` and `val/CLASS/*.JPEG`, or the folders of the Kaggle archive.
 
     That one has its images in `ILSVRC/Data/CLS-LOC`, where `val` has no folders: the classes are in
-    `LOC_val_solution.csv` beside `ILSVRC`. An image is scaled to 8/7 of the side and its middle cut out.
+    `LOC_val_solution.csv` beside `ILSVRC`. An image is scaled to 8/7 of the side and its middle cut
+    out.
     """
     train, test, classes = list_imagenet(home)
     lists = [listed.split(side, "center", MEAN, STD, workers) for listed in (train, test)]
@@ -55,7 +64,10 @@ def _flat_validation(home: Path, folder: str, classes: list[str]) -> FileList:
 
 
 def tiny_imagenet(home: Path, side: int = 64, workers: int = 0) -> Data:
-    """Read the 200 classes of `tiny-imagenet-200`: `train/CLASS/images` and `val/images` with their annotations."""
+    """Read the 200 classes of `tiny-imagenet-200`:
+
+    `train/CLASS/images` and `val/images` with their annotations.
+    """
     train, test, classes = list_tiny_imagenet(home)
     lists = [listed.split(side, "squash", MEAN, STD, workers) for listed in (train, test)]
     return Data("tiny-imagenet", lists[0], lists[1], len(classes))

@@ -42,11 +42,18 @@ class FileList:
         return os.path.join(self.root, self.names[number])
 
     def split(
-        self, size: int | Size, fit: Fit = "squash", mean: Channels = (), std: Channels = (), workers: int = 0
+        self,
+        size: int | Size,
+        fit: Fit = "squash",
+        mean: Channels = (),
+        std: Channels = (),
+        workers: int = 0,
     ) -> FileSplit:
         """Return a split that decodes the files when it needs them."""
         images = ImageFiles(self.root, self.names)
-        return FileSplit.of(images, self.labels, size, self.domains, mean=mean, std=std, fit=fit, workers=workers)
+        return FileSplit.of(
+            images, self.labels, size, self.domains, mean=mean, std=std, fit=fit, workers=workers
+        )
 
 
 def folders(path: Path) -> list[str]:
@@ -54,7 +61,9 @@ def folders(path: Path) -> list[str]:
     if not path.is_dir():
         return []
     with os.scandir(path) as entries:
-        return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+        return sorted(
+            entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")
+        )
 
 
 def images(path: Path) -> list[str]:
@@ -66,7 +75,10 @@ def images(path: Path) -> list[str]:
 
 
 def list_classes(root: Path, home: str, classes: Sequence[str], inside: str = "") -> FileList:
-    """List the images in `home/CLASS/inside` for every class; a class without an image is an error."""
+    """List the images in `home/CLASS/inside` for every class.
+
+    A class without an image is an error.
+    """
     listed = FileList(root)
     for label, name in enumerate(classes):
         folder = os.path.join(home, name, inside) if inside else os.path.join(home, name)

@@ -12,8 +12,12 @@ from torch import Tensor
 
 from fedbn_flwr.data.sets.listing import DataFilesError
 
-#: by the name of a data set: the folder in which torchvision keeps it, and one in which a package of Debian does
-FOLDERS = {"mnist": ("MNIST", None), "fashion-mnist": ("FashionMNIST", Path("/usr/share/datasets/fashion-mnist"))}
+#: by the name of a data set: the folder in which torchvision keeps it, and one in which a package
+#: of Debian does
+FOLDERS = {
+    "mnist": ("MNIST", None),
+    "fashion-mnist": ("FashionMNIST", Path("/usr/share/datasets/fashion-mnist")),
+}
 #: by split, the files of images and of labels
 FILES = {
     role: (f"{start}-images-idx3-ubyte", f"{start}-labels-idx1-ubyte")
@@ -24,9 +28,17 @@ Bytes = NDArray[np.uint8]
 
 
 def places(name: str, root: Path, elsewhere: bool) -> list[Path]:
-    """Return the folders in which the four files are looked for, in this order: in `root`, or also elsewhere."""
+    """Return the folders in which the four files are looked for, in this order: in `root`, or also
+    elsewhere.
+    """
     folder, debian = FOLDERS[name]
-    return [root / folder / "raw", root / folder, root / name, root, *([debian] if debian and elsewhere else [])]
+    return [
+        root / folder / "raw",
+        root / folder,
+        root / name,
+        root,
+        *([debian] if debian and elsewhere else []),
+    ]
 
 
 def home_of(folders: Iterable[Path]) -> Path | None:
@@ -36,10 +48,17 @@ def home_of(folders: Iterable[Path]) -> Path | None:
 
 
 def read_split(home: Path, role: str) -> tuple[Tensor, Tensor]:
-    """Read the images (N x 1 x H x W) and labels of a split; files that are broken are a DataFilesError."""
-    images, labels = (_read(home, name, dims) for name, dims in zip(FILES[role], (3, 1), strict=True))
+    """Read the images (N x 1 x H x W) and labels of a split.
+
+    Files that are broken are a DataFilesError.
+    """
+    images, labels = (
+        _read(home, name, dims) for name, dims in zip(FILES[role], (3, 1), strict=True)
+    )
     if len(images) != len(labels):
-        raise DataFilesError(f"{home}: the {role} split has {len(images)} images and {len(labels)} labels")
+        raise DataFilesError(
+            f"{home}: the {role} split has {len(images)} images and {len(labels)} labels"
+        )
     return torch.from_numpy(images).unsqueeze(1), torch.from_numpy(labels).long()
 
 
@@ -48,7 +67,9 @@ def _path(home: Path, name: str) -> Path | None:
 
 
 def _read(home: Path, name: str, dims: int) -> Bytes:
-    """Read an IDX file of bytes: two zeros, the type 8, the number of sizes, the sizes, and the bytes."""
+    """Read an IDX file of bytes: two zeros, the type 8, the number of sizes, the sizes, and the
+    bytes.
+    """
     path = _path(home, name)
     if path is None:
         raise DataFilesError(f"{home / name} is missing, and {name}.gz, too")
@@ -59,5 +80,7 @@ def _read(home: Path, name: str, dims: int) -> Bytes:
     start = 4 + 4 * dims
     sizes = np.frombuffer(content[4:start], ">u4").astype(int)
     if content[:4] != bytes([0, 0, 8, dims]) or len(content) != start + sizes.prod():
-        raise DataFilesError(f"{path} is not a whole IDX file of bytes with {dims} dimension{'s' * (dims > 1)}")
+        raise DataFilesError(
+            f"{path} is not a whole IDX file of bytes with {dims} dimension{'s' * (dims > 1)}"
+        )
     return np.frombuffer(bytearray(content), np.uint8, offset=start).reshape(sizes)

@@ -1,4 +1,7 @@
-"""The terminal: what is printed goes through `console`; a progress bar shows how far runs have come."""
+"""The terminal: what is printed goes through `console`.
+
+A progress bar shows how far runs have come.
+"""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -24,8 +27,8 @@ def percent(share: float) -> str:
 class Bars:
     """A progress bar over all runs, with the present run and the last score of its model.
 
-    It stands in a terminal or under a notebook's cell, which it leaves at the end. Elsewhere, each run prints a
-    line in every tenth of its rounds. Over both stands a line about the data.
+    It stands in a terminal or under a notebook's cell, which it leaves at the end. Elsewhere, each
+    run prints a line in every tenth of its rounds. Over both stands a line about the data.
     """
 
     def __init__(self, runs: int, data: Data, progress: bool = True) -> None:
@@ -66,11 +69,20 @@ class Bars:
 
         def advance(server_round: int, rounds: int, score: float | None) -> None:
             text = f"{label}: {percent(score)} %" if score is not None else label
-            text = f"{label}: {score:.4g}" if score is not None and self._data.task == "regression" else text
+            text = (
+                f"{label}: {score:.4g}"
+                if score is not None and self._data.task == "regression"
+                else text
+            )
             # a tenth of the rounds, or one more, was complete in this round
             is_tenth = server_round * 10 // rounds > (server_round - 1) * 10 // rounds
             if self._has_lines and is_tenth:
-                console.print(f"round {server_round}/{rounds}, {text}", markup=False, highlight=False, soft_wrap=True)
+                console.print(
+                    f"round {server_round}/{rounds}, {text}",
+                    markup=False,
+                    highlight=False,
+                    soft_wrap=True,
+                )
             total = rounds * max(self._runs, self._done)
             done = before * rounds + server_round
             if self._cell:
@@ -91,5 +103,7 @@ def new_table(title: str, *texts: str, numbers: Sequence[str] = ()) -> Table:
     """Return a table with columns of texts, which fold, and then of numbers."""
     table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), collapse_padding=True)
     for heading in (*texts, *numbers):
-        table.add_column(heading, justify="right" if heading in numbers else "left", overflow="fold")
+        table.add_column(
+            heading, justify="right" if heading in numbers else "left", overflow="fold"
+        )
     return table

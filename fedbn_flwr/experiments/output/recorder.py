@@ -26,18 +26,32 @@ from fedbn_flwr.strategies import BaseStrategy, DivergedError, NodeReply
 from fedbn_flwr.traffic.counting_grid import Traffic
 
 #: options that a summary has
-SUMMED_UP = ("method", "norm", "model", "dataset", "partition", "rounds", "seed", "lr", "batch-size")
+SUMMED_UP = (
+    "method",
+    "norm",
+    "model",
+    "dataset",
+    "partition",
+    "rounds",
+    "seed",
+    "lr",
+    "batch-size",
+)
 #: the columns that clients report, in their order
 REPORTED = ("batch-change", "local-distance", "window-variance")
 STATISTICS = ("running_var", "running_mean")
-#: called after every round with the round, the number of rounds, and the latest accuracy (or mean IoU) if there is one
+#: called after every round with the round, the number of rounds, and the latest accuracy (or mean
+#: IoU) if there is one
 Progress = Callable[[int, int, float | None], None]
 Summary = dict[str, Any]
 
 
 @dataclass
 class Standing:
-    """How far a run has come: with its rows, all that its summary and its end depend on. A checkpoint holds it."""
+    """How far a run has come: with its rows, all that its summary and its end depend on.
+
+    A checkpoint holds it.
+    """
 
     round: int = 0
     #: the latest of each
@@ -63,20 +77,30 @@ class Standing:
         if config.stop_at and reached >= merit(metric, config.stop_at):
             self.stopped_by = f"stop-at={config.stop_at:g}"
         elif config.stop_after and server_round - self.best_round >= config.stop_after:
-            self.stopped_by = f"stop-after={config.stop_after}: no better score since round {self.best_round}"
+            self.stopped_by = (
+                f"stop-after={config.stop_after}: no better score since round {self.best_round}"
+            )
 
 
 def dynamics_of(now: Round, loss: float | None) -> list[dict[str, Any]]:
-    """Return what clients report of a round, joined with how far the global statistics moved in it: a row a BN layer.
+    """Return what clients report of a round, joined with how far the global statistics moved in it:
+    a row a BN layer.
 
-    - `global-change`: the L1 norm of the change of the layer's accumulated statistics on the server (figure 3 a, blue);
-      null where the server has none.
-    - `batch-change`, `local-distance` (figure 3 a), `window-variance` (b): means over the round's clients.
+    - `global-change`: the L1 norm of the change of the layer's accumulated statistics on the server
+      (figure 3 a, blue); null where the server has none.
+    - `batch-change`, `local-distance` (figure 3 a), `window-variance` (b): means over the round's
+      clients.
     - `loss`: the training loss, averaged over the samples (c).
     """
     replies, after = now.replies, arrays_of(now.after)
-    reported = [key for key in (replies[0].metrics if replies else ()) if key.startswith(wire.DYNAMICS)]
-    layers = [key for key in reported if all(isinstance(reply.metrics.get(key), list) for reply in replies)]
+    reported = [
+        key for key in (replies[0].metrics if replies else ()) if key.startswith(wire.DYNAMICS)
+    ]
+    layers = [
+        key
+        for key in reported
+        if all(isinstance(reply.metrics.get(key), list) for reply in replies)
+    ]
     return [
         {
             "round": now.number,
@@ -120,14 +144,21 @@ class Journal:
     def record(self, now: Round, score: Score) -> None:
         """Write the row of a round with these scores."""
         missing, self.standing.frozen = self._missing(now), now.instruction.freeze
-        row = {"round": now.number, **self._training(now, missing), **self._traffic(), **now.measured}
+        row = {
+            "round": now.number,
+            **self._training(now, missing),
+            **self._traffic(),
+            **now.measured,
+        }
         self.files.round({**row, **score})
         for sink in self.sinks:
             sink({**row, **score})
         if self.config.record_dynamics:
             self.files.dynamics(dynamics_of(now, row["train-loss"]))
         shown = {"train-loss": row["train-loss"], **score}
-        numbers = ", ".join(f"{name} {value:.4g}" for name, value in shown.items() if isinstance(value, float))
+        numbers = ", ".join(
+            f"{name} {value:.4g}" for name, value in shown.items() if isinstance(value, float)
+        )
         place, absent = (now.number, self.config.rounds), self._absent(missing, row)
         log(INFO, "Round %d of %d: %s, %.3g s%s", *place, numbers, row["seconds"], absent)
         self._count_seconds()
@@ -138,7 +169,9 @@ class Journal:
         self._last = now
 
     def summary(self, experiment: Experiment, about: Mapping[str, Any]) -> Summary:
-        """Return the whole run in one record, with what is known `about` its nodes, data and metric."""
+        """Return the whole run in one record, with what is known `about` its nodes, data and
+        metric.
+        """
         self._count_seconds()
         config, standing, options = experiment.config, self.standing, experiment.config.to_mapping()
         sent = standing.training
@@ -162,11 +195,19 @@ class Journal:
             **({"left-out": left_out} if left_out else {}),
             **({"frozen": standing.frozen} if standing.frozen != "none" else {}),
             **({"model-for-each-node": True} if self.strategy.personal else {}),
-            **({"stopped-after": standing.round, "stopped-by": standing.stopped_by} if standing.stopped_by else {}),
+            **(
+                {"stopped-after": standing.round, "stopped-by": standing.stopped_by}
+                if standing.stopped_by
+                else {}
+            ),
         }
 
-    def summary_of_failure(self, experiment: Experiment, about: Mapping[str, Any], error: Exception) -> Summary:
-        """Return the record of a run that could not go on, with the reason and the rounds that it has finished."""
+    def summary_of_failure(
+        self, experiment: Experiment, about: Mapping[str, Any], error: Exception
+    ) -> Summary:
+        """Return the record of a run that could not go on, with the reason and the rounds that it
+        has finished.
+        """
         reason = with_names(" ".join(str(error).split()), self.grid.names) or type(error).__name__
         ended = {"rounds-done": self.standing.round, "failed": reason}
         return {**self.summary(experiment, about), **ended, **diverged(error)}
@@ -175,7 +216,9 @@ class Journal:
         # a client of another package may report no loss
         losses = [(reply.metrics.get(wire.TRAIN_LOSS), reply.num_examples) for reply in now.replies]
         reported = [(loss, count) for loss, count in losses if isinstance(loss, float)]
-        loss = sum(loss * count for loss, count in reported) / max(sum(count for _, count in reported), 1)
+        loss = sum(loss * count for loss, count in reported) / max(
+            sum(count for _, count in reported), 1
+        )
         self.standing.train_loss = loss if reported else self.standing.train_loss
         return {
             "nodes": sum(len(reply.nodes) for reply in now.replies),
@@ -190,7 +233,9 @@ class Journal:
         # a robust rule refuses a round of few nodes as a whole, as node 0
         late = "was left out" if 0 in refused else f"did not answer in {self.config.timeout:g} s"
         silent = sorted({*now.nodes} - {node for reply in now.replies for node in reply.nodes})
-        missing = {names.get(node, node): "was left out" if node in refused else late for node in silent}
+        missing = {
+            names.get(node, node): "was left out" if node in refused else late for node in silent
+        }
         for node in sorted(self.grid.unfit):
             missing.setdefault(names.get(node, node), "was refused")
         if names:
@@ -210,7 +255,9 @@ class Journal:
         text = f"; {row['nodes']} of {total} sites: {', '.join(reasons)}" if reasons else ""
         tested = self.strategy.evaluation
         silent = {*tested.nodes} - {node for reply in tested.replies for node in reply.nodes}
-        if tested.number == row["round"] and (others := {names.get(node, node) for node in silent} - {*missing}):
+        if tested.number == row["round"] and (
+            others := {names.get(node, node) for node in silent} - {*missing}
+        ):
             text += f"; {', '.join(sorted(map(str, others)))} did not evaluate"
         return text
 

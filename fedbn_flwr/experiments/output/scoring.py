@@ -32,26 +32,36 @@ def merit(metric: str, score: float) -> float:
 class Scorer:
     """Computes the accuracies of a round, each under a name of its own.
 
-    - `accuracy`: of the global model on the whole test set; where nodes have models of their own, the mean of the
-      models' accuracies on the whole test set (FedTAN). In segmentation it is the share of pixels.
-    - `mean-iou`, in segmentation: the mean over classes of intersection over union, of the same models (FixBN).
-    - `accuracy-personal`: the mean of the nodes' accuracies on their own domain or label distribution (FedBN, FedWon).
-    - `mean-iou-personal`, in segmentation: the mean of the nodes' mean IoU on their own domains, such as cities.
-    - `accuracy-mean-bn`: of one model with the mean of the entries that stay on the nodes, over the nodes that took
-      part in the last round (FedBS).
-    - `domain-accuracy`: of the global model on every domain; where nodes have models of their own, of the models of
-      the nodes that hold the domain.
-    - `accuracy-adapted-20`, `-100`, `-all`, of a domain that nobody trains with: of the one model, or of that with the
-      mean of what stays on the nodes, after `adapt` to so many of the domain's training samples.
-    - `train-loss-global`, if asked for: the global model's loss on the union of the clients' training data; where nodes
-      have models of their own, the mean of each model's loss on its node's data (FedTAN, Fig. 4 and 7).
+    - `accuracy`: of the global model on the whole test set; where nodes have models of their own,
+      the mean of the models' accuracies on the whole test set (FedTAN). In segmentation it is the
+      share of pixels.
+    - `mean-iou`, in segmentation: the mean over classes of intersection over union, of the same
+      models (FixBN).
+    - `accuracy-personal`: the mean of the nodes' accuracies on their own domain or label
+      distribution (FedBN, FedWon).
+    - `mean-iou-personal`, in segmentation: the mean of the nodes' mean IoU on their own domains,
+      such as cities.
+    - `accuracy-mean-bn`: of one model with the mean of the entries that stay on the nodes, over the
+      nodes that took part in the last round (FedBS).
+    - `domain-accuracy`: of the global model on every domain; where nodes have models of their own,
+      of the models of the nodes that hold the domain.
+    - `accuracy-adapted-20`, `-100`, `-all`, of a domain that nobody trains with: of the one model,
+      or of that with the mean of what stays on the nodes, after `adapt` to so many of the domain's
+      training samples.
+    - `train-loss-global`, if asked for: the global model's loss on the union of the clients'
+      training data; where nodes have models of their own, the mean of each model's loss on its
+      node's data (FedTAN, Fig. 4 and 7).
     - `node-domain-accuracy`: every node's model on every domain (FedTAN, Fig. 8).
     - `class-f1`, `class-auc`, ..., if asked for: by class, of the models that `accuracy` is of.
     """
 
     def __init__(self, material: Material) -> None:
         config, data = material.config, material.data
-        self._model, self._data, self._device = material.model.to(material.device), data, material.device
+        self._model, self._data, self._device = (
+            material.model.to(material.device),
+            data,
+            material.device,
+        )
         self._task, self._metrics = material.task, config.class_metrics
         self._class_names = data.class_names or [str(number) for number in range(data.num_classes)]
         #: the score by which methods are compared
@@ -72,16 +82,24 @@ class Scorer:
             return {**self.score_global(values), **self._train_loss(values), **asked}
         if self._unlabeled:  # no node has the domain that is tested
             scores.pop(f"domain-{basic}", None)
-        scores |= class_means([reply.metrics for reply in replies], self._metrics, self._class_names)
+        scores |= class_means(
+            [reply.metrics for reply in replies], self._metrics, self._class_names
+        )
         if mean := strategy.state.personal:
             own = {name: torch.from_numpy(value) for name, value in mean.items()}
             averaged = self.score_global({**state.from_record(arrays), **own})
             scores[f"{basic}-mean-bn"] = averaged[basic]
-            scores |= {name: score for name, score in averaged.items() if name.startswith(f"{basic}-adapted")}
+            scores |= {
+                name: score
+                for name, score in averaged.items()
+                if name.startswith(f"{basic}-adapted")
+            }
         return scores
 
     def score_global(self, values: state.State) -> Score:
-        """Return the scores of one model on the test split, and after it was adapted if there is what to adapt to."""
+        """Return the scores of one model on the test split, and after it was adapted if there is
+        what to adapt to.
+        """
         state.load(self._model, values)
         data, basic, domains = self._data, self._task.basic_score, len(self._data.domain_names)
         rest = data.test, data.num_classes, self._device, 500, domains, self._task, self._metrics
@@ -90,17 +108,25 @@ class Scorer:
         by_class = {wire.CLASS + name: values for name, values in result.by_class.items()}
         scores |= class_means([by_class], self._metrics, self._class_names)
         if domains:
-            by_name = zip(data.domain_names, result.domain_accuracy, result.tested.tolist(), strict=True)
-            scores[f"domain-{basic}"] = {name: accuracy for name, accuracy, there in by_name if there}
+            by_name = zip(
+                data.domain_names, result.domain_accuracy, result.tested.tolist(), strict=True
+            )
+            scores[f"domain-{basic}"] = {
+                name: accuracy for name, accuracy, there in by_name if there
+            }
         for count, batches in self._unlabeled.items():
-            scores[f"{basic}-adapted-{count}"] = evaluate(adapt(self._model, batches), *rest).accuracy
+            scores[f"{basic}-adapted-{count}"] = evaluate(
+                adapt(self._model, batches), *rest
+            ).accuracy
         return scores
 
     def _train_loss(self, values: state.State) -> Score:
         if self._trained is None:
             return {}
         state.load(self._model, values)
-        loss = mean_loss(self._model, self._data.train, self._trained, self._device, self._task.loss)
+        loss = mean_loss(
+            self._model, self._data.train, self._trained, self._device, self._task.loss
+        )
         return {"train-loss-global": loss}
 
 
@@ -108,14 +134,17 @@ class SiteScorer:
     """Computes the scores of a round.
 
     - `accuracy`, `accuracy-personal`, `loss`: means over the sites, see `Scorer`.
-    - `sites`: by the site's name, else its number, `accuracy`, `loss`, and each metric that is asked for, by class.
+    - `sites`: by the site's name, else its number, `accuracy`, `loss`, and each metric that is
+      asked for, by class.
     - `class-f1`, `class-auc`, ...: by class the mean over the sites whose test data have the class.
     """
 
     #: the score by which methods are compared
     metric = "accuracy"
 
-    def __init__(self, class_names: Sequence[str], metrics: Sequence[str], grid: PassingGrid) -> None:
+    def __init__(
+        self, class_names: Sequence[str], metrics: Sequence[str], grid: PassingGrid
+    ) -> None:
         self._class_names, self._metrics, self._grid = class_names, metrics, grid
 
     def score(self, strategy: BaseStrategy, arrays: ArrayRecord) -> Score:
@@ -137,32 +166,51 @@ class SiteScorer:
     def _row(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
         by_class = class_means([metrics], self._metrics, self._class_names)
         named = {
-            name.removeprefix(wire.CLASS): {key: _possible(name, value) for key, value in values.items()}
+            name.removeprefix(wire.CLASS): {
+                key: _possible(name, value) for key, value in values.items()
+            }
             for name, values in by_class.items()
         }
         scores = _scores(metrics, False, wire.ACCURACY)
         return {"accuracy": scores["accuracy"], "loss": scores["loss"], **named}
 
 
-def score_nodes(replies: Sequence[NodeReply], domain_names: Sequence[str] = (), basic: str = wire.ACCURACY) -> Score:
-    """Return means of the nodes' own evaluations, with the task's `basic_score`; nothing if none can be read."""
+def score_nodes(
+    replies: Sequence[NodeReply], domain_names: Sequence[str] = (), basic: str = wire.ACCURACY
+) -> Score:
+    """Return means of the nodes' own evaluations, with the task's `basic_score`.
+
+    Nothing if none can be read.
+    """
     named = ((reply.node, reply.metrics) for reply in replies)
     read, refused = read_each(named, lambda _, metrics: _scores(metrics, bool(domain_names), basic))
     log_refused(refused, "left out of the scores")
     if not (rows := list(read.values())):
         return {}
-    shared = [key for key in rows[0] if key not in ("domain", "domains", "own") and all(key in row for row in rows)]
+    shared = [
+        key
+        for key in rows[0]
+        if key not in ("domain", "domains", "own") and all(key in row for row in rows)
+    ]
     scores: Score = {key: float(np.mean([row[key] for row in rows])) for key in shared}
     if domain_names:
         scores[f"node-domain-{basic}"] = [row["domains"] for row in rows]
         # the models of the nodes that hold a domain
-        held = {name: [row["own"] for row in rows if row["domain"] == at] for at, name in enumerate(domain_names)}
+        held = {
+            name: [row["own"] for row in rows if row["domain"] == at]
+            for at, name in enumerate(domain_names)
+        }
         scores[f"domain-{basic}"] = {name: float(np.mean(own)) for name, own in held.items() if own}
     return scores
 
 
-def class_means(rows: Sequence[Mapping[str, Any]], metrics: Sequence[str], class_names: Sequence[str]) -> Score:
-    """Return by metric and class the mean over the rows that can measure it; a class that none can is left out."""
+def class_means(
+    rows: Sequence[Mapping[str, Any]], metrics: Sequence[str], class_names: Sequence[str]
+) -> Score:
+    """Return by metric and class the mean over the rows that can measure it.
+
+    A class that none can is left out.
+    """
     scores: Score = {}
     for name in (wire.CLASS + metric for metric in (metrics if rows else ())):
         columns = zip(class_names, zip(*(row[name] for row in rows), strict=True), strict=True)
@@ -172,7 +220,10 @@ def class_means(rows: Sequence[Mapping[str, Any]], metrics: Sequence[str], class
 
 
 def _scores(metrics: Mapping[str, Any], has_domains: bool, basic: str) -> Score:
-    """Return what a node's evaluation says, by the names of scores; an error if anything is missing or impossible."""
+    """Return what a node's evaluation says, by the names of scores.
+
+    An error if anything is missing or impossible.
+    """
     of_task = {key: key.removeprefix(wire.SCORE) for key in metrics if key.startswith(wire.SCORE)}
     # the names of all tasks are last: a node's `score-accuracy` is not the accuracy
     keys = {**of_task, basic: basic, (own := f"{basic}-personal"): own, wire.EVAL_LOSS: "loss"}
@@ -180,13 +231,20 @@ def _scores(metrics: Mapping[str, Any], has_domains: bool, basic: str) -> Score:
         keys[wire.LOCAL_LOSS] = "train-loss-global"
     scores: Score = {name: _possible(key, metrics[key]) for key, name in keys.items()}
     if has_domains:
-        domain, row = int(metrics[wire.DOMAIN]), [float(each) for each in metrics[f"domain-{basic}"]]
+        domain, row = (
+            int(metrics[wire.DOMAIN]),
+            [float(each) for each in metrics[f"domain-{basic}"]],
+        )
         scores |= {"domain": domain, "domains": row, "own": _possible(basic, row[domain])}
     return scores
 
 
 def _possible(key: str, score: Any) -> float:
-    """Return a score; RefusedError if it is not finite, or is to be a share, up to rounding, and is none."""
-    if not isfinite(score) or (key.startswith((wire.ACCURACY, wire.CLASS)) and not 0 <= score <= 1 + 1e-6):
+    """Return a score; RefusedError if it is not finite, or is to be a share, up to rounding, and is
+    none.
+    """
+    if not isfinite(score) or (
+        key.startswith((wire.ACCURACY, wire.CLASS)) and not 0 <= score <= 1 + 1e-6
+    ):
         raise RefusedError(f"its {key!r} is {score}")
     return float(score)

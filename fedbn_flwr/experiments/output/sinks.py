@@ -1,4 +1,7 @@
-"""Where the rows of a run also go: TensorBoard and Weights & Biases, each through its own library."""
+"""Where the rows of a run also go:
+
+TensorBoard and Weights & Biases, each through its own library.
+"""
 
 import os
 import shutil
@@ -13,14 +16,18 @@ from fedbn_flwr.plugins.options import UsageError
 
 #: takes the row of a round
 Sink = Callable[[Mapping[str, Any]], None]
-#: opens a sink for the run in a folder, with its options and the number of rounds that it has already done
+#: opens a sink for the run in a folder, with its options and the number of rounds that it has
+#: already done
 OpenSink = Callable[[Path, Mapping[str, Any], int], AbstractContextManager[Sink]]
 #: project of Weights & Biases, unless `WANDB_PROJECT` names another
 PROJECT = "fedbn-flwr"
 
 
 def check_sinks(names: Sequence[str]) -> None:
-    """Import what the sinks need; a UsageError names one that there is not, or the extra that is missing."""
+    """Import what the sinks need.
+
+    A UsageError names one that there is not, or the extra that is missing.
+    """
     for name in names:
         if name not in SINKS:
             raise UsageError(f"unknown sink {name!r} in log-to; known: {', '.join(SINKS)}")
@@ -45,9 +52,12 @@ def tensorboard(folder: Path, options: Mapping[str, Any], rounds_done: int) -> I
     path = folder / "tensorboard"
     if not rounds_done:  # an earlier run's rounds would be drawn into this one's curves
         shutil.rmtree(path, ignore_errors=True)
-    # a run that goes on repeats the rounds after its checkpoint: TensorBoard drops their first values
+    # a run that goes on repeats the rounds after its checkpoint: TensorBoard drops their first
+    # values
     with SummaryWriter(str(path), purge_step=rounds_done + 1 if rounds_done else None) as writer:
-        writer.add_text("options", "\n".join(f"    {key}: {value}" for key, value in options.items()))
+        writer.add_text(
+            "options", "\n".join(f"    {key}: {value}" for key, value in options.items())
+        )
 
         def write(row: Mapping[str, Any]) -> None:
             for name, value in numbers_of(row).items():
@@ -59,7 +69,9 @@ def tensorboard(folder: Path, options: Mapping[str, Any], rounds_done: int) -> I
 
 @contextmanager
 def wandb(folder: Path, options: Mapping[str, Any], rounds_done: int) -> Iterator[Sink]:
-    """Log to a run of Weights & Biases, whose environment variables (`WANDB_MODE`, ...) count as everywhere."""
+    """Log to a run of Weights & Biases, whose environment variables (`WANDB_MODE`, ...) count as
+    everywhere.
+    """
     import wandb as library
 
     try:
@@ -85,7 +97,10 @@ SINKS: dict[str, tuple[str, OpenSink]] = {
 
 
 def numbers_of(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a row by name; those of a mapping, such as accuracies by domain, as `name/key`."""
+    """Return the numbers of a row by name.
+
+    Those of a mapping, such as accuracies by domain, as `name/key`.
+    """
     numbers: dict[str, float] = {}
     for name, value in row.items():
         if isinstance(value, Mapping):

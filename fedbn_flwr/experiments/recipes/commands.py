@@ -44,7 +44,10 @@ REMOTE = "hf:"
 
 def list_recipes(options: Mapping[str, Any]) -> None:
     """Print every recipe, by paper and number."""
-    rows = [{"name": r.name, "place": r.paper.place, "about": r.paper.about} for r in map(read_recipe, recipe_names())]
+    rows = [
+        {"name": r.name, "place": r.paper.place, "about": r.paper.about}
+        for r in map(read_recipe, recipe_names())
+    ]
     if options.get("json"):
         print(json.dumps(rows, indent=2))
         return
@@ -61,9 +64,12 @@ def reproduce(options: Mapping[str, Any]) -> None:
     small, only = bool(options.get("smoke")), options.get("only")
     recipe = full.in_small() if small else full
     recipe = recipe.only(only) if only else recipe
-    # what runs side by side has a process each, and the number of processes of a run is among what decides its bits
+    # what runs side by side has a process each, and the number of processes of a run is among what
+    # decides its bits
     given = {"workers": 1, **{key: options[key] for key in CHANGES if key in options}}
-    settings = [Setting(setting.labels, {**setting.options, **given}) for setting in recipe.study.settings]
+    settings = [
+        Setting(setting.labels, {**setting.options, **given}) for setting in recipe.study.settings
+    ]
     study = replace(
         recipe.study,
         settings=settings,
@@ -71,7 +77,10 @@ def reproduce(options: Mapping[str, Any]) -> None:
         grid_seeds=whole_number("--grid-seeds", options.get("grid-seeds", recipe.study.grid_seeds)),
         engine=engine_named(options.get("engine") or str(recipe.study.engine)),
     )
-    folder = Path(options.get("results-dir") or Path("results", recipe.name.replace("/", "-") + "-smoke" * small))
+    folder = Path(
+        options.get("results-dir")
+        or Path("results", recipe.name.replace("/", "-") + "-smoke" * small)
+    )
     side_by_side = whole_number("--side-by-side", options.get("side-by-side", 1))
     try:
         if options.get("dry-run"):
@@ -88,11 +97,15 @@ def reproduce(options: Mapping[str, Any]) -> None:
         write_study(folder, study, runs, full.content, title=full.name, **more)
         for run, summary in execute(runs, lambda _: None, side_by_side):
             rows.append((run, summary))
-            left = timedelta(seconds=round((time.perf_counter() - started) / len(rows) * (len(runs) - len(rows))))
+            left = timedelta(
+                seconds=round((time.perf_counter() - started) / len(rows) * (len(runs) - len(rows)))
+            )
             say([f"{len(rows)}/{len(runs)} {run.name}: {_outcome(summary)}, {left} left"])
     (part,) = read_parts([folder])
     show_part(part)
-    console.print(f"Results: {folder.resolve()} (`fedbn-flwr report` makes a page of them)", soft_wrap=True)
+    console.print(
+        f"Results: {folder.resolve()} (`fedbn-flwr report` makes a page of them)", soft_wrap=True
+    )
     if all("failed" in summary for _, summary in rows):
         raise CannotTrainError("no run could train")
 
@@ -101,7 +114,11 @@ def _outcome(summary: Summary) -> str:
     score = metric_of(summary)
     if "failed" in summary or summary.get(score) is None:
         return outcome_of(summary)
-    return f"{score} {percent(summary[score])} %" if is_share(score) else f"{score} {summary[score]:.4g}"
+    return (
+        f"{score} {percent(summary[score])} %"
+        if is_share(score)
+        else f"{score} {summary[score]:.4g}"
+    )
 
 
 def show_plan(title: str, runs: Sequence[Run]) -> None:
@@ -115,9 +132,14 @@ def show_plan(title: str, runs: Sequence[Run]) -> None:
         count = len(cell) + sum(map(len, cell[0].tried.values()))
         counted = "?", "?"
         with suppress(ValueError, OSError, RuntimeError):  # they depend on data that are not there
-            samples = len(load_data(config).train) if config.local_epochs or config.budget_epochs else 0
+            samples = (
+                len(load_data(config).train) if config.local_epochs or config.budget_epochs else 0
+            )
             steps = count * expected_steps(config, samples)
-            counted = f"{rounds_within_budget(config, config.clients, samples).rounds:,}", f"{steps:,}"
+            counted = (
+                f"{rounds_within_budget(config, config.clients, samples).rounds:,}",
+                f"{steps:,}",
+            )
             total += steps
         try:
             if not config.dataset.startswith(REMOTE):
@@ -126,7 +148,10 @@ def show_plan(title: str, runs: Sequence[Run]) -> None:
             missing[f"data set {config.dataset!r} is not there: {error}"] = None
         table.add_row(cell[0].setting, cell[0].label, str(count), *counted)
     console.print(table)
-    console.print(f"{len(cells)} cells, {total:,} client steps{' where known' * bool(missing)}", soft_wrap=True)
+    console.print(
+        f"{len(cells)} cells, {total:,} client steps{' where known' * bool(missing)}",
+        soft_wrap=True,
+    )
     say(missing)
 
 
@@ -137,7 +162,9 @@ def listing() -> dict[str, list[Row]]:
         "normalizers": [_row(name, swap) for name, swap in NORMS.items()],
         "models": [_row(name, entry.make) for name, entry in MODELS.items()],
         "datasets": [_row(name, read) for name, read in DATASETS.items()],
-        "partitions": [{**_row(name, kind.share), "form": kind.form} for name, kind in PARTITIONS.items()],
+        "partitions": [
+            {**_row(name, kind.share), "form": kind.form} for name, kind in PARTITIONS.items()
+        ],
         "augmentations": [_row(name, make) for name, make in AUGMENTATIONS.items()],
     }
 
@@ -168,13 +195,23 @@ def _show_kind(kind: str, rows: Sequence[Row]) -> None:
     width = max(len(name) for name in names if len(name) <= WIDEST)
     look: dict[str, Any] = {"overflow": "ellipsis"} if console.is_terminal else {"soft_wrap": True}
     for name, row in zip(names, rows, strict=True):
-        console.print(f"  {name:<{width}}  {row['about']}", markup=False, highlight=False, no_wrap=True, **look)
+        console.print(
+            f"  {name:<{width}}  {row['about']}",
+            markup=False,
+            highlight=False,
+            no_wrap=True,
+            **look,
+        )
     console.print()
 
 
 def _show_one(row: Row) -> None:
     texts = {key: row.get(key) for key in ("form", "paper", "options")}
-    shown = {key: ", ".join(text) if isinstance(text, list) else text for key, text in texts.items() if text}
+    shown = {
+        key: ", ".join(text) if isinstance(text, list) else text
+        for key, text in texts.items()
+        if text
+    }
     say([f"{row['name']}: {row['about']}", *(f"  {key}: {text}" for key, text in shown.items())])
 
 

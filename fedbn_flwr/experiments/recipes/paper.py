@@ -5,12 +5,24 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 #: columns that are counted and not measured, with their units: every printed digit says something
-COUNTED = {"megabytes": "MiB a round", "gigabytes": "GiB in total", "extra-exchanges": "share of extra exchanges, %"}
+COUNTED = {
+    "megabytes": "MiB a round",
+    "gigabytes": "GiB in total",
+    "extra-exchanges": "share of extra exchanges, %",
+}
 #: scores on a domain that nobody trained with, after adapting to so many of its unlabeled samples
 ADAPTED = ("accuracy-adapted-20", "accuracy-adapted-100", "accuracy-adapted-all")
 #: what a table can have of each run; `score` is that by which methods are compared
 QUANTITIES = (
-    *("score", "accuracy", "mean-iou", "accuracy-personal", "accuracy-mean-bn", *ADAPTED, "domain-accuracy"),
+    *(
+        "score",
+        "accuracy",
+        "mean-iou",
+        "accuracy-personal",
+        "accuracy-mean-bn",
+        *ADAPTED,
+        "domain-accuracy",
+    ),
     *("loss", "train-loss", "train-loss-global", *COUNTED),
 )
 
@@ -25,7 +37,10 @@ class Number(NamedTuple):
 
 @dataclass(frozen=True)
 class Reported:
-    """Numbers from one place, by method, setting and column; a table with one quantity has the column ''."""
+    """Numbers from one place, by method, setting and column.
+
+    A table with one quantity has the column ''.
+    """
 
     place: str
     values: Mapping[tuple[str, str, str], Number]
@@ -43,7 +58,9 @@ class Side(NamedTuple):
 
 
 class Direction(NamedTuple):
-    """A statement of a paper that one side is above the other one, in settings with these labels."""
+    """A statement of a paper that one side is above the other one, in settings with these
+    labels.
+    """
 
     text: str
     place: str
@@ -70,4 +87,9 @@ class Paper:
 
     def columns(self, method: str, setting: str) -> list[str]:
         """Return the columns in which a cell has a number."""
-        return [column for each in self.reported for *at, column in each.values if at == [method, setting] and column]
+        return [
+            column
+            for each in self.reported
+            for *at, column in each.values
+            if at == [method, setting] and column
+        ]

@@ -1,4 +1,6 @@
-"""The files of recipes: where they are, and one clear line for what the schema in docs/recipes.md does not allow."""
+"""The files of recipes: where they are, and one clear line for what the schema in docs/recipes.md
+does not allow.
+"""
 
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -11,7 +13,14 @@ from fedbn_flwr.experiments.choice import Grid
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.method import all_options, parse, refuse_code
 from fedbn_flwr.experiments.output.run_folder import cleaned
-from fedbn_flwr.experiments.recipes.paper import QUANTITIES, Direction, Number, Paper, Reported, Side
+from fedbn_flwr.experiments.recipes.paper import (
+    QUANTITIES,
+    Direction,
+    Number,
+    Paper,
+    Reported,
+    Side,
+)
 from fedbn_flwr.experiments.study import Setting, Study
 from fedbn_flwr.plugins import did_you_mean
 from fedbn_flwr.plugins.options import ALL_OPTIONS, Option, UsageError, options_of, whole_number
@@ -19,7 +28,17 @@ from fedbn_flwr.plugins.yaml_text import load_yaml
 
 #: the keys of a recipe, and those of its `smoke`
 SMOKE_KEYS = ("options", "methods", "vary", "seeds", "grid")
-KEYS = ("place", "about", *SMOKE_KEYS, "leave-out", "quantities", "reported", "directions", "notes", "smoke")
+KEYS = (
+    "place",
+    "about",
+    *SMOKE_KEYS,
+    "leave-out",
+    "quantities",
+    "reported",
+    "directions",
+    "notes",
+    "smoke",
+)
 #: options that are no part of a study
 OUTSIDE = ("method", "results-dir", "resume")
 #: a number as printed, with or without a deviation
@@ -50,16 +69,31 @@ class Recipe:
         return self.small
 
     def only(self, labels: Sequence[str]) -> "Recipe":
-        """Return the part with these methods and labels of axes; an axis of which none is named stays whole."""
+        """Return the part with these methods and labels of axes.
+
+        An axis of which none is named stays whole.
+        """
         study = self.study
-        axes = {axis: dict.fromkeys(s.labels[axis] for s in study.settings) for axis in study.settings[0].labels}
+        axes = {
+            axis: dict.fromkeys(s.labels[axis] for s in study.settings)
+            for axis in study.settings[0].labels
+        }
         known = [*study.methods, *(label for values in axes.values() for label in values)]
         if unknown := [label for label in labels if label not in known]:
-            raise UsageError(f"recipe {self.name} has no {unknown[0]!r}; it has: {', '.join(known)}")
+            raise UsageError(
+                f"recipe {self.name} has no {unknown[0]!r}; it has: {', '.join(known)}"
+            )
         methods = {label: text for label, text in study.methods.items() if label in labels}
-        wanted = {axis: [label for label in values if label in labels] or list(values) for axis, values in axes.items()}
-        settings = [s for s in study.settings if all(s.labels[axis] in wanted[axis] for axis in wanted)]
-        return replace(self, study=replace(study, methods=methods or study.methods, settings=settings))
+        wanted = {
+            axis: [label for label in values if label in labels] or list(values)
+            for axis, values in axes.items()
+        }
+        settings = [
+            s for s in study.settings if all(s.labels[axis] in wanted[axis] for axis in wanted)
+        ]
+        return replace(
+            self, study=replace(study, methods=methods or study.methods, settings=settings)
+        )
 
 
 class Fields:
@@ -67,7 +101,9 @@ class Fields:
 
     def __init__(self, where: str, content: object, keys: Collection[str]) -> None:
         self.where = where
-        self.content = {str(key): value for key, value in self.mapping("", content, ", ".join(keys)).items()}
+        self.content = {
+            str(key): value for key, value in self.mapping("", content, ", ".join(keys)).items()
+        }
         self.known("", self.content, keys, "unknown key")
 
     def refuse(self, reason: str) -> NoReturn:
@@ -80,14 +116,24 @@ class Fields:
             self.refuse(f"{where}must be a mapping of {of}, got {value!r}")
         return value
 
-    def known(self, where: str, names: Collection[str], known: Collection[str], what: str, has: str = "known") -> None:
+    def known(
+        self,
+        where: str,
+        names: Collection[str],
+        known: Collection[str],
+        what: str,
+        has: str = "known",
+    ) -> None:
         """Refuse a name that is not one of those that are known."""
         if unknown := [name for name in names if name not in known]:
             self.refuse(f"{where}{what} {unknown[0]!r}; {has}: {', '.join(known) or 'none'}")
 
     def parts(self, key: str, keys: Collection[str]) -> list["Fields"]:
         """Return a list of mappings."""
-        return [Fields(f"{self.where}: {key} {n}", item, keys) for n, item in enumerate(self.listed(key), start=1)]
+        return [
+            Fields(f"{self.where}: {key} {n}", item, keys)
+            for n, item in enumerate(self.listed(key), start=1)
+        ]
 
     def text(self, key: str) -> str:
         """Return a text; empty if there is none."""
@@ -119,7 +165,9 @@ class Fields:
 
     def methods(self) -> dict[str, str]:
         """Return methods by label; in a list every method is its own label."""
-        value = self._labelled("methods", self.content.get("methods"), "be a list, or a mapping of labels,", str)
+        value = self._labelled(
+            "methods", self.content.get("methods"), "be a list, or a mapping of labels,", str
+        )
         return {label: str(text) for label, text in value.items()}
 
     def options(self) -> Options:
@@ -127,13 +175,18 @@ class Fields:
         return self._options("options", self.content.get("options") or {})
 
     def axes(self) -> dict[str, dict[str, Options]]:
-        """Return axis -> label -> options. In a list, and by plain values, an axis is the option of its name."""
+        """Return axis -> label -> options.
+
+        In a list, and by plain values, an axis is the option of its name.
+        """
         axes = dict[str, dict[str, Options]]()
         for axis, values in self.mapping("vary ", self.content.get("vary") or {}, "axes").items():
             where, shape = f"vary: {axis}", "be a list of values, or a mapping of labels,"
             parts = self._labelled(where, values, shape, lambda value, axis=axis: f"{axis}={value}")
             axes[str(axis)] = {
-                label: self._options(f"{where}: {label}", part if isinstance(part, Mapping) else {axis: part})
+                label: self._options(
+                    f"{where}: {label}", part if isinstance(part, Mapping) else {axis: part}
+                )
                 for label, part in parts.items()
             }
         return axes
@@ -141,7 +194,10 @@ class Fields:
     def grid(self) -> Grid:
         """Return option -> values to choose from."""
         given = self.mapping("grid ", self.content.get("grid") or {}, "options to lists of values")
-        grid = {str(key): values if isinstance(values, list) else [values] for key, values in given.items()}
+        grid = {
+            str(key): values if isinstance(values, list) else [values]
+            for key, values in given.items()
+        }
         for key, values in grid.items():
             for value in values:
                 self._options("grid", {key: value})
@@ -162,12 +218,17 @@ class Fields:
     def _options(self, where: str, given: Any) -> Options:
         given = self.mapping(f"{where} ", given, "options")
         known = [key for key in _all_options() if key not in OUTSIDE]
-        refuse_code(self.where, str(given.get("plugins", "")).split(","))  # the names of options may be theirs
+        refuse_code(
+            self.where, str(given.get("plugins", "")).split(",")
+        )  # the names of options may be theirs
         for key, value in given.items():
             if key in OUTSIDE:
                 self.refuse(f"{where}: {key!r} is no option of a recipe")
             if key not in known:
-                self.refuse(f"{where}: unknown option {key!r}; {did_you_mean(key, known, shown=ALL_OPTIONS)}")
+                self.refuse(
+                    f"{where}: unknown option {key!r}; "
+                    f"{did_you_mean(key, known, shown=ALL_OPTIONS)}"
+                )
             if not isinstance(value, bool | int | float | str):
                 self.refuse(f"{where}: {key} must be one value, got {value!r}")
         return dict(given)
@@ -197,26 +258,44 @@ def parse_recipe(name: str, content: object, read_from: str = "") -> Recipe:
     left_out = given.parts("leave-out", ("methods", "in"))
     directions = given.parts("directions", ("claim", "in", "place", "column"))
     reported = given.parts("reported", ("place", "values"))
-    absent = [(part.names("methods", methods, list(methods)), part.names("in", labels)) for part in left_out]
+    absent = [
+        (part.names("methods", methods, list(methods)), part.names("in", labels))
+        for part in left_out
+    ]
     paper = Paper(
         place=given.text("place"),
         about=given.text("about"),
         quantities=given.names("quantities", QUANTITIES, ["score"]),
-        reported=[_reported(part, methods, [setting.name for setting in settings]) for part in reported],
+        reported=[
+            _reported(part, methods, [setting.name for setting in settings]) for part in reported
+        ],
         directions=[_direction(part, methods, labels) for part in directions],
         notes=given.texts("notes"),
     )
-    study = Study(methods, settings, given.seeds(), given.grid(), left_out=absent, read_from=read_from)
+    study = Study(
+        methods, settings, given.seeds(), given.grid(), left_out=absent, read_from=read_from
+    )
     recipe = Recipe(name, given.content, study, paper)
     if not recipe.study.cells():
         given.refuse("leave-out leaves no cell")
-    return recipe if given.content.get("smoke") is None else replace(recipe, small=_in_small(recipe, given, axes))
+    return (
+        recipe
+        if given.content.get("smoke") is None
+        else replace(recipe, small=_in_small(recipe, given, axes))
+    )
 
 
 def _in_small(recipe: Recipe, whole: Fields, axes: Mapping[str, Mapping[str, Any]]) -> Recipe:
     """Return the same cells on embedded data; what a label stands for in small counts most."""
-    given, has = Fields(f"{whole.where}: smoke", whole.content.get("smoke"), SMOKE_KEYS), "the recipe has"
-    options, vary, methods = given.options(), given.axes(), given.methods() if given.content.get("methods") else {}
+    given, has = (
+        Fields(f"{whole.where}: smoke", whole.content.get("smoke"), SMOKE_KEYS),
+        "the recipe has",
+    )
+    options, vary, methods = (
+        given.options(),
+        given.axes(),
+        given.methods() if given.content.get("methods") else {},
+    )
     given.known("vary: ", vary, axes, "unknown axis", has)
     for axis, values in vary.items():
         given.known(f"vary: {axis}: ", values, axes[axis], "unknown label", has)
@@ -228,9 +307,17 @@ def _in_small(recipe: Recipe, whole: Fields, axes: Mapping[str, Mapping[str, Any
         for axis, label in setting.labels.items():
             chosen |= vary.get(axis, {}).get(label, {})
         settings.append(Setting(setting.labels, chosen))
-    parts = {"": options, **{label: part for values in vary.values() for label, part in values.items()}}
-    texts = {label: ", ".join(f"{key} {value}" for key, value in part.items()) for label, part in parts.items()}
-    changes = "; ".join(": ".join(filter(None, pair)) for pair in {**texts, **methods}.items() if pair[1])
+    parts = {
+        "": options,
+        **{label: part for values in vary.values() for label, part in values.items()},
+    }
+    texts = {
+        label: ", ".join(f"{key} {value}" for key, value in part.items())
+        for label, part in parts.items()
+    }
+    changes = "; ".join(
+        ": ".join(filter(None, pair)) for pair in {**texts, **methods}.items() if pair[1]
+    )
     note = f"Run in small, with {changes}. This says nothing about the paper's data."
     return replace(
         recipe,
@@ -254,12 +341,17 @@ def _reported(part: Fields, methods: Collection[str], settings: Sequence[str]) -
     read: dict[tuple[str, str, str], Number] = {}
     for method, of_method in values.items():
         of_settings = {"": of_method} if settings == [""] else of_method
-        by_setting = part.mapping(f"values: {method} ", of_settings, f"settings: {'; '.join(settings)}")
+        by_setting = part.mapping(
+            f"values: {method} ", of_settings, f"settings: {'; '.join(settings)}"
+        )
         part.known(f"values: {method}: ", by_setting, settings, "unknown setting", has)
         for setting, cell in by_setting.items():
             where = ": ".join(filter(None, ("values", method, setting)))
             columns = cell if isinstance(cell, Mapping) else {"": cell}
-            read |= {(method, setting, str(name)): _number(part, where, value) for name, value in columns.items()}
+            read |= {
+                (method, setting, str(name)): _number(part, where, value)
+                for name, value in columns.items()
+            }
     return Reported(place, read)
 
 
@@ -278,12 +370,18 @@ def _direction(part: Fields, methods: Collection[str], labels: Collection[str]) 
         part.known("claim: ", places, labels, "unknown label", "the recipe has")
         sides.append(Side(method, places))
     if len(sides) != 2:
-        part.refuse(f"claim must be METHOD > METHOD, or METHOD @ LABEL > METHOD @ LABEL, got {text!r}")
-    return Direction(text, part.text("place"), sides[0], sides[1], part.names("in", labels), part.text("column"))
+        part.refuse(
+            f"claim must be METHOD > METHOD, or METHOD @ LABEL > METHOD @ LABEL, got {text!r}"
+        )
+    return Direction(
+        text, part.text("place"), sides[0], sides[1], part.names("in", labels), part.text("column")
+    )
 
 
 def recipes_folder() -> Path:
-    """Return the folder of the papers' recipes: inside the package in a wheel, at the root of a checkout."""
+    """Return the folder of the papers' recipes: inside the package in a wheel, at the root of a
+    checkout.
+    """
     here = Path(__file__).resolve()
     places = [here.parents[2] / "recipes", here.parents[3] / "recipes"]
     return next((place for place in places if place.is_dir()), places[0])
@@ -302,7 +400,10 @@ def read_recipe(name: str) -> Recipe:
         path, read_from = Path(name).expanduser(), "its file"
         name = path.stem
     elif name not in recipe_names():
-        raise UsageError(f"unknown recipe {name!r}; `fedbn-flwr recipes` lists them; your own file must end in .yaml")
+        raise UsageError(
+            f"unknown recipe {name!r}; `fedbn-flwr recipes` lists them; your own file must end in "
+            ".yaml"
+        )
     try:
         content = cleaned(load_yaml(path.read_text()))
     except OSError as error:

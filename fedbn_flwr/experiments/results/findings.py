@@ -39,20 +39,31 @@ def findings(runs: Frame, paper: Paper) -> list[Finding]:
     values = values_of(numbers_of(runs, paper.quantities, paper.rounds)).itertuples()
     means = {each.Index: each for each in values}
     failed = runs[runs["error"] != ""].drop_duplicates(CELL, keep="last")
-    cells = {" | ".join(filter(None, (run.label, run.setting))): run.error for run in failed.itertuples()}
+    cells = {
+        " | ".join(filter(None, (run.label, run.setting))): run.error for run in failed.itertuples()
+    }
     failures = [Finding(f"Failed: {cell}: {error}", False) for cell, error in cells.items()]
     orders = (_order(place, runs, means) for place in paper.reported)
     settings = dict(zip(runs["setting"], runs["labels"], strict=True))
-    return [*failures, *filter(None, orders), *(_claim(each, settings, means) for each in paper.directions)]
+    return [
+        *failures,
+        *filter(None, orders),
+        *(_claim(each, settings, means) for each in paper.directions),
+    ]
 
 
 def _order(place: Reported, runs: Frame, means: Values) -> Finding | None:
-    """Say how many pairs of methods are ordered as in the paper, among those that it tells apart in one column."""
+    """Say how many pairs of methods are ordered as in the paper, among those that it tells apart in
+    one column.
+    """
     verdicts = list[str | None]()
     for setting, own in runs.groupby("setting", sort=False):
         columns = dict.fromkeys(column for at, column, _ in means if at == setting)
         pairs = [*combinations(own["label"].unique(), 2)]
-        verdicts += [_ordered(place, means, setting, column, *pair) for column, pair in product(columns, pairs)]
+        verdicts += [
+            _ordered(place, means, setting, column, *pair)
+            for column, pair in product(columns, pairs)
+        ]
     told, against = len(verdicts) - verdicts.count(None), [*filter(None, verdicts)]
     more = [f"and {len(against) - NAMED} more"] if len(against) > NAMED else []
     details = [*(f"not: {line}" for line in against[:NAMED]), *more]
@@ -60,8 +71,12 @@ def _order(place: Reported, runs: Frame, means: Values) -> Finding | None:
     return Finding(text, not against, details) if told else None
 
 
-def _ordered(place: Reported, means: Values, setting: str, column: str, one: str, other: str) -> str | None:
-    """Return an empty text if two methods are ordered as in the paper, else what is not; None if it cannot be told."""
+def _ordered(
+    place: Reported, means: Values, setting: str, column: str, one: str, other: str
+) -> str | None:
+    """Return an empty text if two methods are ordered as in the paper, else what is not; None if it
+    cannot be told.
+    """
     first, second = (place.number(method, setting, column) for method in (one, other))
     mine, its = (means.get((setting, column, method)) for method in (one, other))
     if not (first and second and mine and its):
@@ -74,7 +89,8 @@ def _ordered(place: Reported, means: Values, setting: str, column: str, one: str
         return ""
     sign, where = ">" if difference > 0 else "<", ", ".join(filter(None, (setting, column)))
     return (
-        f"{one} {sign} {other} in {where}: printed {first.mean} and {second.mean}, here {_text(mine)} and {_text(its)}"
+        f"{one} {sign} {other} in {where}: printed {first.mean} and {second.mean}, here "
+        f"{_text(mine)} and {_text(its)}"
     )
 
 
@@ -82,12 +98,16 @@ def _text(value: Any) -> str:
     return number_text(value.mean, value.deviation if value.number > 1 else None)
 
 
-def _claim(direction: Direction, settings: Mapping[str, Mapping[str, str]], means: Values) -> Finding:
+def _claim(
+    direction: Direction, settings: Mapping[str, Mapping[str, str]], means: Values
+) -> Finding:
     """Say of a direction of the paper in how many settings the runs agree."""
     pairs = list(_pairs(direction, settings, means))
     against = [pair for pair in pairs if pair[1].mean <= pair[2].mean]
     source = f" ({direction.place})" if direction.place else ""
-    named = ", ".join([*direction.labels, *([] if direction.column in ACCURACIES else [direction.column])])
+    named = ", ".join(
+        [*direction.labels, *([] if direction.column in ACCURACIES else [direction.column])]
+    )
     text = f"Direction: {direction.text}{f' in {named}' if named else ''}{source}: "
     if not pairs:
         return Finding(f"{text}not run", None)
@@ -99,21 +119,34 @@ def _claim(direction: Direction, settings: Mapping[str, Mapping[str, str]], mean
 
 def _where(pairs: Sequence[tuple[str, Any, Any]]) -> str:
     name, high, low = pairs[0]
-    return f": {_text(high)} and {_text(low)}" + (f" in {name}" if name else "") + (", ..." if len(pairs) > 1 else "")
+    return (
+        f": {_text(high)} and {_text(low)}"
+        + (f" in {name}" if name else "")
+        + (", ..." if len(pairs) > 1 else "")
+    )
 
 
 def _pairs(
     direction: Direction, settings: Mapping[str, Mapping[str, str]], means: Values
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Return the two numbers wherever the sides' settings differ only in the labels that the sides name."""
+    """Return the two numbers wherever the sides' settings differ only in the labels that the sides
+    name.
+    """
     high, low = direction.high, direction.low
     named = {*high.labels, *low.labels}
     for (first, labels), (second, others) in product(settings.items(), repeat=2):
         fits = {*high.labels, *direction.labels} <= {*labels.values()}
         fits = fits and {*low.labels, *direction.labels} <= {*others.values()}
-        if not fits or any(label != others[axis] for axis, label in labels.items() if label not in named):
+        if not fits or any(
+            label != others[axis] for axis, label in labels.items() if label not in named
+        ):
             continue
-        column = direction.column or next((name for at, name, own in means if (at, own) == (first, high.method)), "")
-        here, there = means.get((first, column, high.method)), means.get((second, column, low.method))
+        column = direction.column or next(
+            (name for at, name, own in means if (at, own) == (first, high.method)), ""
+        )
+        here, there = (
+            means.get((first, column, high.method)),
+            means.get((second, column, low.method)),
+        )
         if here and there:
             yield first, here, there

@@ -49,25 +49,43 @@ class Content:
         return [read_config(Path(folder)) for folder in self.part.runs["folder"]]
 
     def facts(self) -> list[tuple[str, str]]:
-        """Return what ran and how, each fact with its name; different values of the runs side by side."""
-        machines = [[f"{own.get(key) or ''}{' cores' * (key == 'cores')}" for key in MACHINE] for own in self.configs]
+        """Return what ran and how, each fact with its name.
+
+        Different values of the runs side by side.
+        """
+        machines = [
+            [f"{own.get(key) or ''}{' cores' * (key == 'cores')}" for key in MACHINE]
+            for own in self.configs
+        ]
         versions = [own.get("versions", {}).items() for own in self.configs]
         facts = {
             "command": [self.part.command or str(own.get("command", "")) for own in self.configs],
-            "versions": [", ".join(f"{name} {version}" for name, version in each) for each in versions],
+            "versions": [
+                ", ".join(f"{name} {version}" for name, version in each) for each in versions
+            ],
             "machine": [", ".join(filter(None, each)) for each in machines],
         }
-        return [(name, text) for name, texts in facts.items() for text in dict.fromkeys(filter(None, texts))]
+        return [
+            (name, text)
+            for name, texts in facts.items()
+            for text in dict.fromkeys(filter(None, texts))
+        ]
 
     def options(self) -> dict[str, str]:
         """Return the options that all begun runs share."""
         begun = [config["options"] for config in self.configs if config.get("options")]
         first = begun[0] if begun else {}
-        return {key: str(value) for key, value in first.items() if all(other.get(key) == value for other in begun)}
+        return {
+            key: str(value)
+            for key, value in first.items()
+            if all(other.get(key) == value for other in begun)
+        }
 
 
 def _write_html(parts: Sequence[Content], folder: Path) -> str:
-    images = [[b64encode(content).decode() for content in part.draw(folder, "png")] for part in parts]
+    images = [
+        [b64encode(content).decode() for content in part.draw(folder, "png")] for part in parts
+    ]
     page = fill(
         "page.html",
         parts=list(zip(parts, images, strict=True)),
@@ -92,7 +110,10 @@ def _write_latex(parts: Sequence[Content], folder: Path) -> str:
         part.draw(folder, "pdf")
         for shown in part.tables:
             write_bytes(folder / f"{part.prefix}{shown.name}.tex", to_latex(shown).encode())
-    return f"{parts[0].prefix}results.tex (and other tables, for booktabs and graphicx, and pictures as PDF files)"
+    return (
+        f"{parts[0].prefix}results.tex (and other tables, for booktabs and graphicx, and "
+        "pictures as PDF files)"
+    )
 
 
 #: format -> what writes it, and returns the name of its main file, and what stands beside it
@@ -107,11 +128,19 @@ def report(options: Mapping[str, Any]) -> None:
     """Write the page, and the files of other formats."""
     folders = [Path(name).expanduser() for name in options["runs"]]
     out = options.get("out")
-    folder = Path(out).expanduser() if out else folders[0] / "report" if len(folders) == 1 else Path("results/report")
+    folder = (
+        Path(out).expanduser()
+        if out
+        else folders[0] / "report"
+        if len(folders) == 1
+        else Path("results/report")
+    )
     formats = list(dict.fromkeys(name.strip() for name in str(options["format"]).split(",")))
     if unknown := [name for name in formats if name not in WRITERS]:
         raise UsageError(f"unknown format {unknown[0]!r}; {did_you_mean(unknown[0], WRITERS)}")
     read = read_parts(folders)
     make_folder(folder)
-    parts = [Content(part, f"{n}-" if len(read) > 1 else "") for n, part in enumerate(read, start=1)]
+    parts = [
+        Content(part, f"{n}-" if len(read) > 1 else "") for n, part in enumerate(read, start=1)
+    ]
     say(f"Report: {folder.resolve()}/{WRITERS[name](parts, folder)}" for name in formats)

@@ -30,13 +30,20 @@ from fedbn_flwr.experiments.results.rows import (
     title_of,
     typical,
 )
-from fedbn_flwr.experiments.results.values import AVERAGE, heading_of, numbers_of, scale_of, values_of
+from fedbn_flwr.experiments.results.values import (
+    AVERAGE,
+    heading_of,
+    numbers_of,
+    scale_of,
+    values_of,
+)
 from fedbn_flwr.plugins import extra
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.server.lr_schedule import round_of
 from fedbn_flwr.traffic.counting_grid import MEGABYTE
 
-#: settings of which a report draws pictures, and up to how many it draws more than the score over rounds
+#: settings of which a report draws pictures, and up to how many it draws more than the score over
+#: rounds
 SETTINGS, FEW = 12, 4
 #: panels of training dynamics, as in FixBN's Figure 3 (a) to (c)
 DYNAMICS = {
@@ -46,22 +53,44 @@ DYNAMICS = {
     "window-variance": "(b) variance of the statistics in a window",
     "loss": "(c) training loss",
 }
-LOSSES = {"train-loss": "training loss", "loss-deviation": "standard deviation of the clients' losses"}
+LOSSES = {
+    "train-loss": "training loss",
+    "loss-deviation": "standard deviation of the clients' losses",
+}
 #: by what curves go over, the label of the axis
 AXES = {"rounds": "round", "exchanges": "exchanges", "bytes": "MB sent, as papers count"}
 #: the range of values from which on a scale is logarithmic
 DECADE = 10
-#: methods that look the same in all pictures; one with `bn-ws` has the colour of the same without it
+#: methods that look the same in all pictures; one with `bn-ws` has the colour of the same without
+#: it
 FIXED = (
-    *("fedavg", "fedavg+gn", "fixbn", "centralized", "fedtan", "fedtan:carry=true", "fedwon", "fedbn"),
-    *("fedavg+bn-ws", "fedavg+gn-ws", "fixbn+bn-ws", "centralized+bn-ws", "fedtan+bn-ws", "fedtan+bn-ws:carry=true"),
+    *(
+        "fedavg",
+        "fedavg+gn",
+        "fixbn",
+        "centralized",
+        "fedtan",
+        "fedtan:carry=true",
+        "fedwon",
+        "fedbn",
+    ),
+    *(
+        "fedavg+bn-ws",
+        "fedavg+gn-ws",
+        "fixbn+bn-ws",
+        "centralized+bn-ws",
+        "fedtan+bn-ws",
+        "fedtan+bn-ws:carry=true",
+    ),
 )
-#: eight colours that differ for all kinds of colour vision (seven of Okabe and Ito), dark enough for lines on white
+#: eight colours that differ for all kinds of colour vision (seven of Okabe and Ito), dark enough
+#: for lines on white
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9", "#661100")
 STROKES = ("solid", (0, (5, 1.5)), (0, (1, 1)), (0, (5, 1.5, 1, 1.5)), (0, (3, 1, 1, 1, 1, 1)))
 MARKERS = "osD^vPX<"
 HATCHES = ("", "///", "...", "xxx", "\\\\\\", "+++", "ooo", "---")
-#: inches without the legend: on a phone's 390 points, 11-point text stays 11 pixels high, and 7 with two panels
+#: inches without the legend: on a phone's 390 points, 11-point text stays 11 pixels high, and 7
+#: with two panels
 SIZE, WIDE = (5.2, 3.6), (8.0, 3.6)
 DPI = 200
 FONT: dict[Any, Any] = {
@@ -93,7 +122,10 @@ def _figure_class() -> Any:
     from matplotlib.figure import Figure  # not pyplot, whose backend is a notebook's own
 
     class Plot(Figure):
-        """A figure of matplotlib, whose lines, labels and sizes can be changed. A notebook shows it."""
+        """A figure of matplotlib, whose lines, labels and sizes can be changed.
+
+        A notebook shows it.
+        """
 
         def save(self, path: str | Path | IO[bytes], form: str | None = None) -> None:
             """Write a file in the form that its ending or `form` names, such as png, pdf or svg."""
@@ -107,7 +139,13 @@ def _figure_class() -> Any:
             if labels:
                 columns = max(1, int(self.get_figwidth() / (0.75 + 0.085 * max(map(len, labels)))))
                 self.set_figheight(self.get_figheight() + 0.21 * -(-len(labels) // columns))
-                self.legend(handles, letters(labels), loc="outside lower center", ncols=columns, frameon=False)
+                self.legend(
+                    handles,
+                    letters(labels),
+                    loc="outside lower center",
+                    ncols=columns,
+                    frameon=False,
+                )
 
         def _repr_png_(self) -> bytes:
             file = BytesIO()
@@ -118,8 +156,13 @@ def _figure_class() -> Any:
 
 
 @contextmanager
-def figure(path: Path | IO[bytes], panels: int = 1, size: Sequence[float] = WIDE, form: str = "") -> Iterator[Any]:
-    """Open a figure with panels side by side, and write it as a file at the end; yield figure and panels."""
+def figure(
+    path: Path | IO[bytes], panels: int = 1, size: Sequence[float] = WIDE, form: str = ""
+) -> Iterator[Any]:
+    """Open a figure with panels side by side, and write it as a file at the end.
+
+    Yield figure and panels.
+    """
     with styled() as figure_class:
         picture = figure_class(figsize=size, dpi=DPI, layout="constrained")
         yield picture, picture.subplots(1, panels)
@@ -127,7 +170,9 @@ def figure(path: Path | IO[bytes], panels: int = 1, size: Sequence[float] = WIDE
 
 
 def letters(texts: Iterable[str]) -> list[str]:
-    """Return texts for a picture, which matplotlib takes for mathematics between two dollar signs."""
+    """Return texts for a picture, which matplotlib takes for mathematics between two dollar
+    signs.
+    """
     return [text.replace("$", r"\$") for text in texts]
 
 
@@ -148,7 +193,9 @@ class Picture:
     setting: str = ""
 
     def file(self, kind: str) -> bytes:
-        """Return the picture, with the legend below, as a file of a kind that matplotlib knows, such as `png`."""
+        """Return the picture, with the legend below, as a file of a kind that matplotlib knows,
+        such as `png`.
+        """
         file = BytesIO()
         with figure(file, 1, (SIZE[0], self.height), kind) as (picture, axes):
             self.paint(axes)
@@ -169,7 +216,9 @@ Looks: TypeAlias = Mapping[str, int]
 
 
 def looks_of(runs: Frame) -> dict[str, int]:
-    """Return the number of each label's look: a fixed one, or one that no fixed method has, of a free colour first."""
+    """Return the number of each label's look: a fixed one, or one that no fixed method has, of a
+    free colour first.
+    """
     methods = dict(zip(runs["label"], runs["method"], strict=True))
     first = {method: label for label, method in reversed(methods.items())}
     looks = {first[method]: look for look, method in enumerate(FIXED) if method in first}
@@ -181,7 +230,8 @@ def looks_of(runs: Frame) -> dict[str, int]:
 def line_style(look: int, place: int = 0, points: int = 0) -> dict[str, Any]:
     """Return how a line with this look and so many points is drawn, at its place among lines.
 
-    Lines that coincide stay visible by their widths, and neighbours have their markers at other points.
+    Lines that coincide stay visible by their widths, and neighbours have their markers at other
+    points.
     """
     step = max(1, points // 8)
     return {
@@ -203,7 +253,10 @@ def bar_style(look: int) -> dict[str, Any]:
 
 
 def draw_lines(axes: Any, points: Frame, looks: Looks) -> None:
-    """Draw the mean of each label's runs at the points that they share, and their range: `label`, `run`, `x`, `y`."""
+    """Draw the mean of each label's runs at the points that they share, and their range:
+
+    `label`, `run`, `x`, `y`.
+    """
     for place, label in enumerate(label for label in looks if label in set(points["label"])):
         own = points[points["label"] == label]
         lines = own.groupby(["x", "run"])["y"].last().unstack().dropna()
@@ -221,7 +274,8 @@ def points_of(rounds: Frame, key: str, x: Any = None) -> Frame:
 
 
 def plot_curves(runs: Frame) -> Any:
-    """Return a figure of the score and the training loss over the rounds: each method's mean over seeds, and the range.
+    """Return a figure of the score and the training loss over the rounds: each method's mean over
+    seeds, and the range.
 
     A UsageError says so if no run has finished.
     """
@@ -261,31 +315,51 @@ def curves(runs: Frame) -> Iterator[Picture]:
     rounds, layers = rounds_of(runs), rounds_of(runs, "dynamics.jsonl")
     settings = rounds["setting"].unique()
     for setting in settings[:SETTINGS]:
-        own, its_rounds, its_layers = (each[each["setting"] == setting] for each in (runs, rounds, layers))
+        own, its_rounds, its_layers = (
+            each[each["setting"] == setting] for each in (runs, rounds, layers)
+        )
         yield from filter(None, _curves(own, its_rounds, its_layers, few=len(settings) <= FEW))
 
 
 def _curves(runs: Frame, rounds: Frame, layers: Frame, few: bool) -> Iterator[Picture | None]:
     setting, score, first = runs["setting"].iloc[0], score_of(runs), runs.drop_duplicates("label")
-    marks = {run["label"]: marks_of(run["folder"], rounds[rounds["run"] == at]) for at, run in first.iterrows()}
+    marks = {
+        run["label"]: marks_of(run["folder"], rounds[rounds["run"] == at])
+        for at, run in first.iterrows()
+    }
     draw = partial(_picture, setting=setting, marks=marks, looks=looks_of(runs))
     exchanges = column(rounds, "exchanges").fillna(0)
-    sums = pd.DataFrame({"exchanges": exchanges, "bytes": column(rounds, "paper-bytes").fillna(0) / MEGABYTE})
+    sums = pd.DataFrame(
+        {"exchanges": exchanges, "bytes": column(rounds, "paper-bytes").fillna(0) / MEGABYTE}
+    )
     positions = {"rounds": rounds["round"], **sums.groupby(rounds["run"]).cumsum()}
     for kind in AXES if few else ["rounds"]:
         if kind != "exchanges" or exchanges.max() > 1:
-            points, caption = points_of(rounds, score, positions[kind]), f"{score.replace('-', ' ')} against {kind}"
+            points, caption = (
+                points_of(rounds, score, positions[kind]),
+                f"{score.replace('-', ' ')} against {kind}",
+            )
             yield draw(points, f"{score}-{kind}", caption, AXES[kind], heading_of(score))
     for key, text in LOSSES.items() if few else ():
         yield draw(points_of(rounds, key), key, text, "round", text, log=True)
     for key, text in DYNAMICS.items() if few else ():
-        points = points_of(layers, key).groupby(["label", "run", "x"], sort=False, as_index=False).mean()
+        points = (
+            points_of(layers, key).groupby(["label", "run", "x"], sort=False, as_index=False).mean()
+        )
         points["y"] /= scale_of(key)
         yield draw(points, key, f"{text}, mean of all layers", "round", text[4:], log=True)
 
 
 def _picture(
-    points: Frame, name: str, caption: str, x: str, y: str, setting: str, marks: Marks, looks: Looks, log: bool = False
+    points: Frame,
+    name: str,
+    caption: str,
+    x: str,
+    y: str,
+    setting: str,
+    marks: Marks,
+    looks: Looks,
+    log: bool = False,
 ) -> Picture | None:
     """Draw lines, if one has two points: the mean of a method's runs, and their range."""
     runs = points.groupby("run")
@@ -311,11 +385,16 @@ def _picture(
 
 
 def marks_of(folder: str | Path, rounds: Frame) -> list[Mark]:
-    """Return what changes in a run; nothing where its options are not known, as of a plug-in that is not there."""
+    """Return what changes in a run.
+
+    Nothing where its options are not known, as of a plug-in that is not there.
+    """
     options = read_config(Path(folder)).get("options", {})
     last = int(options.get("rounds", 0))
     try:
-        strategy = resolve({**options, "resume": ""}, federation=True, read_from=str(folder)).make_strategy(1)
+        strategy = resolve(
+            {**options, "resume": ""}, federation=True, read_from=str(folder)
+        ).make_strategy(1)
     except UsageError:
         return []
     freeze_at: float | None = getattr(strategy, "freeze_at", None)
@@ -328,10 +407,19 @@ def marks_of(folder: str | Path, rounds: Frame) -> list[Mark]:
 
 
 def draw_marks(axes: Any, marks: Marks, looks: Looks) -> None:
-    """Draw a line at every mark, in the colour of the method if only one has it, else in grey, and name it above."""
+    """Draw a line at every mark, in the colour of the method if only one has it, else in grey, and
+    name it above.
+    """
     first, last = axes.get_xlim()
-    for after in sorted({mark.after for each in marks.values() for mark in each if first < mark.after + 0.5 < last}):
-        here = [(label, mark.text) for label, each in marks.items() for mark in each if mark.after == after]
+    for after in sorted(
+        {mark.after for each in marks.values() for mark in each if first < mark.after + 0.5 < last}
+    ):
+        here = [
+            (label, mark.text)
+            for label, each in marks.items()
+            for mark in each
+            if mark.after == after
+        ]
         owners, texts = dict(here), dict.fromkeys(text for _, text in here)
         colour = "#555555" if len(owners) > 1 else COLOURS[looks[here[0][0]] % 8]
         axes.axvline(after + 0.5, color=colour, linestyle=(0, (2, 2)), linewidth=1, zorder=1)
@@ -354,8 +442,14 @@ def bars(runs: Frame, paper: Paper) -> Iterator[Picture]:
 def _domains(setting: str, values: Frame, looks: Looks) -> Iterator[Picture]:
     """Draw the accuracy by domain, where all methods have it."""
     methods = [label for name, label in values.index if name == AVERAGE]
-    names = [name for name in values.index.unique("column") if name != AVERAGE and name not in QUANTITIES]
-    order = [name for name in [*names, AVERAGE] if all((name, label) in values.index for label in methods)]
+    names = [
+        name for name in values.index.unique("column") if name != AVERAGE and name not in QUANTITIES
+    ]
+    order = [
+        name
+        for name in [*names, AVERAGE]
+        if all((name, label) in values.index for label in methods)
+    ]
     if not methods or not names:
         return
     shown = values.loc[order]
@@ -365,7 +459,10 @@ def _domains(setting: str, values: Frame, looks: Looks) -> Iterator[Picture]:
         for index, label in enumerate(methods):
             own = shown.xs(label, level="label").loc[order]
             at = np.arange(len(order)) + (index - (len(methods) - 1) / 2) * width
-            whiskers = {"yerr": own["deviation"] if own["deviation"].any() else None, "error_kw": {"elinewidth": 1}}
+            whiskers = {
+                "yerr": own["deviation"] if own["deviation"].any() else None,
+                "error_kw": {"elinewidth": 1},
+            }
             axes.bar(at, own["mean"], width, label=label, **whiskers, **bar_style(looks[label]))
         axes.grid(alpha=0.3, axis="y")
         axes.set_axisbelow(True)
@@ -378,9 +475,14 @@ def _domains(setting: str, values: Frame, looks: Looks) -> Iterator[Picture]:
 
 
 def _map(
-    settings: Mapping[str, Mapping[str, str]], high: str, low: str, means: Mapping[tuple[str, str, str], float]
+    settings: Mapping[str, Mapping[str, str]],
+    high: str,
+    low: str,
+    means: Mapping[tuple[str, str, str], float],
 ) -> Iterator[Picture]:
-    """Draw accuracy with GN minus that with BN over local steps and all other axes, as in FixBN's Figure 2."""
+    """Draw accuracy with GN minus that with BN over local steps and all other axes, as in FixBN's
+    Figure 2.
+    """
     gaps = dict[tuple[str, str], float]()
     for setting, labels in settings.items():
         others = ", ".join(label for axis, label in labels.items() if axis != "local-steps")
@@ -393,14 +495,23 @@ def _map(
 
     def paint(axes: Any) -> None:
         # purple and orange differ for all kinds of colour vision, and the numbers say the same
-        axes.imshow(np.ma.masked_invalid(table), cmap="PuOr", vmin=-limit, vmax=limit, aspect="auto")
+        axes.imshow(
+            np.ma.masked_invalid(table), cmap="PuOr", vmin=-limit, vmax=limit, aspect="auto"
+        )
         for (row, at), value in np.ndenumerate(table.to_numpy()):
             if np.isfinite(value):
                 colour = "white" if abs(value) > 0.7 * limit else "black"
-                axes.text(at, row, f"{value:+.1f}", ha="center", va="center", color=colour, fontsize=10)
+                axes.text(
+                    at, row, f"{value:+.1f}", ha="center", va="center", color=colour, fontsize=10
+                )
         axes.set_xticks(range(len(table.columns)), letters(table.columns))
         axes.set_yticks(range(len(table)), letters(table.index), fontsize=9)
         axes.spines[:].set_visible(False)
         axes.tick_params(length=0)
 
-    yield Picture("gn-minus-bn", f"Accuracy with {high} minus {low}, in points", paint, height=1.2 + 0.42 * len(table))
+    yield Picture(
+        "gn-minus-bn",
+        f"Accuracy with {high} minus {low}, in points",
+        paint,
+        height=1.2 + 0.42 * len(table),
+    )

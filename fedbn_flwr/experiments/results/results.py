@@ -12,13 +12,28 @@ from torch import Tensor, nn
 
 from fedbn_flwr import norm, state
 from fedbn_flwr.data.own_data import preprocess
-from fedbn_flwr.experiments.material import Material, form_of, fresh_model, load_data, node_names, normalization
+from fedbn_flwr.experiments.material import (
+    Material,
+    form_of,
+    fresh_model,
+    load_data,
+    node_names,
+    normalization,
+)
 from fedbn_flwr.experiments.method import Method, method_of
 from fedbn_flwr.experiments.output.console import console
 from fedbn_flwr.experiments.output.recorder import Summary
 from fedbn_flwr.experiments.output.run_folder import PERSONAL
 from fedbn_flwr.experiments.results.plots import plot_curves
-from fedbn_flwr.experiments.results.rows import Frame, column, finished, pd, rounds_of, row_of, score_of
+from fedbn_flwr.experiments.results.rows import (
+    Frame,
+    column,
+    finished,
+    pd,
+    rounds_of,
+    row_of,
+    score_of,
+)
 from fedbn_flwr.experiments.results.show import fill, show_comparison
 from fedbn_flwr.experiments.results.tables import results
 from fedbn_flwr.experiments.results.values import values_of
@@ -33,15 +48,20 @@ Key = tuple[str, int]
 class Results:
     """Runs of one or several methods, as they stand in a folder.
 
-    Shown as a table, in a notebook too. Each run's `summary`, the record of its end, is a dictionary.
+    Shown as a table, in a notebook too. Each run's `summary`, the record of its end, is a
+    dictionary.
     """
 
-    def __init__(self, folder: Path, runs: Sequence[tuple[Run, Summary]], is_kept: bool = True) -> None:
+    def __init__(
+        self, folder: Path, runs: Sequence[tuple[Run, Summary]], is_kept: bool = True
+    ) -> None:
         #: where the runs are; without a folder of your own, it lives as long as this object
         self.folder = folder
         self.summaries = [summary for _, summary in runs]
         #: a row for each run
-        self.rows = pd.DataFrame([row_of(run.folder, summary, **run.place) for run, summary in runs])
+        self.rows = pd.DataFrame(
+            [row_of(run.folder, summary, **run.place) for run, summary in runs]
+        )
         self._runs = {_key(run.place): run for run, _ in runs}
         if not is_kept:
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
@@ -58,14 +78,19 @@ class Results:
         Differences are paired by seed; `half_width` is half the width of their 95 % interval.
         """
         score = score_of(self.rows)
-        scores = finished(self.rows).assign(label=self.rows["method"], column=score, value=column(self.rows, score))
-        return {each.Index[-1]: each for each in values_of(scores.dropna(subset="value")).itertuples(name="Value")}
+        scores = finished(self.rows).assign(
+            label=self.rows["method"], column=score, value=column(self.rows, score)
+        )
+        return {
+            each.Index[-1]: each
+            for each in values_of(scores.dropna(subset="value")).itertuples(name="Value")
+        }
 
     def curves(self, quantity: str = "") -> dict[Key, dict[int, float]]:
         """Return a quantity by method and seed, and there by round; by default the score.
 
-        `pandas.DataFrame(results.curves())` has a row for each round and a column for each run. A ValueError lists what
-        is recorded.
+        `pandas.DataFrame(results.curves())` has a row for each round and a column for each run. A
+        ValueError lists what is recorded.
         """
         quantity, ended = quantity or score_of(self.rows), finished(self.rows)
         rounds = rounds_of(ended)
@@ -73,34 +98,47 @@ class Results:
         if recorded and quantity not in recorded:
             raise UsageError(f"no run has recorded {quantity!r}; recorded: {', '.join(recorded)}")
         values = rounds.assign(value=column(rounds, quantity)).dropna(subset="value")
-        lines = {run: dict(zip(own["round"], own["value"], strict=True)) for run, own in values.groupby("run")}
+        lines = {
+            run: dict(zip(own["round"], own["value"], strict=True))
+            for run, own in values.groupby("run")
+        }
         return {_key(run): lines.get(at, {}) for at, run in ended.iterrows()}
 
     def model(
-        self, method: Method = "", seed: int | None = None, adapt: Tensor | Iterable[Any] | None = None
+        self,
+        method: Method = "",
+        seed: int | None = None,
+        adapt: Tensor | Iterable[Any] | None = None,
     ) -> nn.Module:
-        """Return the model that a run has trained, in evaluation mode; by default that of the first run.
+        """Return the model that a run has trained, in evaluation mode; by default that of the first
+        run.
 
-        It takes inputs as training had them: `preprocess` makes them. With `adapt`, raw unlabeled inputs of a site that
-        did not take part, it has BN statistics of these, which a model that learned under frozen ones cannot use: a
-        warning says so. A method with a model for each node is a UsageError without `adapt`; with it, the nodes' mean
-        is adapted.
+        It takes inputs as training had them: `preprocess` makes them. With `adapt`, raw unlabeled
+        inputs of a site that did not take part, it has BN statistics of these, which a model that
+        learned under frozen ones cannot use: a warning says so. A method with a model for each node
+        is a UsageError without `adapt`; with it, the nodes' mean is adapted.
         """
         key = self._key_of(method, seed)
         if self._runs[key].experiment.strategy_class.personal and adapt is None:
-            raise UsageError(f"{key[0]!r} has a model for each node: `models` returns them, or `adapt` fits their mean")
+            raise UsageError(
+                f"{key[0]!r} has a model for each node: `models` returns them, or `adapt` fits "
+                "their mean"
+            )
         model = self._filled(key, read_weights(self._runs[key].folder / "model.safetensors"))
         if adapt is None:
             return model
         if (self._runs[key].finished() or {}).get("frozen") in ("statistics", "both"):
-            warnings.warn(f"{key[0]} trained with frozen statistics: with others, it may fail", stacklevel=2)
+            warnings.warn(
+                f"{key[0]} trained with frozen statistics: with others, it may fail", stacklevel=2
+            )
         return norm.adapt(model, adapt, preprocess=self.preprocess(*key))
 
     def models(self, method: Method = "", seed: int | None = None) -> dict[int | str, nn.Module]:
         """Return each node's own model, in evaluation mode; by default those of the first run.
 
-        The keys are the nodes' domains if each has one of its own, else their numbers. A node that never trained has
-        the server's model. A method with one model for all nodes is a UsageError, and so are nodes elsewhere.
+        The keys are the nodes' domains if each has one of its own, else their numbers. A node that
+        never trained has the server's model. A method with one model for all nodes is a UsageError,
+        and so are nodes elsewhere.
         """
         key = self._key_of(method, seed)
         experiment, folder = self._runs[key].experiment, self._runs[key].folder / PERSONAL
@@ -108,7 +146,8 @@ class Results:
             raise UsageError(f"{key[0]!r} has one model for all nodes: `model` returns it")
         if not [*folder.glob("*.safetensors")]:
             raise UsageError(
-                f"{folder} is missing or empty: with the engine ray and in deployments nodes keep their models, "
+                f"{folder} is missing or empty: with the engine ray and in deployments nodes keep "
+                "their models, "
                 "of which `export_personal` makes one there"
             )
         weights = read_weights(folder.parent / "model.safetensors")
@@ -127,10 +166,14 @@ class Results:
         return model.eval()
 
     def preprocess(self, method: Method = "", seed: int | None = None) -> Callable[[Any], Tensor]:
-        """Return a function that turns raw inputs, tensors or arrays, into those that a run's model takes."""
+        """Return a function that turns raw inputs, tensors or arrays, into those that a run's model
+        takes.
+        """
         config = self._runs[self._key_of(method, seed)].experiment.config
         split = load_data(config).train
-        return partial(preprocess, trained=split.inputs, image_size=config.image_size, **normalization(split))
+        return partial(
+            preprocess, trained=split.inputs, image_size=config.image_size, **normalization(split)
+        )
 
     def _key_of(self, method: Method, seed: int | None) -> Key:
         text = method_of(method) if method != "" else str(self.rows["method"][0])
@@ -138,17 +181,21 @@ class Results:
             if key[0] == text and seed in (None, key[1]):
                 return key
         names = ", ".join(f"{name!r} (seed {number})" for name, number in self._runs)
-        raise UsageError(f"there is no model of {text!r}{'' if seed is None else f', seed {seed}'}; of: {names}")
+        raise UsageError(
+            f"there is no model of {text!r}{'' if seed is None else f', seed {seed}'}; of: {names}"
+        )
 
     def to_pandas(self) -> Frame:
         """Return a `pandas.DataFrame` with a row for each run, as `rows` of a folder."""
         return self.rows.copy()
 
     def plot(self) -> Any:
-        """Draw the score and the loss over the rounds; return a `matplotlib.figure.Figure`, which a notebook shows.
+        """Draw the score and the loss over the rounds.
 
-        Its lines and labels can be changed, and `save` writes it in the form that a file's ending names. A UsageError
-        says so if no run has finished.
+        Return a `matplotlib.figure.Figure`, which a notebook shows.
+
+        Its lines and labels can be changed, and `save` writes it in the form that a file's ending
+        names. A UsageError says so if no run has finished.
         """
         return plot_curves(self.rows)
 

@@ -1,11 +1,20 @@
-"""Folders of results as a `pandas.DataFrame`: `rows` has a row for every run, `read_parts` what stands beside them."""
+"""Folders of results as a `pandas.DataFrame`:
+
+`rows` has a row for every run, `read_parts` what stands beside them.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fedbn_flwr.experiments.output.run_folder import CONFIG, SUMMARY, read_config, read_json, read_rounds
+from fedbn_flwr.experiments.output.run_folder import (
+    CONFIG,
+    SUMMARY,
+    read_config,
+    read_json,
+    read_rounds,
+)
 from fedbn_flwr.experiments.recipes.paper import Paper
 from fedbn_flwr.experiments.recipes.schema import parse_recipe
 from fedbn_flwr.experiments.runs import FREE, setting_name
@@ -22,8 +31,15 @@ STATES = ("finished", "failed", "unfinished", "waiting")
 CELL = ["setting", "label"]
 #: the keys of a recipe that is a comparison, and nothing more
 OF_COMPARISONS = {"methods", "options", "seeds", "grid"}
-#: options in which the settings of single runs differ: their runs share no picture, and no difference is taken
-OF_SETTINGS = {"dataset": "{}", "model": "{}", "partition": "{}", "clients": "{} clients", "rounds": "{} rounds"}
+#: options in which the settings of single runs differ: their runs share no picture, and no
+#: difference is taken
+OF_SETTINGS = {
+    "dataset": "{}",
+    "model": "{}",
+    "partition": "{}",
+    "clients": "{} clients",
+    "rounds": "{} rounds",
+}
 
 
 class _Pandas:
@@ -60,10 +76,11 @@ class Part:
 
 
 def rows(folders: str | Path | Sequence[str | Path]) -> Frame:
-    """Return a `pandas.DataFrame` with a row for every run of these folders, in the order of their studies.
+    """Return a `pandas.DataFrame` with a row for every run of these folders, in the order of their
+    studies.
 
-    Its columns are `setting`, `labels`, `label`, `method`, `seed`, `state` (finished, failed, unfinished or waiting),
-    `error`, `folder`, and the keys of `summary.json`.
+    Its columns are `setting`, `labels`, `label`, `method`, `seed`, `state` (finished, failed,
+    unfinished or waiting), `error`, `folder`, and the keys of `summary.json`.
     """
     given = [folders] if isinstance(folders, str | Path) else folders
     return pd.concat([part.runs for part in read_parts([*map(Path, given)])], ignore_index=True)
@@ -77,15 +94,22 @@ def read_parts(folders: Sequence[Path]) -> list[Part]:
     parts, alone = list[Part](), list[Part]()
     for folder in dict.fromkeys(folders):
         if not folder.is_dir():
-            raise UsageError(f"{folder} is {'not a folder of results' if folder.exists() else 'missing'}")
+            raise UsageError(
+                f"{folder} is {'not a folder of results' if folder.exists() else 'missing'}"
+            )
         try:
             part = _study(folder) if (folder / STUDY).is_file() else _single(folder)
         except (TypeError, KeyError, AttributeError) as error:
-            text = "is not the record of a study, or not whole (the command that made it writes it again)"
+            text = (
+                "is not the record of a study, or not whole (the command that made it writes "
+                "it again)"
+            )
             raise UsageError(f"{folder / STUDY} {text}") from error
         (alone if len(part.runs) == 1 and part.paper == Paper() else parts).append(part)
     if len(alone) > 1:
-        alone = [Part("Runs", _together(pd.concat([part.runs for part in alone], ignore_index=True)))]
+        alone = [
+            Part("Runs", _together(pd.concat([part.runs for part in alone], ignore_index=True)))
+        ]
     return [*parts, *alone]
 
 
@@ -120,7 +144,15 @@ def row_of(folder: Path, summary: Mapping[str, Any] | None = None, **place: Any)
     own = read_json(folder / SUMMARY) if summary is None else summary
     known = own if isinstance(own, Mapping) else {}
     error = str(known.get("failed") or known.get("error") or "")
-    state = "failed" if error else "finished" if known else "unfinished" if read_rounds(folder) else "waiting"
+    state = (
+        "failed"
+        if error
+        else "finished"
+        if known
+        else "unfinished"
+        if read_rounds(folder)
+        else "waiting"
+    )
     about = {"setting": "", "labels": {}, "label": "", "method": "", "seed": 0, **place}
     about |= {"state": state, "error": error, "folder": str(folder)}
     return {**about, **known, **about}
@@ -129,13 +161,19 @@ def row_of(folder: Path, summary: Mapping[str, Any] | None = None, **place: Any)
 def _together(runs: Frame) -> Frame:
     """Return single runs as methods in settings.
 
-    Runs of a method are its seeds if they differ in nothing else; otherwise the folders' names tell which is which.
+    Runs of a method are its seeds if they differ in nothing else; otherwise the folders' names tell
+    which is which.
     """
-    options = [{key: value for key, value in each.items() if key not in FREE} for each in options_of(runs)]
+    options = [
+        {key: value for key, value in each.items() if key not in FREE} for each in options_of(runs)
+    ]
     axes = [key for key in OF_SETTINGS if len({each.get(key) for each in options}) > 1]
     labels = [{key: OF_SETTINGS[key].format(each.get(key)) for key in axes} for each in options]
     runs = runs.assign(labels=labels, setting=[*map(setting_name, labels)])
-    others = [str(sorted((key, value) for key, value in each.items() if key != "seed")) for each in options]
+    others = [
+        str(sorted((key, value) for key, value in each.items() if key != "seed"))
+        for each in options
+    ]
     alike = runs.assign(others=others).groupby(CELL)["others"].nunique().max() == 1
     if alike and not runs.duplicated([*CELL, "seed"]).any():
         return runs
@@ -148,15 +186,21 @@ def options_of(runs: Frame) -> list[dict[str, Any]]:
 
 
 def rounds_of(runs: Frame, name: str = "rounds.jsonl") -> Frame:
-    """Return what runs have written about their rounds so far, each row with the index and the place of its run."""
+    """Return what runs have written about their rounds so far, each row with the index and the
+    place of its run.
+    """
     places = runs[[*CELL, "seed"]].to_dict("index")
     written = {run: read_rounds(Path(folder), name) for run, folder in runs["folder"].items()}
-    lines = [{"run": run, **places[run], **row} for run, rounds in written.items() for row in rounds]
+    lines = [
+        {"run": run, **places[run], **row} for run, rounds in written.items() for row in rounds
+    ]
     return pd.DataFrame(lines, columns=None if lines else ["run", *CELL, "seed", "round"])
 
 
 def finished(runs: Frame) -> Frame:
-    """Return the runs that came to their end, with the `rounds` that they made before they stopped, and `MB sent`."""
+    """Return the runs that came to their end, with the `rounds` that they made before they stopped,
+    and `MB sent`.
+    """
     ended = runs[runs["state"] == "finished"]
     rounds = column(ended, "stopped-after").fillna(column(ended, "rounds"))
     sent, counted = (column(ended, f"{name}-bytes") / MEGABYTE for name in ("payload", "paper"))
@@ -169,7 +213,9 @@ def column(runs: Frame, name: str) -> Any:
 
 
 def known(value: Any) -> bool:
-    """Return whether a cell of a frame has something: what is missing is NaN, which is not itself."""
+    """Return whether a cell of a frame has something: what is missing is NaN, which is not
+    itself.
+    """
     return value is not None and bool(value == value)
 
 
@@ -184,7 +230,9 @@ def title_of(run: Any) -> str:
 
 
 def typical(runs: Frame) -> Any:
-    """Return a run whose partition is that of the clients: the centralized reference only if it is alone."""
+    """Return a run whose partition is that of the clients: the centralized reference only if it is
+    alone.
+    """
     of_clients = runs[runs["partition"] != "union"] if "partition" in runs else runs
     return (of_clients if len(of_clients) else runs).iloc[0]
 

@@ -12,7 +12,15 @@ from fedbn_flwr.experiments.output.console import console, new_table
 from fedbn_flwr.experiments.recipes.paper import Paper
 from fedbn_flwr.experiments.results.findings import findings
 from fedbn_flwr.experiments.results.rows import Frame, Part, pd, typical
-from fedbn_flwr.experiments.results.tables import WEAK, Number, Table, by_domain, comparison, reproduced, unseen
+from fedbn_flwr.experiments.results.tables import (
+    WEAK,
+    Number,
+    Table,
+    by_domain,
+    comparison,
+    reproduced,
+    unseen,
+)
 
 #: what LaTeX reads in another way than as the letter
 ESCAPES = {letter: f"\\{letter}" for letter in "#$%&_{}"} | {
@@ -31,7 +39,10 @@ FOLDED = ("setting", "method", "state")
 
 
 def terminal(shown: Table) -> None:
-    """Print a table with its caption; one wider than the terminal breaks headings, options and deviations."""
+    """Print a table with its caption.
+
+    One wider than the terminal breaks headings, options and deviations.
+    """
     rich, texts = new_table(escape(shown.caption)), shown.frame.map(str)
     for name in texts:
         justify: Any = "right" if name in shown.numeric else "left"
@@ -65,7 +76,9 @@ def _break(rich: RichTable) -> None:
 
 
 def to_csv(shown: Table) -> str:
-    """Return a table as CSV: numbers with all their digits, and deviations in columns of their own."""
+    """Return a table as CSV: numbers with all their digits, and deviations in columns of their
+    own.
+    """
     columns = {}
     for name, cells in shown.frame.items():
         columns[name] = cells.map(_csv_cell)
@@ -86,7 +99,11 @@ def to_latex(shown: Table) -> str:
     """Return a table for LaTeX, with the rules of booktabs and no wider than the page."""
     form = "".join("r" if name in shown.numeric else "l" for name in shown.frame)
     texts = shown.frame.map(_latex_cell).rename(columns=latex)
-    notes = f"\\par\\smallskip{{\\footnotesize {latex(' '.join(shown.footer))}}}\n" if shown.footer else ""
+    notes = (
+        f"\\par\\smallskip{{\\footnotesize {latex(' '.join(shown.footer))}}}\n"
+        if shown.footer
+        else ""
+    )
     return (
         f"\\begin{{table}}[htbp]\n\\centering\n\\caption{{{latex(shown.caption)}}}\n"
         f"\\resizebox{{\\ifdim\\width>\\linewidth \\linewidth\\else\\width\\fi}}{{!}}{{%\n"
@@ -96,7 +113,11 @@ def to_latex(shown: Table) -> str:
 
 def _latex_cell(cell: Any) -> str:
     shown = latex(str(cell))
-    return f"${shown[0]}${shown[1:]}" if isinstance(cell, Number) and shown[:1] in ("-", "+") else shown
+    return (
+        f"${shown[0]}${shown[1:]}"
+        if isinstance(cell, Number) and shown[:1] in ("-", "+")
+        else shown
+    )
 
 
 def latex(words: str) -> str:
@@ -116,26 +137,43 @@ def fill(template: str, **values: object) -> str:
 
 
 def _breakable(words: str) -> Any:
-    """Return a text as HTML that may break before the options and layers of a method, and after a comma."""
+    """Return a text as HTML that may break before the options and layers of a method, and after a
+    comma.
+    """
     import markupsafe
 
     escaped = str(markupsafe.escape(words))
-    return markupsafe.Markup(escaped.replace(":", "<wbr>:").replace("+", "<wbr>+").replace(",", ",<wbr>"))
+    return markupsafe.Markup(
+        escaped.replace(":", "<wbr>:").replace("+", "<wbr>+").replace(",", ",<wbr>")
+    )
 
 
 def show_comparison(runs: Frame) -> None:
-    """Print a line for each method, accuracies by domain where there are domains, and why a method failed."""
+    """Print a line for each method, accuracies by domain where there are domains, and why a method
+    failed.
+    """
     if len(ended := runs[runs["state"] == "finished"]):
         first = typical(ended)
-        title = f"{first['dataset']}, {first['model']}, {first['partition']}, {first['rounds']:.0f} rounds"
+        title = (
+            f"{first['dataset']}, {first['model']}, {first['partition']}, "
+            f"{first['rounds']:.0f} rounds"
+        )
         if "unseen" in ended:
-            about = "the domain that nobody trained with, ± half the 95 % interval; adapted to its training data"
+            about = (
+                "the domain that nobody trained with, ± half the 95 % interval; adapted to "
+                "its training data"
+            )
             terminal(unseen(runs, f"{title}: {about}"))
         else:
             compared = comparison(runs, title)
-            hints = [f"{line} `--seeds 3` gives intervals." if line == WEAK else line for line in compared.footer]
+            hints = [
+                f"{line} `--seeds 3` gives intervals." if line == WEAK else line
+                for line in compared.footer
+            ]
             terminal(replace(compared, footer=hints))
-            domains = by_domain(runs, "accuracy by domain, % (personal models: on their nodes' domain)")
+            domains = by_domain(
+                runs, "accuracy by domain, % (personal models: on their nodes' domain)"
+            )
             if len(domains.frame):
                 terminal(domains)
     failed = runs[runs["error"] != ""].itertuples()
@@ -143,7 +181,9 @@ def show_comparison(runs: Frame) -> None:
 
 
 def show_part(part: Part) -> None:
-    """Print the table of runs; of a study with a paper beside its numbers, with what holds of the paper, and notes."""
+    """Print the table of runs; of a study with a paper beside its numbers, with what holds of the
+    paper, and notes.
+    """
     paper = part.paper
     if paper == Paper():
         show_comparison(part.runs)
@@ -151,4 +191,9 @@ def show_part(part: Part) -> None:
     place = f" ({paper.place})" if paper.place else ""
     terminal(reproduced(part.runs, paper, f"{part.title}: {paper.about}{place}"))
     found = findings(part.runs, paper)
-    say([*(line for item in found for line in item.lines()), *(f"Note: {note}" for note in paper.notes)])
+    say(
+        [
+            *(line for item in found for line in item.lines()),
+            *(f"Note: {note}" for note in paper.notes),
+        ]
+    )

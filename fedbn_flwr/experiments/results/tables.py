@@ -1,4 +1,5 @@
-"""Tables of runs: frames of texts and numbers, a line for each method in each setting, or for each run.
+"""Tables of runs: frames of texts and numbers, a line for each method in each setting, or for each
+run.
 
 A new column is a line in the function of its table. `show.py` has the forms of a table.
 """
@@ -50,7 +51,9 @@ ALIKE = ("lr", "runs")
 
 @dataclass(frozen=True)
 class Number:
-    """A number as it is read, the number that it is sorted by, and what stands behind its plus-minus sign."""
+    """A number as it is read, the number that it is sorted by, and what stands behind its
+    plus-minus sign.
+    """
 
     text: str
     value: float
@@ -79,7 +82,11 @@ class Table:
     @property
     def numeric(self) -> set[str]:
         """The columns of numbers."""
-        return {name for name, cells in self.frame.items() if any(isinstance(cell, Number) for cell in cells)}
+        return {
+            name
+            for name, cells in self.frame.items()
+            if any(isinstance(cell, Number) for cell in cells)
+        }
 
 
 def count(number: float | None, digits: int = 0) -> Number | str:
@@ -96,10 +103,17 @@ class Lines:
     """The cells of methods in settings, by setting and label."""
 
     def __init__(self, runs: Frame, paper: Paper | None = None, digits: int = 2) -> None:
-        self.runs, self.ended, self.paper, score = runs, finished(runs), paper or Paper(), score_of(runs)
+        self.runs, self.ended, self.paper, score = (
+            runs,
+            finished(runs),
+            paper or Paper(),
+            score_of(runs),
+        )
         self.index = pd.MultiIndex.from_frame(runs[CELL].drop_duplicates())
         self.values = values_of(numbers_of(runs, self.paper.quantities, self.paper.rounds))
-        quoted = [name for setting, label in self.index for name in self.paper.columns(label, setting)]
+        quoted = [
+            name for setting, label in self.index for name in self.paper.columns(label, setting)
+        ]
         names = dict.fromkeys([*self.values.index.unique("column"), *quoted])
         #: the columns with numbers, that by which methods are compared first
         self.columns = sorted(names, key=lambda name: name != score) or [score]
@@ -113,11 +127,19 @@ class Lines:
         return self.values[self.values.index.get_level_values("column") == name].droplevel("column")
 
     def cells(self, name: str, spread: str = "deviation") -> Any:
-        """Return the numbers of a column, with as many digits as the paper prints; of a method that failed none."""
+        """Return the numbers of a column, with as many digits as the paper prints; of a method that
+        failed none.
+        """
         cells = {}
-        for (setting, label), value in self.of(name).drop(self.failures, errors="ignore").iterrows():
+        for (setting, label), value in (
+            self.of(name).drop(self.failures, errors="ignore").iterrows()
+        ):
             numbers = [each.number(label, setting, name) for each in self.paper.reported]
-            decimals = [len(number.printed.partition(" ")[0].partition(".")[2]) for number in numbers if number]
+            decimals = [
+                len(number.printed.partition(" ")[0].partition(".")[2])
+                for number in numbers
+                if number
+            ]
             shown = value[spread] if spread and value["number"] > 1 else None
             text = number_text(value["mean"], shown, max([self.digits, *decimals]))
             cells[setting, label] = Number(text, value["mean"], shown)
@@ -126,18 +148,27 @@ class Lines:
     def words(self, missing: str = "") -> Any:
         """Return why a method has no score."""
         states = self.runs.groupby(CELL, sort=False)["state"].agg(set)
-        words = [next((word for word in ("unfinished", "waiting") if word in own), missing) for own in states]
-        texts = [self.failures.get(key, word) for key, word in zip(states.index, words, strict=True)]
+        words = [
+            next((word for word in ("unfinished", "waiting") if word in own), missing)
+            for own in states
+        ]
+        texts = [
+            self.failures.get(key, word) for key, word in zip(states.index, words, strict=True)
+        ]
         return pd.Series(texts, states.index, dtype=object)
 
     def compared(self) -> Frame:
-        """Return the scores of settings with several methods, which are compared with the `first` one."""
+        """Return the scores of settings with several methods, which are compared with the `first`
+        one.
+        """
         own = self.of(self.columns[0])
         labels = pd.Series(own.index.get_level_values("label"), own.index).groupby("setting")
         return own.assign(first=labels.transform("first"))[labels.transform("size") > 1]
 
     def differences(self, first: Number | str) -> Any:
-        """Return the paired differences to the first method of the setting, whose own cell is `first`."""
+        """Return the paired differences to the first method of the setting, whose own cell is
+        `first`.
+        """
         cells = {}
         for key, value in self.compared().drop(self.failures, errors="ignore").iterrows():
             half = value["half_width"] if value["pairs"] > 1 else None
@@ -164,7 +195,12 @@ class Lines:
     def chosen(self) -> Any:
         """Return the values that were chosen for the runs."""
         texts = pd.Series(_chosen(self.ended), self.ended.index, dtype=object)
-        return texts[texts != ""].groupby([self.ended[key] for key in CELL]).first().reindex(self.index)
+        return (
+            texts[texts != ""]
+            .groupby([self.ended[key] for key in CELL])
+            .first()
+            .reindex(self.index)
+        )
 
     def number(self) -> Any:
         """Return how many runs have come to their end."""
@@ -172,10 +208,16 @@ class Lines:
 
     def caption(self) -> str:
         """Return what the numbers are."""
-        numbers, caption = self.number().unique(), f"{heading_of(self.columns[0]).capitalize()}: mean"
+        numbers, caption = (
+            self.number().unique(),
+            f"{heading_of(self.columns[0]).capitalize()}: mean",
+        )
         if max(numbers, default=1) > 1:
             caption += f" of {max(numbers)} runs" if len(numbers) == 1 else ""
-            caption += " ± standard deviation; difference to the first method, paired by seed, ± half its 95 % interval"
+            caption += (
+                " ± standard deviation; difference to the first method, paired by seed, ± "
+                "half its 95 % interval"
+            )
         return caption + "; beside it the numbers that are printed" * bool(self.paper.reported)
 
     def footer(self, has_differences: bool = True) -> list[str]:
@@ -186,16 +228,24 @@ class Lines:
 
     def frame(self, columns: Mapping[str, Any]) -> Frame:
         """Return these columns behind the names of the lines."""
-        names = {"setting": self.index.get_level_values("setting"), "method": self.index.get_level_values("label")}
+        names = {
+            "setting": self.index.get_level_values("setting"),
+            "method": self.index.get_level_values("label"),
+        }
         return pd.DataFrame({**names, **columns}, self.index)
 
 
 def _chosen(runs: Frame) -> list[str]:
-    return [chosen_of({key: value for key, value in run.items() if known(value)}) for run in runs.to_dict("records")]
+    return [
+        chosen_of({key: value for key, value in run.items() if known(value)})
+        for run in runs.to_dict("records")
+    ]
 
 
 def results(runs: Frame, paper: Paper | None = None) -> Table:
-    """Return the scores with their differences, and all other numbers, beside those of the paper."""
+    """Return the scores with their differences, and all other numbers, beside those of the
+    paper.
+    """
     lines = Lines(runs, paper)
     first, *others = lines.columns
     columns = {
@@ -204,7 +254,10 @@ def results(runs: Frame, paper: Paper | None = None) -> Table:
         **lines.printed(first),
     }
     for name in others:
-        columns |= {heading_of(name): lines.cells(name), **lines.printed(name, heading_of(name) + " ({})")}
+        columns |= {
+            heading_of(name): lines.cells(name),
+            **lines.printed(name, heading_of(name) + " ({})"),
+        }
     columns |= {"chosen": lines.chosen(), "runs": counts(lines.number())}
     return Table("results", lines.caption(), lines.frame(columns), lines.footer())
 
@@ -215,12 +268,16 @@ def comparison(runs: Frame, caption: str) -> Table:
     differences, chosen = lines.differences(""), lines.chosen()
     firsts = lines.compared()["first"].reindex(lines.index)
     columns = {
-        heading_of(lines.columns[0]): lines.cells(lines.columns[0]).fillna(lines.words("not recorded")),
+        heading_of(lines.columns[0]): lines.cells(lines.columns[0]).fillna(
+            lines.words("not recorded")
+        ),
         **{f"vs {first}": differences.where(firsts == first) for first in firsts.dropna().unique()},
         "personal": lines.cells("accuracy-personal", ""),
         "mean BN": lines.cells("accuracy-mean-bn", ""),
         "chosen": chosen,
-        "lr": pd.Series({key: _rate(own) for key, own in runs.groupby(CELL)}, lines.index).where(chosen.isna()),
+        "lr": pd.Series({key: _rate(own) for key, own in runs.groupby(CELL)}, lines.index).where(
+            chosen.isna()
+        ),
         "MB sent": lines.mean("MB sent", 1),
         "exchanges": lines.mean("exchanges"),
         "s": lines.mean("seconds", 1),
@@ -239,14 +296,21 @@ def reproduced(runs: Frame, paper: Paper, caption: str) -> Table:
     lines, parts = Lines(runs, paper), []
     for name in lines.columns:
         part = lines.frame(
-            {"quantity": name, "chosen": lines.chosen(), "here": lines.cells(name), **lines.printed(name)}
+            {
+                "quantity": name,
+                "chosen": lines.chosen(),
+                "here": lines.cells(name),
+                **lines.printed(name),
+            }
         )
         quoted = [name in paper.columns(label, setting) for setting, label in lines.index]
         parts.append(part[lines.index.isin(lines.of(name).index) | quoted])
     first = lines.frame({"here": None, **lines.printed(lines.columns[0])})
     parts.append(first.drop([key for part in parts for key in part.index]))  # nothing is recorded
     frame = pd.concat([part.loc[part.index == key] for key in lines.index for part in parts])
-    frame["quantity"] = frame["quantity"].where(frame.groupby(level=CELL)["method"].transform("size") > 1)
+    frame["quantity"] = frame["quantity"].where(
+        frame.groupby(level=CELL)["method"].transform("size") > 1
+    )
     frame["here"] = frame["here"].fillna(lines.words().reindex(frame.index))
     return Table("results", caption, frame, lines.footer(has_differences=False))
 
@@ -263,7 +327,8 @@ def unseen(runs: Frame, caption: str) -> Table:
     """Return the scores on domains that nobody trained with, each with half its 95 % interval."""
     lines = Lines(_by_unseen_domain(runs), digits=1)
     names = {
-        name: heading_of(name).removeprefix("accuracy ").removesuffix(", %") for name in ("accuracy-mean-bn", *ADAPTED)
+        name: heading_of(name).removeprefix("accuracy ").removesuffix(", %")
+        for name in ("accuracy-mean-bn", *ADAPTED)
     }
     columns = {
         "as it is": lines.cells(lines.columns[0], "interval").fillna(lines.words("not recorded")),
@@ -275,9 +340,17 @@ def unseen(runs: Frame, caption: str) -> Table:
 
 
 def _by_unseen_domain(runs: Frame) -> Frame:
-    """Return runs with the domain that nobody trained with as setting; of several domains, also a method's means."""
-    parts = runs["label"].str.extract(r"^(?P<name>.*?)(?::unseen=(?P<domain>[^:]*)(?P<more>.*))?$").fillna("")
-    domains = parts["domain"].where(parts["domain"] != "", column(runs, "unseen").astype(object).fillna(""))
+    """Return runs with the domain that nobody trained with as setting; of several domains, also a
+    method's means.
+    """
+    parts = (
+        runs["label"]
+        .str.extract(r"^(?P<name>.*?)(?::unseen=(?P<domain>[^:]*)(?P<more>.*))?$")
+        .fillna("")
+    )
+    domains = parts["domain"].where(
+        parts["domain"] != "", column(runs, "unseen").astype(object).fillna("")
+    )
     named, means = runs.assign(setting=domains, label=parts["name"] + parts["more"]), []
     for _, own in named.groupby(["label", "seed"], sort=False):
         if len(own) == domains.nunique() > 1:
@@ -323,10 +396,20 @@ def all_runs(runs: Frame) -> Table:
 
 
 def curve_table(runs: Frame) -> Table:
-    """Return the score of every run over its rounds, exchanges, bytes and seconds: a line for each round with one."""
+    """Return the score of every run over its rounds, exchanges, bytes and seconds: a line for each
+    round with one.
+    """
     score, rounds = score_of(runs), rounds_of(runs)
-    ways = column(rounds, "payload-bytes-down").fillna(0) + column(rounds, "payload-bytes-up").fillna(0)
-    sums = pd.DataFrame({"exchanges": column(rounds, "exchanges"), "sent": ways, "seconds": column(rounds, "seconds")})
+    ways = column(rounds, "payload-bytes-down").fillna(0) + column(
+        rounds, "payload-bytes-up"
+    ).fillna(0)
+    sums = pd.DataFrame(
+        {
+            "exchanges": column(rounds, "exchanges"),
+            "sent": ways,
+            "seconds": column(rounds, "seconds"),
+        }
+    )
     sums = sums.fillna(0).groupby(rounds["run"]).cumsum()
     columns = {
         **rounds[["setting", "label"]].rename(columns={"label": "method"}),
@@ -349,5 +432,10 @@ def cautions(runs: Frame) -> list[str]:
     if isinstance(absent, list):
         lines = [f"Caution: {about_absent(absent, first['partition'], first['clients'])}."]
     if isinstance(sites := first.get("sites"), dict) and 0 < len(sites) < first.get("clients", 0):
-        lines.append(f"Caution: scores are means over {', '.join(sites)}, {len(sites)} of {first['clients']} sites.")
-    return lines + [f"Caution: {len(left)} nodes were missing in rounds; rounds.jsonl names them."] * bool(left)
+        lines.append(
+            f"Caution: scores are means over {', '.join(sites)}, {len(sites)} of "
+            f"{first['clients']} sites."
+        )
+    return lines + [
+        f"Caution: {len(left)} nodes were missing in rounds; rounds.jsonl names them."
+    ] * bool(left)

@@ -1,4 +1,7 @@
-"""The numbers of runs: what each has measured; means over seeds, deviations, and differences paired by seed."""
+"""The numbers of runs: what each has measured.
+
+Means over seeds, deviations, and differences paired by seed.
+"""
 
 from collections.abc import Sequence
 from math import inf, nan
@@ -11,8 +14,9 @@ from fedbn_flwr.experiments.results.rows import Frame, column, finished, pd
 from fedbn_flwr.plugins import extra
 
 AVERAGE = "Average"
-#: what stands for a method: the mean, deviation and number of its runs, half the width of the mean's 95 % interval, and
-#: the mean difference to the first method, paired by seed, half the width of its interval, and the number of pairs
+#: what stands for a method: the mean, deviation and number of its runs, half the width of the
+#: mean's 95 % interval, and the mean difference to the first method, paired by seed, half the width
+#: of its interval, and the number of pairs
 STATISTICS = ("mean", "deviation", "number", "interval", "difference", "half_width", "pairs")
 
 
@@ -32,20 +36,31 @@ def heading_of(name: str) -> str:
 
 
 def number_text(number: float, spread: float | None, digits: int = 2, sign: str = "") -> str:
-    """Return a number with so many digits after the point, and its spread if it has one; what is 0 has no minus."""
+    """Return a number with so many digits after the point, and its spread if it has one.
+
+    What is 0 has no minus.
+    """
     return f"{number:{sign}z.{digits}f}" + (f" ± {spread:.{digits}f}" if spread is not None else "")
 
 
 def numbers_of(runs: Frame, quantities: Sequence[str] = (), rounds: int = 1) -> Frame:
-    """Return the numbers that finished runs have measured, as people read them, by setting, label, seed and column.
+    """Return the numbers that finished runs have measured, as people read them, by setting, label,
+    seed and column.
 
-    `rounds` are those of the study at full size. By default they are all that is measured and not counted.
+    `rounds` are those of the study at full size. By default they are all that is measured and not
+    counted.
     """
     ended, wide = finished(runs), dict[str, Any]()
     for quantity in quantities or [name for name in QUANTITIES if name not in COUNTED]:
         wide |= _columns(ended, quantity, rounds)
     frame = pd.DataFrame(wide, ended.index).astype(float).replace([inf, -inf], nan)
-    long = frame.stack(future_stack=True).dropna().rename("value").rename_axis([None, "column"]).reset_index("column")
+    long = (
+        frame.stack(future_stack=True)
+        .dropna()
+        .rename("value")
+        .rename_axis([None, "column"])
+        .reset_index("column")
+    )
     return ended[["setting", "label", "seed"]].join(long, how="inner")
 
 
@@ -53,13 +68,20 @@ def _columns(ended: Frame, quantity: str, rounds: int) -> dict[str, Any]:
     """Return the columns of a quantity; bytes as FedTAN's paper counts them, in powers of 2^10."""
     made, sent = ended["rounds"], column(ended, "paper-bytes")
     match quantity:
-        case "score":  # by which methods are compared: accuracy, unless data or objective have another one
+        case (
+            "score"
+        ):  # by which methods are compared: accuracy, unless data or objective have another one
             metrics = [*column(ended, "metric").dropna().unique()] or ["accuracy"]
             return {name: scaled(ended, name) for name in metrics}
         case "domain-accuracy":
             own = column(ended, quantity).dropna()
             domains = 100 * pd.DataFrame([*own], own.index)
-            return {**domains, AVERAGE: pd.Series([fmean(row.dropna()) for _, row in domains.iterrows()], own.index)}
+            return {
+                **domains,
+                AVERAGE: pd.Series(
+                    [fmean(row.dropna()) for _, row in domains.iterrows()], own.index
+                ),
+            }
         case "megabytes":
             return {quantity: sent / made / 2**20}
         case "gigabytes":
@@ -81,7 +103,9 @@ def values_of(numbers: Frame) -> Frame:
     """
     place = ["setting", "column"]
     firsts = numbers[numbers["label"] == numbers.groupby(place)["label"].transform("first")]
-    pairs = numbers.merge(firsts[[*place, "seed", "value"]], "left", [*place, "seed"], suffixes=("", " of first"))
+    pairs = numbers.merge(
+        firsts[[*place, "seed", "value"]], "left", [*place, "seed"], suffixes=("", " of first")
+    )
     pairs["gap"] = pairs["value"] - pairs["value of first"]
     lines = []
     for key, own in pairs.groupby([*place, "label"], sort=False):
@@ -92,11 +116,17 @@ def values_of(numbers: Frame) -> Frame:
 
 
 def spread(values: Sequence[float]) -> tuple[float, float, float]:
-    """Return the mean, the standard deviation, and half the width of the mean's 95 % interval (Student's t)."""
+    """Return the mean, the standard deviation, and half the width of the mean's 95 % interval
+    (Student's t).
+    """
     if len(values) < 2:
         return (values[0] if values else nan), 0.0, 0.0
     with extra("cli"):  # takes a second to import, and only tables need it
         from scipy.special import stdtrit
 
     deviation = stdev(values)
-    return fmean(values), deviation, deviation / len(values) ** 0.5 * float(stdtrit(len(values) - 1, 0.975))
+    return (
+        fmean(values),
+        deviation,
+        deviation / len(values) ** 0.5 * float(stdtrit(len(values) - 1, 0.975)),
+    )

@@ -1,4 +1,6 @@
-"""The server's half: what sites say of their data, checked before round 1, and what follows for all of them."""
+"""The server's half: what sites say of their data, checked before round 1, and what follows for all
+of them.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -49,13 +51,22 @@ class Agreement:
     def to_config(self) -> ConfigRecord:
         """Return what every message tells a site."""
         mean, std = self.config.mean, self.config.std
-        return ConfigRecord({DATA_MEAN: as_value(mean), DATA_STD: as_value(std), DATA_SHAPE: list(self.shape)})
+        return ConfigRecord(
+            {DATA_MEAN: as_value(mean), DATA_STD: as_value(std), DATA_SHAPE: list(self.shape)}
+        )
 
     def objection(self, node: int, site: SiteData | str, others: Mapping[int, SiteData]) -> str:
-        """Return why a node cannot take part beside others, whose answer may be a reason; empty if it can."""
+        """Return why a node cannot take part beside others, whose answer may be a reason.
+
+        Empty if it can.
+        """
         if isinstance(site, str):
             return site
-        if same := [other for other, present in others.items() if present.site == site.site and other != node]:
+        if same := [
+            other
+            for other, present in others.items()
+            if present.site == site.site and other != node
+        ]:
             return f"node {same[0]} has its site number {site.site}: give each site its own number"
         if unknown := [name for name in site.class_names if name not in self.config.classes]:
             known = ", ".join(self.config.classes)
@@ -71,8 +82,18 @@ class Agreement:
         """Return a row about each site, for the results."""
         rows = []
         for node, site in sorted(self.sites.items(), key=lambda each: each[1].site):
-            train, test = (dict(zip(site.class_names, counts, strict=True)) for counts in (site.train, site.test))
-            rows.append({"site": names.get(node, site.site), "shape": list(site.shape), "train": train, "test": test})
+            train, test = (
+                dict(zip(site.class_names, counts, strict=True))
+                for counts in (site.train, site.test)
+            )
+            rows.append(
+                {
+                    "site": names.get(node, site.site),
+                    "shape": list(site.shape),
+                    "train": train,
+                    "test": test,
+                }
+            )
         return rows
 
 
@@ -85,14 +106,21 @@ def ask_sites(grid: Grid, nodes: Sequence[int], timeout: float) -> Answers:
 
 
 def agree(config: Config, answers: Answers) -> Agreement:
-    """Return what the sites agree on; a UsageError names the first site that cannot take part, and why.
+    """Return what the sites agree on.
 
-    With `min_nodes`, a site may be left out if enough others can take part: `SitesGrid` asks that site again.
+    A UsageError names the first site that cannot take part, and why.
+
+    With `min_nodes`, a site may be left out if enough others can take part: `SitesGrid` asks that
+    site again.
     """
     described = [answer for answer in answers.values() if isinstance(answer, SiteData)]
     if described and not config.classes:
-        names = wire.printable(",".join(sorted({name for site in described for name in site.class_names})))
-        raise UsageError(f"the data set 'sites' needs classes, in the order of their numbers; there are: {names}")
+        names = wire.printable(
+            ",".join(sorted({name for site in described for name in site.class_names}))
+        )
+        raise UsageError(
+            f"the data set 'sites' needs classes, in the order of their numbers; there are: {names}"
+        )
     forms = Counter((site.shape, len(site.mean)) for site in described)
     (shape, means), _ = forms.most_common(1)[0] if forms else (((), 0), 0)
     sites, refused = dict[int, SiteData](), dict[int, str]()
@@ -108,19 +136,24 @@ def agree(config: Config, answers: Answers) -> Agreement:
         if not 0 < config.min_nodes <= len(sites):
             raise UsageError(f"node {node}: {reason}")
         log(WARNING, "Node %d is not there at the start: %s", node, reason)
-    name_dominant({node: sum(site.train) for node, site in sites.items()}, "the sites' descriptions")
+    name_dominant(
+        {node: sum(site.train) for node, site in sites.items()}, "the sites' descriptions"
+    )
     return replace(agreement, config=_normalized(config, list(sites.values())))
 
 
 def spoken(site: SiteData) -> str:
     """Return a line about a site's data."""
-    counts = ", ".join(f"{name} {count}" for name, count in zip(site.class_names, site.train, strict=True))
+    counts = ", ".join(
+        f"{name} {count}" for name, count in zip(site.class_names, site.train, strict=True)
+    )
     sizes = f"{sum(site.train)} training and {sum(site.test)} test images"
     return wire.printable(f"{sizes} of {_times(site.shape)}; {counts}")
 
 
 def _normalized(config: Config, sites: Sequence[SiteData]) -> Config:
-    """Return the options with mean and standard deviation: those that are given, or of all sites' images together.
+    """Return the options with mean and standard deviation: those that are given, or of all sites'
+    images together.
 
     mean = sum n_k m_k / N,   variance = sum n_k (v_k + (m_k - mean)^2) / N,   N = sum n_k
     """
@@ -134,7 +167,9 @@ def _normalized(config: Config, sites: Sequence[SiteData]) -> Config:
         counted = zip(counts, sites, strict=True)
         moments = [(count, site.mean[channel], site.variance[channel]) for count, site in counted]
         mean = sum(count * center for count, center, _ in moments) / total
-        variance = sum(count * (width + (center - mean) ** 2) for count, center, width in moments) / total
+        variance = (
+            sum(count * (width + (center - mean) ** 2) for count, center, width in moments) / total
+        )
         means.append(mean)
         deviations.append(variance**0.5 or 1.0)
     return replace(config, mean=tuple(means), std=tuple(deviations))
@@ -156,7 +191,9 @@ def _read(reply: Message | None, timeout: float) -> SiteData | str:
 
 
 class SitesGrid(PassingGrid):
-    """Asks a node for its data when it is connected for the first time, and hides it if they do not fit."""
+    """Asks a node for its data when it is connected for the first time, and hides it if they do not
+    fit.
+    """
 
     def __init__(self, grid: Grid, agreement: Agreement) -> None:
         super().__init__(grid)
@@ -168,7 +205,9 @@ class SitesGrid(PassingGrid):
         connected = list(self._grid.get_node_ids())
         # a refused site is asked again when it comes back
         self.unfit &= set(connected)
-        if new := [node for node in connected if node not in self._accepted and node not in self.unfit]:
+        if new := [
+            node for node in connected if node not in self._accepted and node not in self.unfit
+        ]:
             self._meet(new, connected)
         return [node for node in connected if node in self._accepted]
 
@@ -177,7 +216,12 @@ class SitesGrid(PassingGrid):
             present = {known: site for known, site in self._accepted.items() if known in connected}
             reason = self._agreement.objection(node, answer, present)
             if isinstance(answer, str) or reason:
-                log(WARNING, "Node %d cannot take part until its SuperNode starts again: %s", node, reason)
+                log(
+                    WARNING,
+                    "Node %d cannot take part until its SuperNode starts again: %s",
+                    node,
+                    reason,
+                )
                 self.unfit.add(node)
             else:
                 log(INFO, "Site %d (node %d): %s", answer.site, node, spoken(answer))

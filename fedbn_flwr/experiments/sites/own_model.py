@@ -1,4 +1,6 @@
-"""A site's own model in a file: what it has evaluated, with the entries that never leave the site."""
+"""A site's own model in a file: what it has evaluated, with the entries that never leave the
+site.
+"""
 
 import json
 import os
@@ -22,7 +24,8 @@ from fedbn_flwr.state.record_files import write_bytes
 from fedbn_flwr.wire.history import History, site_number
 from fedbn_flwr.wire.site_data import DATA_SHAPE
 
-#: where a site names the folder: in its SuperNode's node configuration, or in the environment of its ClientApps
+#: where a site names the folder: in its SuperNode's node configuration, or in the environment of
+#: its ClientApps
 NODE_KEY, MODELS_VARIABLE = "models-dir", "FEDBN_FLWR_MODELS"
 #: its name, in its node configuration; without one, its number stands for it
 NAME_KEY = "site"
@@ -33,17 +36,20 @@ class OwnModel(NamedTuple):
     """A model from a file, and what it was trained under."""
 
     model: nn.Module
-    #: every option of the run; `mean` and `std` normalize the model's inputs, `classes` names its outputs
+    #: every option of the run; `mean` and `std` normalize the model's inputs, `classes` names its
+    #: outputs
     options: Mapping[str, Any]
     #: the run, the round, the site and the shape of an image
     about: Mapping[str, Any]
 
 
 def export_model(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-    """Write the model that the site evaluates to `FOLDER/RUN/SITE.safetensors`: a mod for the ClientApp.
+    """Write the model that the site evaluates to `FOLDER/RUN/SITE.safetensors`: a mod for the
+    ClientApp.
 
-    With FedBN and its like it is the site's own, with the BN that stays here. Each evaluation replaces the file as a
-    whole; the last one follows the last round. Does nothing where the site names no folder.
+    With FedBN and its like it is the site's own, with the BN that stays here. Each evaluation
+    replaces the file as a whole; the last one follows the last round. Does nothing where the site
+    names no folder.
     """
     folder = str(context.node_config.get(NODE_KEY) or os.environ.get(MODELS_VARIABLE, ""))
     kind = message.metadata.message_type.partition(".")[0]
@@ -55,21 +61,36 @@ def export_model(message: Message, context: Context, call_next: ClientAppCallabl
     if reply.has_content() and not lacks_state(reply):
         has_own = instruction.stays != "none" or instruction.statistics == "own"
         own = Memory(context.state).recall(wire.STAYS) if has_own else {}
-        run, site = History.read(config, context).first, str(context.node_config.get(NAME_KEY) or site_number(context))
-        about = {"run": run, "round": instruction.server_round, "site": site, "shape": config.get(DATA_SHAPE, [])}
+        run, site = (
+            History.read(config, context).first,
+            str(context.node_config.get(NAME_KEY) or site_number(context)),
+        )
+        about = {
+            "run": run,
+            "round": instruction.server_round,
+            "site": site,
+            "shape": config.get(DATA_SHAPE, []),
+        }
         options = resolve(context.run_config, federation=True).to_mapping()
         path = Path(folder, run, f"{site}{SUFFIX}")
         path.parent.mkdir(parents=True, exist_ok=True)
         with extra("models"):
             from safetensors.torch import save
 
-        model = {name: value.contiguous() for name, value in {**received[wire.ARRAYS], **own}.items()}
-        write_bytes(path, bytes(save(model, {"options": json.dumps(options), "about": json.dumps(about)})))
+        model = {
+            name: value.contiguous() for name, value in {**received[wire.ARRAYS], **own}.items()
+        }
+        write_bytes(
+            path, bytes(save(model, {"options": json.dumps(options), "about": json.dumps(about)}))
+        )
     return reply
 
 
 def load_own_model(path: str | Path, plugins: str = "") -> OwnModel:
-    """Return the model of a file of `export_model`, in evaluation mode; `plugins` are modules that it may name."""
+    """Return the model of a file of `export_model`, in evaluation mode.
+
+    `plugins` are modules that it may name.
+    """
     import_plugins(plugins)
     with extra("models"):
         from safetensors import safe_open

@@ -1,4 +1,6 @@
-"""Flower's `Grid` over several processes, of this machine or of a cluster, each of which runs a share of the nodes."""
+"""Flower's `Grid` over several processes, of this machine or of a cluster, each of which runs a
+share of the nodes.
+"""
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -37,18 +39,21 @@ from fedbn_flwr.transports import message_client
 class WorkersGrid(LocalGrid):
     """Gives the replies of an `InProcessGrid` with the same nodes, from several processes at once.
 
-    `make_grid` is given partitions, and makes the grid of their nodes inside a worker: it must be picklable, and the
-    grid's node of partition p have the id `FIRST_NODE_ID + p`. A node stays with its worker, where its `Context` is.
-    When a worker dies, its messages are answered by errors, and it is started again with empty contexts.
+    `make_grid` is given partitions, and makes the grid of their nodes inside a worker: it must be
+    picklable, and the grid's node of partition p have the id `FIRST_NODE_ID + p`. A node stays with
+    its worker, where its `Context` is. When a worker dies, its messages are answered by errors, and
+    it is started again with empty contexts.
 
-    With `here` the first of the workers is this process. It works while the grid waits for answers, with the threads
-    that it has, and makes its grid when that is wanted first. If it dies, so does the run. The others are processes of
-    this machine, or what `start` starts when it is called with a worker's number and threads.
+    With `here` the first of the workers is this process. It works while the grid waits for answers,
+    with the threads that it has, and makes its grid when that is wanted first. If it dies, so does
+    the run. The others are processes of this machine, or what `start` starts when it is called with
+    a worker's number and threads.
 
-    Where the workers' grids average replies (`average_by` of `StackedGrid`), there is a mean of each worker's nodes.
+    Where the workers' grids average replies (`average_by` of `StackedGrid`), there is a mean of
+    each worker's nodes.
 
-    Other workers start, import and make their grids while the caller goes on; the first messages wait for them. Close
-    the grid, or use it as a context manager, and no process is left.
+    Other workers start, import and make their grids while the caller goes on; the first messages
+    wait for them. Close the grid, or use it as a context manager, and no process is left.
     """
 
     def __init__(
@@ -94,7 +99,10 @@ class WorkersGrid(LocalGrid):
         return context
 
     def contexts(self) -> Iterator[Context]:
-        """Iterate over copies of the contexts of nodes that remember something; those of a worker that died do not."""
+        """Iterate over copies of the contexts of nodes that remember something.
+
+        Those of a worker that died do not.
+        """
         for worker in self._workers:
             nodes = self._try_all("remembering", {worker: None})[worker]
             for node in [] if isinstance(nodes, WorkerDiedError) else nodes:
@@ -110,24 +118,34 @@ class WorkersGrid(LocalGrid):
         """Deliver the messages, to all workers at once, and keep the replies."""
         messages = list(messages)
         shares = self._shares(messages)
-        answers = self._try_all("deliver", {worker: [*share.values()] for worker, share in shares.items()})
+        answers = self._try_all(
+            "deliver", {worker: [*share.values()] for worker, share in shares.items()}
+        )
         for worker, answer in answers.items():
             if isinstance(answer, WorkerDiedError):
                 reason = f"the process of worker {worker.index} {answer}"
-                answers[worker] = [_error_reply(message, reason) for message in shares[worker].values()]
-        self._replies |= {reply.metadata.reply_to_message_id: reply for reply in _collect(shares, answers)}
+                answers[worker] = [
+                    _error_reply(message, reason) for message in shares[worker].values()
+                ]
+        self._replies |= {
+            reply.metadata.reply_to_message_id: reply for reply in _collect(shares, answers)
+        }
         return [message.metadata.message_id for message in messages]
 
     def open_step(self, messages: Sequence[Message]) -> "WorkersTransport | None":
-        """Open the layer-wise step that these messages begin, if all of their nodes can take it without messages.
+        """Open the layer-wise step that these messages begin, if all of their nodes can take it
+        without messages.
 
-        None unless every worker has a `StackedGrid`, whose nodes all stack and fit into memory: then `MessageTransport`
-        takes the step. Workers go to the first exchange at once. From there on, `take_step` asks `WorkersTransport`,
-        which asks each worker's `Service`, which asks its `StackedTransport`, which wakes one thread a stack.
+        None unless every worker has a `StackedGrid`, whose nodes all stack and fit into memory:
+        then `MessageTransport` takes the step. Workers go to the first exchange at once. From there
+        on, `take_step` asks `WorkersTransport`, which asks each worker's `Service`, which asks its
+        `StackedTransport`, which wakes one thread a stack.
         """
         shares = self._shares(messages)
         try:
-            opened = self._ask_all("open_step", {worker: [*share.values()] for worker, share in shares.items()})
+            opened = self._ask_all(
+                "open_step", {worker: [*share.values()] for worker, share in shares.items()}
+            )
         except (WorkerError, WorkerDiedError):
             self._abandon(shares)
             raise
@@ -137,7 +155,10 @@ class WorkersGrid(LocalGrid):
         return WorkersTransport(self, shares, opened)
 
     def _abandon(self, shares: Iterable[WorkerHandle]) -> None:
-        """End a step in all workers; one that has died has no step any more, and a closed grid has no workers."""
+        """End a step in all workers.
+
+        One that has died has no step any more, and a closed grid has no workers.
+        """
         with suppress(WorkerError, WorkerDiedError):
             self._ask_all("abandon", dict.fromkeys(shares if self._workers else ()))
 
@@ -149,7 +170,9 @@ class WorkersGrid(LocalGrid):
         return shares
 
     def _ask_all(self, name: str, payloads: Mapping[WorkerHandle, Any]) -> dict[WorkerHandle, Any]:
-        """Return the answers of workers that work at the same time; WorkerDiedError if one of them died."""
+        """Return the answers of workers that work at the same time; WorkerDiedError if one of them
+        died.
+        """
         answers = self._try_all(name, payloads)
         for death in answers.values():
             if isinstance(death, WorkerDiedError):
@@ -157,7 +180,9 @@ class WorkersGrid(LocalGrid):
         return answers
 
     def _try_all(self, name: str, payloads: Mapping[WorkerHandle, Any]) -> dict[WorkerHandle, Any]:
-        """Return the answers of workers that work at the same time; of one that died and starts again, its error."""
+        """Return the answers of workers that work at the same time; of one that died and starts
+        again, its error.
+        """
         answers: dict[WorkerHandle, Any] = {}
         failures: list[WorkerError] = []
         try:
@@ -183,28 +208,39 @@ class WorkersGrid(LocalGrid):
     def _revive(self, worker: WorkerHandle, death: WorkerDiedError) -> None:
         if worker.restart():
             nodes = len(self._partitions(worker.index))
-            log(WARNING, "Worker %d %s: it is started again, its %d nodes without state", worker.index, death, nodes)
+            log(
+                WARNING,
+                "Worker %d %s: it is started again, its %d nodes without state",
+                worker.index,
+                death,
+                nodes,
+            )
         self._open(worker)
 
     def _open(self, worker: WorkerHandle) -> None:
         worker.ask("open", (self._make_grid, self._partitions(worker.index)))
 
     def _partitions(self, index: int) -> range:
-        """Return a worker's partitions: every n-th, because neighbours may be alike in size, and all should be busy."""
+        """Return a worker's partitions: every n-th, because neighbours may be alike in size, and
+        all should be busy.
+        """
         return range(index, self._num_nodes, self._num_workers)
 
     def _worker_of(self, node: int) -> WorkerHandle:
-        """Return the worker that has a node; of a node that does not exist, one that will report it."""
+        """Return the worker that has a node; of a node that does not exist, one that will report
+        it.
+        """
         if not self._workers:
             raise WorkerError("the grid is closed")
         return self._workers[(node - FIRST_NODE_ID) % self._num_workers]
 
 
 class WorkersTransport:
-    """A `NodesTransport` whose nodes are shared out over workers, which are at their first exchange.
+    """A `NodesTransport` whose nodes are shared out over workers, which are at their first
+    exchange.
 
-    From the first answer on that has the nodes' weights, a worker sends one row for all of its nodes, their pool: an
-    exchange then costs the same with 10 and with 1,000 nodes of a worker.
+    From the first answer on that has the nodes' weights, a worker sends one row for all of its
+    nodes, their pool: an exchange then costs the same with 10 and with 1,000 nodes of a worker.
     """
 
     def __init__(
@@ -221,11 +257,15 @@ class WorkersTransport:
         # the inverse of the order
         rows = iter(sorted(range(len(everyone)), key=self._order.__getitem__))
         #: by worker, the rows of its nodes
-        self._rows = {worker: list(islice(rows, len(share.participants))) for worker, share in opened.items()}
+        self._rows = {
+            worker: list(islice(rows, len(share.participants))) for worker, share in opened.items()
+        }
 
     def advance(self, answer: Answer | None = None) -> Requests | None:
         """Take the nodes of all workers to their next exchange."""
-        shares = self._first if answer is None else self._grid._ask_all("advance", self._answers(answer))
+        shares = (
+            self._first if answer is None else self._grid._ask_all("advance", self._answers(answer))
+        )
         # in the order of the workers, whichever answered first
         parts = [requests for worker in self._first if (requests := shares[worker]) is not None]
         if 0 < len(parts) < len(shares):
@@ -257,9 +297,12 @@ class WorkersTransport:
 
 
 def _collect(
-    shares: Mapping[WorkerHandle, Mapping[int, Message]], answers: Mapping[WorkerHandle, Sequence[Message | None]]
+    shares: Mapping[WorkerHandle, Mapping[int, Message]],
+    answers: Mapping[WorkerHandle, Sequence[Message | None]],
 ) -> list[Message]:
-    """Return replies in the order of their messages, which get the ids that the workers' grids gave to their copies."""
+    """Return replies in the order of their messages, which get the ids that the workers' grids gave
+    to their copies.
+    """
     replies: dict[int, Message] = {}
     for worker, share in shares.items():
         for (place, message), reply in zip(share.items(), answers[worker], strict=True):
@@ -273,7 +316,9 @@ def _collect(
 
 def _error_reply(message: Message, reason: str) -> Message:
     identify(message)
-    reply = Message(Error(ErrorCode.UNKNOWN, reason), reply_to=message)  # CLIENT_APP_CRASHED is not in older Flowers
+    reply = Message(
+        Error(ErrorCode.UNKNOWN, reason), reply_to=message
+    )  # CLIENT_APP_CRASHED is not in older Flowers
     identify(reply)
     return reply
 
@@ -286,21 +331,25 @@ def _end(workers: list[WorkerHandle]) -> None:
         workers.pop().end()
 
 
-# ---- in any Flower project -------------------------------------------------------------------------------------------
+# ---- in any Flower project -----------------------------------------------------------------------
 
 
 def in_workers(grid: Grid, context: Context, client_app: str, workers: int = 0) -> Grid:
-    """Return a grid that trains the nodes of a simulation in worker processes; in a deployment, the grid itself.
+    """Return a grid that trains the nodes of a simulation in worker processes; in a deployment, the
+    grid itself.
 
-    `client_app` names the ClientApp as pyproject.toml does, "package.module:app"; ValueError if there is none. Its
-    nodes know their `partition-id` and `num-partitions`. An app of `client_app` trains in stacks, another's nodes one
-    after another. Flower's own processes stay idle, so its `client-resources` do not apply.
+    `client_app` names the ClientApp as pyproject.toml does, "package.module:app"; ValueError if
+    there is none. Its nodes know their `partition-id` and `num-partitions`. An app of `client_app`
+    trains in stacks, another's nodes one after another. Flower's own processes stay idle, so its
+    `client-resources` do not apply.
 
-    There are as many `workers` as processors by default. They end with the grid, or with the ServerApp's process.
+    There are as many `workers` as processors by default. They end with the grid, or with the
+    ServerApp's process.
     """
     if not is_simulated(grid):
         return grid
-    # first: as soon as there are nodes, Flower loads the app, and would take what this thread has half imported for it
+    # first: as soon as there are nodes, Flower loads the app, and would take what this thread has
+    # half imported for it
     nodes = len(wait_for_all(grid))
     if not isinstance(import_function("ClientApp", client_app, ()), ClientApp):
         raise ValueError(f"ClientApp {client_app!r} is not a ClientApp")
@@ -308,11 +357,18 @@ def in_workers(grid: Grid, context: Context, client_app: str, workers: int = 0) 
     make_grid = partial(_open_app, client_app, nodes, dict(context.run_config))
     inner = WorkersGrid(make_grid, nodes, workers or count_cores())
     inner.set_run(grid.run)
-    log(INFO, "%d nodes train in worker processes %s, and client-resources do not apply", nodes, inner.process_ids)
+    log(
+        INFO,
+        "%d nodes train in worker processes %s, and client-resources do not apply",
+        nodes,
+        inner.process_ids,
+    )
     return inner
 
 
-def _open_app(client_app: str, nodes: int, run_config: RunConfig, partitions: Sequence[int]) -> StackedGrid:
+def _open_app(
+    client_app: str, nodes: int, run_config: RunConfig, partitions: Sequence[int]
+) -> StackedGrid:
     # all of its nodes may wait in the middle of a layer-wise step
     message_client.MAX_STEPS = max(message_client.MAX_STEPS, len(partitions))
     return StackedGrid(import_function("ClientApp", client_app, ()), nodes, run_config, partitions)

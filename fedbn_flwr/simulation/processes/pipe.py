@@ -1,4 +1,6 @@
-"""A pipe for Python objects between processes, which sends large arrays without pickling their numbers."""
+"""A pipe for Python objects between processes, which sends large arrays without pickling their
+numbers.
+"""
 
 import io
 import os
@@ -15,9 +17,11 @@ from torch import Tensor
 from fedbn_flwr.state.flat import Buffers, FlatArrays, Layout
 from fedbn_flwr.state.records import InMemoryArray, Members, view_array
 
-#: bytes of the smallest array that is sent by itself: for smaller ones, a call costs more than a copy
+#: bytes of the smallest array that is sent by itself: for smaller ones, a call costs more than a
+#: copy
 _LARGE = 16 * 1024
-#: seconds that a process looks for the next item before it sleeps: from sleep it wakes late, with its caches cold
+#: seconds that a process looks for the next item before it sleeps: from sleep it wakes late, with
+#: its caches cold
 _LOOKING = 0.004
 
 
@@ -42,7 +46,9 @@ class ObjectPipe:
         pickled = io.BytesIO()
         _Pickler(pickled, protocol=5, buffer_callback=stays).dump(item)
         # one call where nothing is large: the other end wakes up once
-        self._connection.send_bytes(pickle.dumps([view.nbytes for view in large]) + pickled.getbuffer())
+        self._connection.send_bytes(
+            pickle.dumps([view.nbytes for view in large]) + pickled.getbuffer()
+        )
         for view in large:
             self._connection.send_bytes(view)
 
@@ -66,7 +72,9 @@ class ObjectPipe:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles arrays of this project as numpy arrays, which Flower's own would serialize one by one."""
+    """Pickles arrays of this project as numpy arrays, which Flower's own would serialize one by
+    one.
+    """
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is InMemoryArray and "_value" in obj.__dict__:
@@ -88,7 +96,8 @@ def _bytes_of(values: Tensor) -> tuple[str, tuple[int, ...], bytearray]:
     numpy's own way of pickling is slower where a process comes from other work.
     """
     array = values.numpy(force=True)
-    # a copy, as a `PickleBuffer` of a memoryview crashes Python 3.11 and 3.12 where both are collected as garbage
+    # a copy, as a `PickleBuffer` of a memoryview crashes Python 3.11 and 3.12 where both are
+    # collected as garbage
     return array.dtype.str, array.shape, bytearray(array.data)
 
 

@@ -1,7 +1,9 @@
-"""Workers in a Ray cluster: actors that answer over a connection of their own, as a process of this machine does.
+"""Workers in a Ray cluster: actors that answer over a connection of their own, as a process of this
+machine does.
 
-Ray places the actors, gives each its processors or its GPU, and ends them with the run. What the grid asks and they
-answer passes Ray by: an exchange of a layer-wise step is as fast as between processes of one machine.
+Ray places the actors, gives each its processors or its GPU, and ends them with the run. What the
+grid asks and they answer passes Ray by: an exchange of a layer-wise step is as fast as between
+processes of one machine.
 """
 
 import logging
@@ -41,7 +43,10 @@ class Place(NamedTuple):
 
 @contextmanager
 def joined(address: str) -> Iterator[Mapping[str, float]]:
-    """Join the cluster at an address, and leave it afterwards; yields all that it has, such as `CPU` and `GPU`."""
+    """Join the cluster at an address, and leave it afterwards.
+
+    Yields all that it has, such as `CPU` and `GPU`.
+    """
     # otherwise Ray hides the GPU from workers that reserve no part of it
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
@@ -69,7 +74,10 @@ class Cluster:
         if not self.room.wait(RESERVING):
             remove_placement_group(self.room)
             there = _listed({name: free().get(name, 0.0) for name in self.needs})
-            raise UsageError(f"the Ray cluster has {there} free, and {workers} workers need {_listed(self.needs)} each")
+            raise UsageError(
+                f"the Ray cluster has {there} free, and {workers} workers need "
+                f"{_listed(self.needs)} each"
+            )
 
     def __call__(self, index: int, threads: int) -> "RayWorker":
         """Start the worker of this number."""
@@ -84,7 +92,8 @@ class Cluster:
 class RayWorker(WorkerHandle):
     """A Ray actor, in its part of the room that a `Cluster` has reserved.
 
-    When it ends, or its machine, Ray finds another place with such a part. Nobody waits for that while others work.
+    When it ends, or its machine, Ray finds another place with such a part. Nobody waits for that
+    while others work.
     """
 
     def __init__(self, index: int, threads: int, cluster: Cluster) -> None:
@@ -94,7 +103,9 @@ class RayWorker(WorkerHandle):
         super().__init__(index, threads)
 
     def ask(self, name: str, payload: Any) -> None:
-        """Send a request, and do not wait, but for a worker that has not started yet and is needed."""
+        """Send a request, and do not wait, but for a worker that has not started yet and is
+        needed.
+        """
         self._held.append((name, payload))
         if self._connected or self._connect():
             while self._held:
@@ -107,7 +118,10 @@ class RayWorker(WorkerHandle):
         return super().answer()
 
     def restart(self) -> bool:
-        """Start an actor in place of one that ended; one that waits for its place goes on waiting."""
+        """Start an actor in place of one that ended.
+
+        One that waits for its place goes on waiting.
+        """
         self._held.clear()
         return not isinstance(self._failure, GetTimeoutError) and super().restart()
 
@@ -159,7 +173,9 @@ class RayWorker(WorkerHandle):
         reason = str(self._failure or "it ended").strip().splitlines()[-1]
         if self._proved:
             return WorkerDiedError(f"could not start again: {reason}")
-        return WorkerError(f"worker {self.index}: its Ray actor failed before it could do anything: {reason}")
+        return WorkerError(
+            f"worker {self.index}: its Ray actor failed before it could do anything: {reason}"
+        )
 
 
 class _Listening:
@@ -192,7 +208,11 @@ def _notice_silence(connection: Connection) -> None:
     with socket.socket(fileno=os.dup(connection.fileno())) as end:
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", SILENCE // 5 - 1)):
+        for name, value in (
+            ("TCP_KEEPIDLE", 5),
+            ("TCP_KEEPINTVL", 5),
+            ("TCP_KEEPCNT", SILENCE // 5 - 1),
+        ):
             if hasattr(socket, name):  # Linux has them
                 end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         if hasattr(socket, "TCP_USER_TIMEOUT"):

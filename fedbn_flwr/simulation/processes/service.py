@@ -44,13 +44,17 @@ class Service:
         self.grid = make_grid(partitions)
 
     def deliver(self, messages: Sequence[Message]) -> list[Message | None]:
-        """Return the answers, in the order of the messages; None where an answer is in the mean of several."""
+        """Return the answers, in the order of the messages; None where an answer is in the mean of
+        several.
+        """
         return _in_place(messages, self.grid.send_and_receive(messages))
 
-    # ---- layer-wise steps, as `WorkersTransport` asks ------------------------------------------------------------
+    # ---- layer-wise steps, as `WorkersTransport` asks --------------------------------------------
 
     def open_step(self, messages: list[Message]) -> Opened | None:
-        """Take this worker's nodes to the first exchange of a step; None if they cannot take it together."""
+        """Take this worker's nodes to the first exchange of a step; None if they cannot take it
+        together.
+        """
         self._step, self._asked = open_step(self.grid, messages), messages
         self._weights = ()
         if self._step is None:
@@ -59,7 +63,10 @@ class Service:
         return Opened(self._step.participants, requests)
 
     def advance(self, answer: Answer) -> Requests | None:
-        """Take this worker's nodes to their next exchange; once it has their weights, as one row for all of them."""
+        """Take this worker's nodes to their next exchange.
+
+        Once it has their weights, as one row for all of them.
+        """
         self._weights = answer.weights or self._weights
         return self._advance(answer)
 
@@ -72,7 +79,9 @@ class Service:
             if self._weights:
                 requests = pool_requests(requests, self._weights)
         except ExchangeError as error:
-            raise RuntimeError(f"node {step.participants[error.client].node}: {error.reason}") from None
+            raise RuntimeError(
+                f"node {step.participants[error.client].node}: {error.reason}"
+            ) from None
         # where those of other workers are
         return replace(requests, tensor=requests.tensor.cpu())
 
@@ -91,7 +100,7 @@ class Service:
         if self._step is not None:
             self._step.abandon()
 
-    # ---- what nodes remember -------------------------------------------------------------------------------------
+    # ---- what nodes remember ---------------------------------------------------------------------
 
     def context(self, node: int) -> Context:
         """Return a node's present context."""
@@ -114,7 +123,9 @@ def _in_place(messages: Sequence[Message], replies: Iterable[Message]) -> list[M
 
 
 def respond(service: Service, name: str, payload: Any) -> tuple[str, Any]:
-    """Return what went wrong, if anything, and the answer; of a failure, whether the worker cannot do this at all."""
+    """Return what went wrong, if anything, and the answer; of a failure, whether the worker cannot
+    do this at all.
+    """
     try:
         # there are as many workers as cores
         with prefetch.decoding_here():

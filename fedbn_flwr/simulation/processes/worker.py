@@ -1,4 +1,6 @@
-"""A process that runs some of a federation's nodes, and the handle through which the grid's process uses it."""
+"""A process that runs some of a federation's nodes, and the handle through which the grid's process
+uses it.
+"""
 
 import logging
 import os
@@ -7,7 +9,13 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from multiprocessing import current_process, forkserver, get_context, resource_tracker, set_start_method
+from multiprocessing import (
+    current_process,
+    forkserver,
+    get_context,
+    resource_tracker,
+    set_start_method,
+)
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -32,7 +40,9 @@ class WorkerDiedError(RuntimeError):
 
 
 class WorkerHandle(ABC):
-    """The grid's side of one worker: it sends requests, and receives the answer to each, in their order."""
+    """The grid's side of one worker: it sends requests, and receives the answer to each, in their
+    order.
+    """
 
     #: the number of the present process, where it is one of this machine
     process_id = 0
@@ -49,7 +59,10 @@ class WorkerHandle(ABC):
             self._pipe.send((name, payload))
 
     def answer(self) -> Any:
-        """Wait for the answer to the latest request; earlier ones that nobody waited for must not have failed."""
+        """Wait for the answer to the latest request.
+
+        Earlier ones that nobody waited for must not have failed.
+        """
         value = None
         while self._unanswered:
             try:
@@ -64,7 +77,10 @@ class WorkerHandle(ABC):
         return value
 
     def restart(self) -> bool:
-        """Start a new process in place of the one that ended; return False if there is one that starts already."""
+        """Start a new process in place of the one that ended.
+
+        Return False if there is one that starts already.
+        """
         self._pipe.close()
         self._unanswered, self._pipe = 0, self._start()
         return True
@@ -83,14 +99,17 @@ class WorkerHandle(ABC):
 
     @abstractmethod
     def _died(self) -> RuntimeError:
-        """Say how the process ended: a `WorkerDiedError`, or a `WorkerError` if a new one would end in the same way."""
+        """Say how the process ended: a `WorkerDiedError`, or a `WorkerError` if a new one would end
+        in the same way.
+        """
 
 
 class OwnShare(WorkerHandle):
-    """A worker in the grid's own process, and the way to it: it works while its answer is waited for.
+    """A worker in the grid's own process, and the way to it: it works while its answer is waited
+    for.
 
-    Two cores then have two processes, and not a third one that only waits for them. At every exchange of a layer-wise
-    step, one process fewer has to be woken.
+    Two cores then have two processes, and not a third one that only waits for them. At every
+    exchange of a layer-wise step, one process fewer has to be woken.
     """
 
     def end(self) -> None:
@@ -109,7 +128,11 @@ class OwnShare(WorkerHandle):
         self._service = Service()
 
     def _start(self) -> "OwnShare":
-        self.process_id, self._service, self._requests = os.getpid(), Service(), list[tuple[str, Any]]()
+        self.process_id, self._service, self._requests = (
+            os.getpid(),
+            Service(),
+            list[tuple[str, Any]](),
+        )
         return self
 
     def _died(self) -> RuntimeError:
@@ -119,7 +142,9 @@ class OwnShare(WorkerHandle):
 class Worker(WorkerHandle):
     """A process of this machine, with the environment's variables and some of its own."""
 
-    def __init__(self, index: int, threads: int, variables: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, index: int, threads: int, variables: Mapping[str, str] | None = None
+    ) -> None:
         self._variables = {**os.environ, **(variables or {})}
         super().__init__(index, threads)
 
@@ -149,15 +174,21 @@ class Worker(WorkerHandle):
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         if code >= 0 and not self._alive:
             # a new one would end in the same way
-            return WorkerError(f"worker {self.index}: its process {how} before it could do anything")
+            return WorkerError(
+                f"worker {self.index}: its process {how} before it could do anything"
+            )
         return WorkerDiedError(how)
 
 
 @contextmanager
 def _without_script() -> Iterator[None]:
-    """Let a process that starts not run this one's script again, which so needs no `if __name__ == "__main__":`."""
+    """Let a process that starts not run this one's script again, which so needs no `if __name__ ==
+    "__main__":`.
+    """
     main = vars(sys.modules["__main__"])
-    kept: dict[str, Any] = {name: main.pop(name) for name in ("__file__", "__spec__") if name in main}
+    kept: dict[str, Any] = {
+        name: main.pop(name) for name in ("__file__", "__spec__") if name in main
+    }
     main["__spec__"] = None
     try:
         yield
@@ -168,11 +199,14 @@ def _without_script() -> Iterator[None]:
 def preload(modules: Sequence[str]) -> None:
     """Start importing what workers need in the process that all of them are forked from.
 
-    Neither that process nor the workers obey Ctrl-C, which a terminal sends to them all: this process tells them.
+    Neither that process nor the workers obey Ctrl-C, which a terminal sends to them all: this
+    process tells them.
     """
     _processes().set_forkserver_preload(["fedbn_flwr.simulation.processes.worker", *modules])
     resource_tracker.ensure_running()  # which the other one starts, and thereby unblocks signals
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a new process inherits what is blocked
+    before = signal.pthread_sigmask(
+        signal.SIG_BLOCK, {signal.SIGINT}
+    )  # a new process inherits what is blocked
     # it would look for modules where a new Python does, and could find another version of ours
     variables = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"}
     given = {name: os.environ[name] for name in variables if name in os.environ}
@@ -192,7 +226,8 @@ def _processes() -> Any:
 
 
 def work(connection: Connection, threads: int, level: int, variables: Mapping[str, str]) -> None:
-    """Answer requests until the parent closes the connection, or ends: what a worker's process does.
+    """Answer requests until the parent closes the connection, or ends: what a worker's process
+    does.
 
     Its variables are in time to choose a GPU: whatever it was forked from has not used any.
     """

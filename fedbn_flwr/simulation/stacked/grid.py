@@ -19,28 +19,35 @@ from fedbn_flwr.server.grids import identify
 from fedbn_flwr.simulation.in_process import InProcessGrid, RunConfig, one_by_one
 from fedbn_flwr.simulation.replies import Job, ReplyPool, Trained
 from fedbn_flwr.simulation.stacked.layers import CannotStackError
-from fedbn_flwr.simulation.stacked.memory_budget import StepMemory, clients_that_fit, largest_useful_stack
+from fedbn_flwr.simulation.stacked.memory_budget import (
+    StepMemory,
+    clients_that_fit,
+    largest_useful_stack,
+)
 from fedbn_flwr.simulation.stacked.model import Stacks
 from fedbn_flwr.simulation.stacked.training import train_together
 from fedbn_flwr.transports import Participant
 
-#: how many clients can wait in the middle of a layer-wise step in the memory that trains one: a waiting client has no
-#: reply yet, and most of them have no gradients
+#: how many clients can wait in the middle of a layer-wise step in the memory that trains one: a
+#: waiting client has no reply yet, and most of them have no gradients
 WAITING_PER_TRAINING = 2
 
 
 class StackedGrid(InProcessGrid):
     """Trains clients that share a model and an instruction at once, as a stack of models.
 
-    Results are those of `InProcessGrid` up to rounding, and the same bits whenever the same messages come again. Other
-    clients train one after another, and the log says why, once: a ClientApp that `client_app` did not make, a model of
-    each client's own, layers that `torch.func.vmap` refuses.
+    Results are those of `InProcessGrid` up to rounding, and the same bits whenever the same
+    messages come again. Other clients train one after another, and the log says why, once: a
+    ClientApp that `client_app` did not make, a model of each client's own, layers that
+    `torch.func.vmap` refuses.
 
-    At most `chunk` clients are stacked; by default as many as speed up a step and fit into half of the machine's
-    memory, or a quarter of a GPU's. (Free memory does not count, or the bits of a run would depend on what else runs.)
+    At most `chunk` clients are stacked; by default as many as speed up a step and fit into half of
+    the machine's memory, or a quarter of a GPU's. (Free memory does not count, or the bits of a run
+    would depend on what else runs.)
 
-    With `average_by`, "examples" or "uniform" as the option `weighting` of strategies, the replies to the training
-    messages of a push are one: their mean answers the first of the messages, and the others have no answer.
+    With `average_by`, "examples" or "uniform" as the option `weighting` of strategies, the replies
+    to the training messages of a push are one: their mean answers the first of the messages, and
+    the others have no answer.
     """
 
     def __init__(
@@ -74,8 +81,8 @@ class StackedGrid(InProcessGrid):
     def _trainer(self, jobs: Sequence[Job]) -> Iterator[Trained]:
         """Train stacks, then what cannot be stacked, or has failed in a stack.
 
-        A failure is forgotten: whether a later round's stacks fail must not depend on this one, or a run that is
-        resumed between them would have other bits.
+        A failure is forgotten: whether a later round's stacks fail must not depend on this one, or
+        a run that is resumed between them would have other bits.
         """
         trained, failures = set[int](), dict[str, str]()
         for stack in self._cut(jobs):
@@ -97,7 +104,9 @@ class StackedGrid(InProcessGrid):
             yield alone
 
     def _cut(self, jobs: Sequence[Job], layerwise: bool = False) -> list[list[Job]]:
-        """Return stacks of jobs that go together, those with similar numbers of steps, the largest numbers first."""
+        """Return stacks of jobs that go together, those with similar numbers of steps, the largest
+        numbers first.
+        """
         stacks: list[list[Job]] = []
         for group in self._group(jobs):
             size = self._size(group[0], layerwise) if len(group) > 1 else 1
@@ -106,7 +115,9 @@ class StackedGrid(InProcessGrid):
         return stacks
 
     def _count_fitting(self, job: Job) -> int:
-        """Return how many clients like this one fit into memory, next to those in other processes of this machine."""
+        """Return how many clients like this one fit into memory, next to those in other processes
+        of this machine.
+        """
         fitting = clients_that_fit(self._step_memory(job), job.client.device)
         return max(int(fitting * self._share), 1)
 
@@ -117,7 +128,10 @@ class StackedGrid(InProcessGrid):
             log(level, "Clients train one after another: %s", " ".join(reason.split()))
 
     def _group(self, jobs: Sequence[Job]) -> list[list[Job]]:
-        """Put jobs together that can be stacked; those that cannot be planned are reported by their messages."""
+        """Put jobs together that can be stacked.
+
+        Those that cannot be planned are reported by their messages.
+        """
         groups: dict[Hashable, list[Job]] = {}
         for job in jobs:
             try:
@@ -128,16 +142,22 @@ class StackedGrid(InProcessGrid):
                 self._log_once(reason)
             else:
                 groups.setdefault(key, []).append(job)
-        if len(groups) > 1 and len({id(group[0].client.model) for group in groups.values()}) == len(jobs):
+        if len(groups) > 1 and len({id(group[0].client.model) for group in groups.values()}) == len(
+            jobs
+        ):
             self._log_once("each has a model of its own")
         return list(groups.values())
 
     def _size(self, job: Job, layerwise: bool) -> int:
-        """Return the largest stack of clients like this one that speeds up a step and fits into memory."""
+        """Return the largest stack of clients like this one that speeds up a step and fits into
+        memory.
+        """
         if self._chunk:
             return self._chunk
         client = job.client
-        most = largest_useful_stack(client.model, client.device, lambda: self._step_memory(job), layerwise)
+        most = largest_useful_stack(
+            client.model, client.device, lambda: self._step_memory(job), layerwise
+        )
         return min(most, self._count_fitting(job)) if most > 1 else 1
 
     def _step_memory(self, job: Job) -> StepMemory:
@@ -146,10 +166,12 @@ class StackedGrid(InProcessGrid):
             self._memory[model] = StepMemory.of(job.client, job.instruction)
         return self._memory[model]
 
-    # ---- layer-wise steps ----------------------------------------------------------------------------------------
+    # ---- layer-wise steps ------------------------------------------------------------------------
 
     def open_step(self, messages: Sequence[Message]) -> "StackedTransport | None":
-        """Open the layer-wise step that these messages begin, if all of their nodes can take it in stacks."""
+        """Open the layer-wise step that these messages begin, if all of their nodes can take it in
+        stacks.
+        """
         if not self._hands_to_clients():
             return None
         for message in messages:
@@ -158,33 +180,47 @@ class StackedGrid(InProcessGrid):
         if sum(map(len, stacks)) < len(messages):
             return None
         if len(messages) > WAITING_PER_TRAINING * self._count_fitting(stacks[0][0]):
-            self._log_once(f"a layer-wise step of all {len(messages)} takes more memory than there is")
+            self._log_once(
+                f"a layer-wise step of all {len(messages)} takes more memory than there is"
+            )
             return None
         return StackedTransport(self, stacks)
 
-    def _train_in_step(self, stack: Sequence[Job], pool: ReplyPool, exchange: Exchange) -> list[Message | None]:
-        """Train a stack, on a copy of the model; return its clients' replies, None where they are in the pool."""
+    def _train_in_step(
+        self, stack: Sequence[Job], pool: ReplyPool, exchange: Exchange
+    ) -> list[Message | None]:
+        """Train a stack, on a copy of the model.
+
+        Return its clients' replies, None where they are in the pool.
+        """
         model = stack[0].client.model
         structure = self._structures.take(model)
         try:
-            return list(pool.add(train_together(stack, structure, self._make_stack, exchange)).values())
+            return list(
+                pool.add(train_together(stack, structure, self._make_stack, exchange)).values()
+            )
         finally:
             self._structures.give_back(model, structure)
 
 
 class StackedTransport(Lockstep[Message | None]):
-    """A `NodesTransport` of stacked nodes in this process: all clients of a stack ask at once, and nothing is packed.
+    """A `NodesTransport` of stacked nodes in this process: all clients of a stack ask at once, and
+    nothing is packed.
 
     A stack trains in streams of its clients' own.
     """
 
     def __init__(self, grid: StackedGrid, stacks: Sequence[Sequence[Job]]) -> None:
         jobs = [job for stack in stacks for job in stack]
-        everyone = [Participant(job.client.partition_id, job.node, len(job.client.indices)) for job in jobs]
+        everyone = [
+            Participant(job.client.partition_id, job.node, len(job.client.indices)) for job in jobs
+        ]
         order = sorted(range(len(jobs)), key=everyone.__getitem__)
         pool = ReplyPool(grid._average_by)
         # the seed is not used: stacked clients draw from their own streams
-        steps = [SuspendedStep(partial(grid._train_in_step, stack, pool), seed=0) for stack in stacks]
+        steps = [
+            SuspendedStep(partial(grid._train_in_step, stack, pool), seed=0) for stack in stacks
+        ]
         super().__init__(steps, order)
         self.participants = [everyone[position] for position in order]
         self._jobs, self._pool, self._grid = [jobs[position] for position in order], pool, grid
@@ -207,7 +243,15 @@ def _stack_key(job: Job) -> Hashable:
     # the first mini-batches of a layer-wise step meet at every layer
     apart = instruction.layerwise in ("none", *wire.CARRIED_MODES)
     first_batch = apart or client.batch_sizes(instruction)[0]
-    return id(client.model), client.loss_function, client.device, instruction, groups, remembered, first_batch
+    return (
+        id(client.model),
+        client.loss_function,
+        client.device,
+        instruction,
+        groups,
+        remembered,
+        first_batch,
+    )
 
 
 def _why_not_stackable(job: Job) -> str:
@@ -221,5 +265,7 @@ def _why_not_stackable(job: Job) -> str:
         if not rule.stacks:
             return f"{type(rule).__name__} does not work on stacked models"
     if instruction.optimizer != "sgd" and instruction.momentum_state != "none":
-        return f"the state of {instruction.optimizer} counts the steps of all clients of a stack alike"
+        return (
+            f"the state of {instruction.optimizer} counts the steps of all clients of a stack alike"
+        )
     return ""

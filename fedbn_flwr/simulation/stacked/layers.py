@@ -1,8 +1,10 @@
-"""The layers of stacked clients inside `torch.func.vmap`: BN in one call, images channels last, dropout by client.
+"""The layers of stacked clients inside `torch.func.vmap`:
 
-`vmap` by itself would compute the same, slower (docs/benchmarks.md, "Choices in the code"). It hides the dimension for
-the clients, and the functions of torch that show it are private: a version of torch may not have them. Without them a
-model is left as it is.
+BN in one call, images channels last, dropout by client.
+
+`vmap` by itself would compute the same, slower (docs/benchmarks.md, "Choices in the code"). It
+hides the dimension for the clients, and the functions of torch that show it are private: a version
+of torch may not have them. Without them a model is left as it is.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -40,7 +42,9 @@ def is_available() -> bool:
 
 
 def unwrapped(value: Tensor) -> tuple[Tensor, int | None]:
-    """Return the tensor of all clients and its dimension for them, None for one that is the same for all."""
+    """Return the tensor of all clients and its dimension for them, None for one that is the same
+    for all.
+    """
     values: tuple[Tensor, int | None] = _functorch._unwrap_batched(value, _level())
     return values
 
@@ -59,21 +63,26 @@ class CannotStackError(RuntimeError):
 
 
 class StackedLayers:
-    """The layers of a model that are called once for all clients, inside `vmap`, and the order of its images.
+    """The layers of a model that are called once for all clients, inside `vmap`, and the order of
+    its images.
 
-    They are BN, with what timm puts behind it, and dropout. Other layers that draw at random are refused by `vmap`.
+    They are BN, with what timm puts behind it, and dropout. Other layers that draw at random are
+    refused by `vmap`.
 
-    On a CPU, grouped convolutions and BN are mostly faster where the channels of all clients lie side by side. Only
-    chains of torch's own layers are put into this order: a forward of a model's own may need the usual one, and other
-    normalizers put images back into it. Pools and sums over positions have gradients in the usual order; an activation
-    whose gradient is in another order than its output is slow, and hands that order on.
+    On a CPU, grouped convolutions and BN are mostly faster where the channels of all clients lie
+    side by side. Only chains of torch's own layers are put into this order: a forward of a model's
+    own may need the usual one, and other normalizers put images back into it. Pools and sums over
+    positions have gradients in the usual order; an activation whose gradient is in another order
+    than its output is slow, and hands that order on.
     """
 
     def __init__(self, model: nn.Module) -> None:
         layers = list(model.modules()) if is_available() else []
         batch_norm = [layer for layer in layers if isinstance(layer, _BatchNorm)]
         self._batch_norm = {layer: behind for layer in batch_norm if (behind := after_norm(layer))}
-        dropouts = [layer for layer in layers if isinstance(layer, _DropoutNd) and type(layer) in _MASKING]
+        dropouts = [
+            layer for layer in layers if isinstance(layer, _DropoutNd) and type(layer) in _MASKING
+        ]
         self._dropouts = [layer for layer in dropouts if layer.p > 0]
         kinds = {type(layer) for layer in layers}
         self._channels_last = nn.Conv2d in kinds and kinds <= ANY_ORDER
@@ -83,42 +92,63 @@ class StackedLayers:
         self._pools = [layer for layer in pools if layer.output_size in (1, (1, 1))]
 
     def images(self, images: Tensor) -> Tensor:
-        """Return (clients, batch, C, H, W) so that `vmap` makes of them images of one network, channels last."""
+        """Return (clients, batch, C, H, W) so that `vmap` makes of them images of one network,
+        channels last.
+        """
         if not (self._channels_last and images.dim() == 5 and images.device.type == "cpu"):
             return images
         return images.permute(1, 3, 4, 0, 2).contiguous().permute(3, 0, 4, 1, 2)
 
     @contextmanager
     def used(self, streams: Sequence[OwnRandomness] = ()) -> Iterator[None]:
-        """Call each layer once for all clients; dropout draws the mask of row i of its inputs from stream i.
+        """Call each layer once for all clients.
+
+        Dropout draws the mask of row i of its inputs from stream i.
 
         A layer whose `forward` somebody else has replaced stays as it is.
         """
         forwards: dict[nn.Module, Callable[[Tensor], Tensor]] = {
-            **{layer: partial(_normalized, layer, behind) for layer, behind in self._batch_norm.items()},
-            **{layer: partial(_dropped, layer, streams) for layer in self._dropouts if layer.training},
+            **{
+                layer: partial(_normalized, layer, behind)
+                for layer, behind in self._batch_norm.items()
+            },
+            **{
+                layer: partial(_dropped, layer, streams)
+                for layer in self._dropouts
+                if layer.training
+            },
             # a pool's own forward would loop over the clients, and warn of it
             **dict.fromkeys(self._pools, _mean),
         }
-        usual = {layer: forward for layer, forward in forwards.items() if "forward" not in layer.__dict__}
+        usual = {
+            layer: forward for layer, forward in forwards.items() if "forward" not in layer.__dict__
+        }
         with replaced_forwards(usual), ExitStack() as hooks:
             for layer in self._activations:
                 hooks.callback(layer.register_forward_hook(_keep_order).remove)
             yield
 
 
-# ---- batch normalization ---------------------------------------------------------------------------------------------
+# ---- batch normalization -------------------------------------------------------------------------
 
 
 def _normalized(layer: _BatchNorm, behind: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
-    """Take all clients through one BN layer at once: one call that takes their channels side by side."""
+    """Take all clients through one BN layer at once: one call that takes their channels side by
+    side.
+    """
     moving = layer.training and layer.track_running_stats
     if moving and layer.momentum is None:
-        raise CannotStackError("BN with momentum=None averages over steps that each client counts for itself")
-    statistics = [layer.running_mean, layer.running_var] if moving or not layer.training else [None, None]
+        raise CannotStackError(
+            "BN with momentum=None averages over steps that each client counts for itself"
+        )
+    statistics = (
+        [layer.running_mean, layer.running_var] if moving or not layer.training else [None, None]
+    )
     entries = [*statistics, layer.weight, layer.bias]
     values, dim = (inputs, None) if layer.momentum is None else unwrapped(inputs)
-    if dim is None or not all(value is None or unwrapped(value)[1] is not None for value in entries):
+    if dim is None or not all(
+        value is None or unwrapped(value)[1] is not None for value in entries
+    ):
         alone: Tensor = type(layer).forward(layer, inputs)
         return alone
     layer._check_input_dim(inputs)
@@ -127,12 +157,16 @@ def _normalized(layer: _BatchNorm, behind: Callable[[Tensor], Tensor], inputs: T
     by_client = values.movedim(dim, 1)
     mean, variance, weight, bias = (_in_a_row(value) for value in entries)
     of_batch, momentum = layer.training or mean is None, layer.momentum or 0.0
-    outputs = F.batch_norm(by_client.flatten(1, 2), mean, variance, weight, bias, of_batch, momentum, layer.eps)
+    outputs = F.batch_norm(
+        by_client.flatten(1, 2), mean, variance, weight, bias, of_batch, momentum, layer.eps
+    )
     return behind(wrapped_images(outputs.view_as(by_client)))
 
 
 def _in_a_row(value: Tensor | None) -> Tensor | None:
-    """Return all clients' values one after the other: a view, because running statistics are updated in place."""
+    """Return all clients' values one after the other: a view, because running statistics are
+    updated in place.
+    """
     if value is None:
         return None
     values, dim = unwrapped(value)
@@ -151,12 +185,17 @@ def apply_shared(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Take a layer of all clients through `SharedBatchNorm`, inside `vmap`.
 
-    Its `apply` does the same, in twice the time, most of which `vmap` takes to find and prepare the function.
+    Its `apply` does the same, in twice the time, most of which `vmap` takes to find and prepare the
+    function.
     """
     if not is_available():
-        alone: tuple[Tensor, Tensor, Tensor, Tensor] = SharedBatchNorm.apply(inputs, weight, bias, eps, use)
+        alone: tuple[Tensor, Tensor, Tensor, Tensor] = SharedBatchNorm.apply(
+            inputs, weight, bias, eps, use
+        )
         return alone
-    parts = [(None, None) if value is None else unwrapped(value) for value in (inputs, weight, bias)]
+    parts = [
+        (None, None) if value is None else unwrapped(value) for value in (inputs, weight, bias)
+    ]
     values, dims = zip(*parts, strict=True)
     batch = _Stacked(values[0].shape[dims[0] or 0])
     rule: Callable[..., tuple[tuple[Tensor, ...], tuple[int | None, ...]]] = SharedBatchNorm.vmap
@@ -165,14 +204,14 @@ def apply_shared(
     return wrapped_images(outputs), wrapped(mean, 0), wrapped(variance, 0), count
 
 
-# ---- the order of images ---------------------------------------------------------------------------------------------
+# ---- the order of images -------------------------------------------------------------------------
 
 
 def wrapped_images(images: Tensor) -> Tensor:
     """Return (batch, clients, ...), what a layer put out for all clients, as the output for one.
 
-    If channels are last, as a copy: the gradient of a ReLU that changes a view in place would be handed on in the usual
-    order.
+    If channels are last, as a copy: the gradient of a ReLU that changes a view in place would be
+    handed on in the usual order.
     """
     if _are_channels_last(images):
         return wrapped(images.movedim(1, 0).clone(), 0)
@@ -200,7 +239,7 @@ def _in_order(strides: Sequence[int], gradient: Tensor) -> Tensor:
     return gradient.new_empty_strided(gradient.shape, strides).copy_(gradient)
 
 
-# ---- dropout: every client gets the masks that it would draw alone ---------------------------------------------------
+# ---- dropout: every client gets the masks that it would draw alone -------------------------------
 
 
 def _dropped(layer: _DropoutNd, streams: Sequence[OwnRandomness], inputs: Tensor) -> Tensor:

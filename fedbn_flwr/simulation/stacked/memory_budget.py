@@ -14,24 +14,29 @@ from fedbn_flwr.randomness import OwnRandomness
 from fedbn_flwr.simulation.in_process import PORTION
 from fedbn_flwr.wire import Instruction
 
-#: larger stacks do not make a step faster, because a CPU's caches are full. A GPU stacks all clients that are prepared
-#: together: with 100 a round takes 0.11 to 0.16 of a plain loop's time, with ten 0.29 to 0.52; more is not measured
+#: larger stacks do not make a step faster, because a CPU's caches are full. A GPU stacks all
+#: clients that are prepared together: with 100 a round takes 0.11 to 0.16 of a plain loop's time,
+#: with ten 0.29 to 0.52; more is not measured
 _LARGEST_ON_CPU = 20
-#: parameters of the largest model that trains faster in a stack than alone: on a CPU between resnet20 (270,000) and
-#: mobilenetv2 (2.2 million), see docs/benchmarks.md, "Choices in the code". On a GPU resnet18 (11 million) is a tie,
-#: and between 1 and 11 million nobody has measured
+#: parameters of the largest model that trains faster in a stack than alone: on a CPU between
+#: resnet20 (270,000) and mobilenetv2 (2.2 million), see docs/benchmarks.md, "Choices in the code".
+#: On a GPU resnet18 (11 million) is a tie, and between 1 and 11 million nobody has measured
 _LARGEST_MODEL = 1_000_000
-#: mean bytes of a tensor that a forward pass keeps, from which on stacks do not make a CPU faster, because the step of
-#: a single client does not fit into the caches (docs/benchmarks.md, "Stacks and image sizes")
+#: mean bytes of a tensor that a forward pass keeps, from which on stacks do not make a CPU faster,
+#: because the step of a single client does not fit into the caches (docs/benchmarks.md, "Stacks and
+#: image sizes")
 _LARGE_ACTIVATIONS = 100_000
-#: the largest stack of such steps if they are layer-wise: clients that wait for each other at every layer are faster in
-#: stacks of 5 than one by one, and larger stacks need more memory (docs/benchmarks.md, "Choices in the code")
+#: the largest stack of such steps if they are layer-wise: clients that wait for each other at every
+#: layer are faster in stacks of 5 than one by one, and larger stacks need more memory
+#: (docs/benchmarks.md, "Choices in the code")
 _LARGEST_LAYERWISE = 5
-#: the share of the whole memory that a stack may take; an accelerator keeps a step twice, by autograd and captured
+#: the share of the whole memory that a stack may take; an accelerator keeps a step twice, by
+#: autograd and captured
 _SHARE, _SHARE_OF_ACCELERATOR = 0.5, 0.25
 #: parameters of glibc's `mallopt`
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-#: parameters, their gradients, the optimizer's state, what is received, what is sent, and one more while adding up
+#: parameters, their gradients, the optimizer's state, what is received, what is sent, and one more
+#: while adding up
 _COPIES = 6
 
 
@@ -47,7 +52,8 @@ class StepMemory:
     def of(cls, client: BNClient, instruction: Instruction) -> "StepMemory":
         """Look at one forward pass, of a whole mini-batch also where the client has fewer samples.
 
-        So it is the same whichever client is asked; a client that cannot train says so when it is its turn.
+        So it is the same whichever client is asked; a client that cannot train says so when it is
+        its turn.
         """
         try:
             activations = _kept_for_backward(client, instruction)
@@ -57,7 +63,10 @@ class StepMemory:
 
     @property
     def total(self) -> int:
-        """Estimate the bytes to train one client; a backward pass needs about as much as it is given."""
+        """Estimate the bytes to train one client.
+
+        A backward pass needs about as much as it is given.
+        """
         return 2 * sum(self.activations) + _COPIES * self.state
 
     @property
@@ -68,7 +77,9 @@ class StepMemory:
 
 def _kept_for_backward(client: BNClient, instruction: Instruction) -> tuple[int, ...]:
     # two samples at least, for layers that normalize over the batch
-    whole = replace(instruction, batch_size=max(instruction.batch_size, 2), local_steps=1, replacement=True)
+    whole = replace(
+        instruction, batch_size=max(instruction.batch_size, 2), local_steps=1, replacement=True
+    )
     model = copy.deepcopy(client.model).train()
     of_model = {value.untyped_storage().data_ptr() for value in model.state_dict().values()}
     kept: dict[int, int] = {}
@@ -79,7 +90,10 @@ def _kept_for_backward(client: BNClient, instruction: Instruction) -> tuple[int,
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    with OwnRandomness(0).drawing(), torch.autograd.graph.saved_tensors_hooks(keep, lambda kept: kept):
+    with (
+        OwnRandomness(0).drawing(),
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda kept: kept),
+    ):
         (batch,) = client.plan(whole)
         training.batch_loss(model, batch, instruction, client.loss_function)
     return tuple(kept.values())
@@ -90,7 +104,8 @@ def largest_useful_stack(
 ) -> int:
     """Return the largest stack of such clients that still speeds up a step; 1 if none does.
 
-    `step` is called only where its answer counts: it takes a forward pass, which a large model need not spend.
+    `step` is called only where its answer counts: it takes a forward pass, which a large model need
+    not spend.
     """
     if sum(parameter.numel() for parameter in model.parameters()) > _LARGEST_MODEL:
         return 1
@@ -110,8 +125,9 @@ def clients_that_fit(step: StepMemory, device: torch.device) -> int:
 def keep_freed_memory() -> None:
     """Let this process hold on to what it frees, where the C library is glibc.
 
-    By default glibc returns every large block to the system, which clears it when it is asked for again: a step of 20
-    stacked small-cnn with batches of 32 (32 x 32 pixels) then takes 0.35 CPU seconds, and 0.19 in this way.
+    By default glibc returns every large block to the system, which clears it when it is asked for
+    again: a step of 20 stacked small-cnn with batches of 32 (32 x 32 pixels) then takes 0.35 CPU
+    seconds, and 0.19 in this way.
     """
     try:
         change = ctypes.CDLL("libc.so.6").mallopt

@@ -1,4 +1,6 @@
-"""The models of several clients as one module: every parameter and buffer has a row for each client."""
+"""The models of several clients as one module: every parameter and buffer has a row for each
+client.
+"""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,8 +32,9 @@ _IGNORED_CLASS = -100
 class Stack(nn.Module):
     """Clients' models as one module, each tensor with a first dimension for the clients.
 
-    `structure`, a model like theirs that nobody else uses, says which layer an entry belongs to, and its forward is
-    what `torch.func` maps over the clients. It may be frozen and set to train like any model; its values are not used.
+    `structure`, a model like theirs that nobody else uses, says which layer an entry belongs to,
+    and its forward is what `torch.func` maps over the clients. It may be frozen and set to train
+    like any model; its values are not used.
     """
 
     structure: nn.Module
@@ -50,9 +53,12 @@ class Stack(nn.Module):
         self._slots = _Slots(structure, self._names)
         self._layers = StackedLayers(structure)
         self._entries = entries
-        rows = {name: value.new_empty((self.clients, *value.shape)) for name, value in entries.items()}
+        rows = {
+            name: value.new_empty((self.clients, *value.shape)) for name, value in entries.items()
+        }
         self._parameters_of_all = {
-            name: nn.Parameter(rows[name], value.requires_grad) for name, value in structure.named_parameters()
+            name: nn.Parameter(rows[name], value.requires_grad)
+            for name, value in structure.named_parameters()
         }
         self._buffers_of_all = {name: rows[name] for name, _ in structure.named_buffers()}
         self.load(states)
@@ -61,11 +67,17 @@ class Stack(nn.Module):
     def load(self, states: Sequence[State]) -> None:
         """Overwrite what the stack holds, in the tensors that it has, each of the model's dtype.
 
-        Where states lack an entry, clients get the structure's. What learns is what learns in the structure.
+        Where states lack an entry, clients get the structure's. What learns is what learns in the
+        structure.
         """
         values = {**self._parameters_of_all, **self._buffers_of_all}
-        rows = stacked(states if any(state is not states[0] for state in states) else states[:1], self._entries)
-        given = [rows.get(name, self._entries[name]).expand(value.shape) for name, value in values.items()]
+        rows = stacked(
+            states if any(state is not states[0] for state in states) else states[:1], self._entries
+        )
+        given = [
+            rows.get(name, self._entries[name]).expand(value.shape)
+            for name, value in values.items()
+        ]
         torch._foreach_copy_(list(values.values()), given)
         for name, parameter in self._parameters_of_all.items():
             parameter.requires_grad_(self._entries[name].requires_grad)
@@ -91,7 +103,9 @@ class Stack(nn.Module):
         streams: Sequence[OwnRandomness] = (),
         around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> Tensor:
-        """Return the mean loss of each of these clients on its own batch; `around` is entered inside `vmap`.
+        """Return the mean loss of each of these clients on its own batch.
+
+        `around` is entered inside `vmap`.
 
         Dropout draws from the clients' streams.
         """
@@ -100,12 +114,18 @@ class Stack(nn.Module):
         loss_or_outputs = (lambda outputs, _: outputs) if afterwards else loss_function
         buffers = list(self._buffers_of_all)
 
-        def one(inputs: Tensor, targets: Tensor, entries: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-            """Return one client's result, and the buffers in whose places a layer has put new ones."""
+        def one(
+            inputs: Tensor, targets: Tensor, entries: dict[str, Tensor]
+        ) -> tuple[Tensor, dict[str, Tensor]]:
+            """Return one client's result, and the buffers in whose places a layer has put new
+            ones.
+            """
             with self._slots.holding(entries), self._layers.used(streams), around():
                 result = training.model_loss(self.structure, inputs, targets, loss_or_outputs)
                 now = {name: self._slots.read(name) for name in buffers}
-            return result, {name: value for name, value in now.items() if value is not entries[name]}
+            return result, {
+                name: value for name, value in now.items() if value is not entries[name]
+            }
 
         index = index_on(rows, batch[0].device)
         values = self._entries_of(index)
@@ -120,12 +140,15 @@ class Stack(nn.Module):
         if isinstance(index, slice) and index == slice(0, self.clients):
             return {**self._parameters_of_all, **self._buffers_of_all}
         chosen = {name: value[index] for name, value in self._parameters_of_all.items()}
-        # copies: autograd would refuse to use views of buffers of which other clients' rows have changed since
+        # copies: autograd would refuse to use views of buffers of which other clients' rows have
+        # changed since
         return chosen | {name: value[index].clone() for name, value in self._buffers_of_all.items()}
 
 
 class Stacks:
-    """Makes stacks; on an accelerator of the latest ones again, whose tensors are where captured steps expect them."""
+    """Makes stacks; on an accelerator of the latest ones again, whose tensors are where captured
+    steps expect them.
+    """
 
     def __init__(self) -> None:
         #: by the id of a structure, which a stack keeps alive, and the number of clients
@@ -147,21 +170,31 @@ class Stacks:
 
 
 class _Slots:
-    """The places of a model's parameters and buffers, where other tensors can be put for a while."""
+    """The places of a model's parameters and buffers, where other tensors can be put for a
+    while.
+    """
 
     def __init__(self, structure: nn.Module, names: Mapping[str, str]) -> None:
         #: by an entry's first name: every dictionary of a layer that holds it, and its key there
-        self._places: dict[str, list[tuple[dict[str, Any], str]]] = {name: [] for name in names.values()}
+        self._places: dict[str, list[tuple[dict[str, Any], str]]] = {
+            name: [] for name in names.values()
+        }
         for prefix, layer in structure.named_modules(remove_duplicate=False):
             for entries in (layer._parameters, layer._buffers):
                 for key, value in entries.items():
                     if value is not None:
-                        self._places[names[f"{prefix}.{key}" if prefix else key]].append((entries, key))
+                        self._places[names[f"{prefix}.{key}" if prefix else key]].append(
+                            (entries, key)
+                        )
 
     @contextmanager
     def holding(self, values: Mapping[str, Tensor]) -> Iterator[None]:
         """Give the model these values, inside the block."""
-        before = [(entries, key, entries[key]) for places in self._places.values() for entries, key in places]
+        before = [
+            (entries, key, entries[key])
+            for places in self._places.values()
+            for entries, key in places
+        ]
         try:
             for name, value in values.items():
                 for entries, key in self._places[name]:
@@ -186,11 +219,15 @@ def _cross_entropies(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def stacked(states: Sequence[State], like: State = MappingProxyType({})) -> State:
-    """Return states of the same names as one, where tensors have a row for each, on the CPU or the device of `like`."""
+    """Return states of the same names as one, where tensors have a row for each, on the CPU or the
+    device of `like`.
+    """
     first = states[0]
     if all(state is first for state in states):
         moved = to_device(first, like)
-        return {name: value.expand(len(states), *value.shape).clone() for name, value in moved.items()}
+        return {
+            name: value.expand(len(states), *value.shape).clone() for name, value in moved.items()
+        }
     flat = [state for state in states if isinstance(state, FlatState)]
     if len(flat) == len(states) and len({id(state.layout) for state in flat}) == 1:
         return to_device(FlatState.stacked(flat), like)
@@ -218,5 +255,7 @@ class StackedMemory(Memory):
     def write(self) -> None:
         """Store every client's rows, as copies, in the client's own memory."""
         for group, values in self._stored.items():
-            for memory, rows in zip(self._memories, FlatState.copies_of(values, len(self._memories)), strict=True):
+            for memory, rows in zip(
+                self._memories, FlatState.copies_of(values, len(self._memories)), strict=True
+            ):
                 memory.store(group, rows)

@@ -1,4 +1,6 @@
-"""One round of local training of several clients at once, also where their numbers of steps or samples differ."""
+"""One round of local training of several clients at once, also where their numbers of steps or
+samples differ.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -29,27 +31,42 @@ MakeStack = Callable[[nn.Module, Sequence[State]], Stack]
 
 
 def train_together(
-    jobs: Sequence[Job], structure: nn.Module, make_stack: MakeStack = Stack, exchange: Exchange | None = None
+    jobs: Sequence[Job],
+    structure: nn.Module,
+    make_stack: MakeStack = Stack,
+    exchange: Exchange | None = None,
 ) -> Trained:
-    """Train the clients of jobs of one instruction at once; return what each would reply alone, up to rounding.
+    """Train the clients of jobs of one instruction at once.
 
-    Nobody's memory changes unless all come to their end.
-    The clients have models like `structure`, which nobody else uses meanwhile. They come in the order of their numbers
-    of steps, the largest first: those that are at their end wait, unchanged, for the others.
+    Return what each would reply alone, up to rounding.
+
+    Nobody's memory changes unless all come to their end. The clients have models like `structure`,
+    which nobody else uses meanwhile. They come in the order of their numbers of steps, the largest
+    first: those that are at their end wait, unchanged, for the others.
     """
-    clients, received, instruction = [job.client for job in jobs], [job.received for job in jobs], jobs[0].instruction
+    clients, received, instruction = (
+        [job.client for job in jobs],
+        [job.received for job in jobs],
+        jobs[0].instruction,
+    )
     stays = state.group_keys(structure, instruction.stays)
     with training.frozen(structure, instruction), training.products(instruction):
         structure.train()
         stack = make_stack(structure, _states(clients, received, stays, structure))
         memory = StackedMemory([client.memory for client in clients])
         optimizer = training.make_optimizer(stack, instruction)
-        groups = {name: [records[name] for records in received] for name in received[0] if name != wire.ARRAYS}
+        groups = {
+            name: [records[name] for records in received]
+            for name in received[0]
+            if name != wire.ARRAYS
+        }
         others = {name: stacked(states) for name, states in groups.items()}
         session = Session(stack, optimizer, instruction, others, memory, stays, structure=structure)
         losses = _learn(clients, stack, session, exchange)
     if stays:
-        memory.store(wire.STAYS, {name: value for name, value in stack.state_dict().items() if name in stays})
+        memory.store(
+            wire.STAYS, {name: value for name, value in stack.state_dict().items() if name in stays}
+        )
     memory.write()
     unsent = stays | state.group_keys(structure, instruction.omit)
     shared = {name: value for name, value in stack.state_dict().items() if name not in unsent}
@@ -74,7 +91,9 @@ def _metrics(
 
 
 def _rows_of(value: Any, clients: int) -> Sequence[Any]:
-    """Return what each client reports: a row of a tensor with a row for each, or else the same for all."""
+    """Return what each client reports: a row of a tensor with a row for each, or else the same for
+    all.
+    """
     if isinstance(value, Tensor) and value.dim() and len(value) == clients:
         rows: list[Any] = value.tolist()
         return rows
@@ -82,7 +101,10 @@ def _rows_of(value: Any, clients: int) -> Sequence[Any]:
 
 
 def _states(
-    clients: Sequence[BNClient], received: Sequence[Mapping[str, State]], stays: set[str], structure: nn.Module
+    clients: Sequence[BNClient],
+    received: Sequence[Mapping[str, State]],
+    stays: set[str],
+    structure: nn.Module,
 ) -> list[State]:
     """Return what each client's model starts from."""
     states: list[State] = []
@@ -94,7 +116,9 @@ def _states(
     return states
 
 
-def _learn(clients: Sequence[BNClient], stack: Stack, session: Session, exchange: Exchange | None) -> Tensor:
+def _learn(
+    clients: Sequence[BNClient], stack: Stack, session: Session, exchange: Exchange | None
+) -> Tensor:
     instruction = session.instruction
     plans = [client.plan(instruction) for client in clients]
     carried = None
@@ -106,7 +130,12 @@ def _learn(clients: Sequence[BNClient], stack: Stack, session: Session, exchange
     for rule in rules:
         rule.begin(session)
     gradients = captured.gradients(
-        session, batches.loss_of, clients[0].loss_function, clients[0].captured, batches.tensors_of, batches.batch_of
+        session,
+        batches.loss_of,
+        clients[0].loss_function,
+        clients[0].captured,
+        batches.tensors_of,
+        batches.batch_of,
     )
     losses = training.train(batches, gradients, session.optimizer, [rule.adjust for rule in rules])
     batches.restore()
@@ -128,7 +157,9 @@ class Part:
 
 @dataclass
 class StackedBatches:
-    """The mini-batches of several clients, of which each may have its own number, and the losses on them."""
+    """The mini-batches of several clients, of which each may have its own number, and the losses on
+    them.
+    """
 
     clients: Sequence[BNClient]
     stack: Stack
@@ -137,14 +168,18 @@ class StackedBatches:
     exchange: Exchange | None
     #: the clients' own corrections, where these stand for an exchange
     carried: CorrectedClients | None = None
-    #: rows of clients that have taken all their steps; each tensor with what they had there at their end
+    #: rows of clients that have taken all their steps; each tensor with what they had there at
+    #: their end
     finished: list[tuple[slice, list[tuple[Tensor, Tensor]]]] = field(default_factory=list)
     first_step: bool = True
 
     def __post_init__(self) -> None:
         self.lengths = lengths = [len(plan.sizes) for plan in self.plans]
         if lengths != sorted(lengths, reverse=True):
-            raise ValueError("clients that train together come in the order of their steps, the largest number first")
+            raise ValueError(
+                "clients that train together come in the order of their steps, the largest number "
+                "first"
+            )
         self.steps = lengths[0] if lengths[0] == lengths[-1] else torch.tensor(lengths)
         seeds = [client.step_seed(self.session.instruction) for client in self.clients]
         self.streams = [OwnRandomness(seed) for seed in seeds]
@@ -176,7 +211,9 @@ class StackedBatches:
         return losses, counts
 
     def tensors_of(self, parts: list[Part]) -> training.Batch | None:
-        """Return the inputs and targets of all clients, None if not all take the step or have batches of one size."""
+        """Return the inputs and targets of all clients, None if not all take the step or have
+        batches of one size.
+        """
         whole = len(parts) == 1 and parts[0].rows == slice(0, self.stack.clients)
         return (parts[0].inputs, parts[0].targets) if whole else None
 
@@ -185,7 +222,9 @@ class StackedBatches:
         return [Part(slice(0, self.stack.clients), inputs, targets)]
 
     def restore(self) -> None:
-        """Put back what clients had at their own ends, since the optimizer has gone on moving their rows."""
+        """Put back what clients had at their own ends, since the optimizer has gone on moving their
+        rows.
+        """
         for rows, values in self.finished:
             for value, kept in values:
                 value[rows] = kept
@@ -195,12 +234,16 @@ class StackedBatches:
         streams = [self.streams[row] for row in _numbers(part.rows)]
         batch, loss_function = (part.inputs, part.targets), self.clients[0].loss_function
         with training.autocast(instruction, device):
-            return self.stack.losses(part.rows, batch, loss_function, streams, self._around(part.rows))
+            return self.stack.losses(
+                part.rows, batch, loss_function, streams, self._around(part.rows)
+            )
 
     def _around(self, rows: Rows) -> Callable[[], AbstractContextManager[Any]]:
-        # The context ends inside `vmap`, before the backward pass. It moves the running statistics when it ends, and
-        # only `vmap` has them.
-        exchange = self.carried.exchange(rows) if self.carried and self.first_step else self.exchange
+        # The context ends inside `vmap`, before the backward pass. It moves the running statistics
+        # when it ends, and only `vmap` has them.
+        exchange = (
+            self.carried.exchange(rows) if self.carried and self.first_step else self.exchange
+        )
         if not (self.first_step and exchange):
             return nullcontext
         mode = training.layerwise_mode(self.session.instruction)
@@ -211,14 +254,21 @@ class StackedBatches:
         return _by_size([plan.sizes[step] for plan in self.plans if len(plan.sizes) > step])
 
     def _loaded(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Load the batches of every group of every step, one after another; files are decoded ahead."""
+        """Load the batches of every group of every step, one after another.
+
+        Files are decoded ahead.
+        """
         steps = range(self.lengths[0])
-        return load_groups(self.plans, [(_numbers(rows), step) for step in steps for rows in self._groups(step)])
+        return load_groups(
+            self.plans, [(_numbers(rows), step) for step in steps for rows in self._groups(step)]
+        )
 
     def _part(self, rows: Rows, inputs: Tensor, targets: Tensor) -> Part:
         plans = [self.plans[row] for row in _numbers(rows)]
         shape = len(plans), len(targets) // len(plans)
-        return Part(rows, augment_together(plans, inputs.unflatten(0, shape)), targets.unflatten(0, shape))
+        return Part(
+            rows, augment_together(plans, inputs.unflatten(0, shape)), targets.unflatten(0, shape)
+        )
 
     def _retire(self, rows: slice) -> None:
         """Keep what these clients have at their end, to be put back."""

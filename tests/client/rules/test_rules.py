@@ -51,7 +51,9 @@ layers = st.one_of(
 
 @settings(max_examples=80, deadline=None)
 @given(layers, st.sampled_from([1e-3, 0.1, 1.0]), st.floats(1e-4, 10.0), st.integers(0, 2**31))
-def test_clipping_is_the_printed_formula(layer: nn.Module, factor: float, size: float, seed: int) -> None:
+def test_clipping_is_the_printed_formula(
+    layer: nn.Module, factor: float, size: float, seed: int
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     layer.double()
     expected = []
@@ -59,7 +61,9 @@ def test_clipping_is_the_printed_formula(layer: nn.Module, factor: float, size: 
         with torch.no_grad():
             parameter.copy_(torch.randn(parameter.shape, generator=generator))
             parameter[0] *= 1e-5  # a unit that has all but died
-        parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * size
+        parameter.grad = (
+            torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * size
+        )
         expected.append(clipped(parameter.detach().numpy(), parameter.grad.numpy().copy(), factor))
     clip_gradients(dict(layer.named_parameters()), factor)
     for parameter, gradient in zip(layer.parameters(), expected, strict=True):
@@ -69,12 +73,19 @@ def test_clipping_is_the_printed_formula(layer: nn.Module, factor: float, size: 
 
 @pytest.mark.parametrize("convolution", [nn.Conv1d, nn.Conv2d, nn.Conv3d])
 def test_a_learnable_gain_is_one_unit(convolution: type[nn.Module]) -> None:
-    """Equation 3 is about the rows of weight matrices; gains and biases are taken as one unit each."""
-    model = replace(nn.Sequential(convolution(2, 3, 3), nn.ReLU(), nn.Flatten()), "wsconv", gain="learnable").double()
+    """Equation 3 is about the rows of weight matrices.
+
+    Gains and biases are taken as one unit each.
+    """
+    model = replace(
+        nn.Sequential(convolution(2, 3, 3), nn.ReLU(), nn.Flatten()), "wsconv", gain="learnable"
+    ).double()
     gain = dict(model.named_parameters())["0.gain"]
     with torch.no_grad():
         gain.copy_(torch.tensor([3.0, 4.0, 12.0]).reshape(gain.shape))  # the norm is 13
-    gain.grad = torch.tensor([0.1, 0.2, 0.2], dtype=torch.float64).reshape(gain.shape)  # the norm is 0.3
+    gain.grad = torch.tensor([0.1, 0.2, 0.2], dtype=torch.float64).reshape(
+        gain.shape
+    )  # the norm is 0.3
     clip_gradients({"0.gain": gain}, 0.1)
     assert gain.grad.flatten().tolist() == [0.1, 0.2, 0.2]
     clip_gradients({"0.gain": gain}, 0.01)
@@ -82,11 +93,17 @@ def test_a_learnable_gain_is_one_unit(convolution: type[nn.Module]) -> None:
     np.testing.assert_allclose(gain.grad.flatten().numpy(), expected, rtol=1e-12)
 
 
-@pytest.mark.parametrize(("name", "shape"), [("a.weight", (3, 2, 3)), ("a.b.gain", (3, 1, 1)), ("a.bias", (3,))])
+@pytest.mark.parametrize(
+    ("name", "shape"), [("a.weight", (3, 2, 3)), ("a.b.gain", (3, 1, 1)), ("a.bias", (3,))]
+)
 def test_stacked_models_are_clipped_one_by_one(name: str, shape: tuple[int, ...]) -> None:
     generator = torch.Generator().manual_seed(0)
-    sizes = torch.tensor([0.01, 1.0, 100.0]).reshape(3, *[1] * len(shape))  # the last is not clipped
-    weights, gradients = (torch.randn(3, *shape, generator=generator, dtype=torch.float64) for _ in range(2))
+    sizes = torch.tensor([0.01, 1.0, 100.0]).reshape(
+        3, *[1] * len(shape)
+    )  # the last is not clipped
+    weights, gradients = (
+        torch.randn(3, *shape, generator=generator, dtype=torch.float64) for _ in range(2)
+    )
     together = nn.Parameter(weights * sizes)
     together.grad = gradients.clone()
     clip_gradients({name: together}, 0.1, stacked=True)
@@ -100,7 +117,9 @@ def test_stacked_models_are_clipped_one_by_one(name: str, shape: tuple[int, ...]
 
 
 @pytest.mark.parametrize("make", [mobilenet_v2, squeezenet1_1])
-def test_the_classifier_is_the_last_linear_layer_or_the_last_convolution(make: Callable[[], nn.Module]) -> None:
+def test_the_classifier_is_the_last_linear_layer_or_the_last_convolution(
+    make: Callable[[], nn.Module],
+) -> None:
     with torch.device("meta"):
         model = make()
     found = classifier_parameters(model)
@@ -109,7 +128,7 @@ def test_the_classifier_is_the_last_linear_layer_or_the_last_convolution(make: C
     assert classifier_parameters(nn.ReLU()) == []
 
 
-# ---- the norm of a step's whole gradient -----------------------------------------------------------------------------
+# ---- the norm of a step's whole gradient ---------------------------------------------------------
 
 
 #: below and above the norms of the gradients, and of some of them
@@ -117,7 +136,10 @@ BOUNDS = [0.01, 3.0, 100.0]
 
 
 def model_of(seed: int) -> nn.Module:
-    """Return a model with gradients of a client's own size; one parameter has none, and one does not learn."""
+    """Return a model with gradients of a client's own size.
+
+    One parameter has none, and one does not learn.
+    """
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2), nn.Linear(2, 1))
     model.register_parameter("scale", nn.Parameter(torch.ones(())))
@@ -130,7 +152,9 @@ def model_of(seed: int) -> nn.Module:
 
 def adjust(model: nn.Module, bound: float) -> None:
     instruction = Instruction().with_rule(clip_norm=bound)
-    session = Session(model, torch.optim.SGD(model.parameters()), instruction, {}, Memory(RecordDict()))
+    session = Session(
+        model, torch.optim.SGD(model.parameters()), instruction, {}, Memory(RecordDict())
+    )
     rules = rules_for(instruction)
     for rule in rules:
         rule.begin(session)
@@ -150,7 +174,9 @@ def test_gradients_are_scaled_as_torch_scales_them(bound: float) -> None:
         adjust(model, bound)
         scaled = gradients_of(model)
         assert scaled.keys() == gradients_of(wanted).keys()
-        assert all(torch.equal(scaled[name], gradient) for name, gradient in gradients_of(wanted).items())
+        assert all(
+            torch.equal(scaled[name], gradient) for name, gradient in gradients_of(wanted).items()
+        )
 
 
 @pytest.mark.parametrize("name", REGISTRY)
@@ -160,15 +186,19 @@ def test_every_method_asks_for_it_so_that_a_client_must_acknowledge_it(name: str
         assert ("clip-norm" in strategy.instruct(Instruction(batch_size=8)).binding_keys()) == asked
 
 
-# ---- the momentum that a node or the server keeps --------------------------------------------------------------------
+# ---- the momentum that a node or the server keeps ------------------------------------------------
 
 
 BUFFER = "momentum_buffer"
 
 
-def session_of(model: nn.Module, kept: str, received: dict[str, Tensor], local: set[str], memory: Memory) -> Session:
+def session_of(
+    model: nn.Module, kept: str, received: dict[str, Tensor], local: set[str], memory: Memory
+) -> Session:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
-    return Session(model, optimizer, Instruction(momentum_state=kept), {wire.MOMENTUM: received}, memory, local)
+    return Session(
+        model, optimizer, Instruction(momentum_state=kept), {wire.MOMENTUM: received}, memory, local
+    )
 
 
 def one_round(session: Session, gradient: float) -> None:
@@ -191,17 +221,23 @@ def test_the_servers_momentum_is_not_changed_by_the_steps_of_a_node() -> None:
 
 
 def test_names_with_the_sign_that_divides_entries_are_sent_or_kept_like_others() -> None:
-    model = nn.ModuleDict({"in/side": nn.Linear(1, 1, bias=False), "out/side": nn.Linear(1, 1, bias=False)})
+    model = nn.ModuleDict(
+        {"in/side": nn.Linear(1, 1, bias=False), "out/side": nn.Linear(1, 1, bias=False)}
+    )
     memory, local = Memory(RecordDict()), {"in/side.weight"}
     for wanted in (1.0, 1.5):
         session = session_of(model, "global", {}, local, memory)
         one_round(session, 1.0)
         # nothing is received back, so that what travels begins anew
-        assert session.records[wire.MOMENTUM] == {f"out/side.weight/{BUFFER}": torch.tensor([[1.0]])}
-        assert memory.recall(wire.MOMENTUM) == {f"in/side.weight/{BUFFER}": torch.tensor([[wanted]])}
+        assert session.records[wire.MOMENTUM] == {
+            f"out/side.weight/{BUFFER}": torch.tensor([[1.0]])
+        }
+        assert memory.recall(wire.MOMENTUM) == {
+            f"in/side.weight/{BUFFER}": torch.tensor([[wanted]])
+        }
 
 
-# ---- how rules are registered, and switched on -----------------------------------------------------------------------
+# ---- how rules are registered, and switched on ---------------------------------------------------
 
 
 @pytest.fixture(autouse=True)
@@ -239,7 +275,9 @@ def register(name: str, **keys: Any) -> type[Rule]:
     """Register a rule with these keys; a type in the place of a default is a key without one."""
     kinds = {key: value if isinstance(value, type) else type(value) for key, value in keys.items()}
     defaults = {key: value for key, value in keys.items() if not isinstance(value, type)}
-    return register_rule(type(name, (Rule,), {"__annotations__": kinds, **defaults, "__module__": __name__}))
+    return register_rule(
+        type(name, (Rule,), {"__annotations__": kinds, **defaults, "__module__": __name__})
+    )
 
 
 def test_the_order_is_not_that_of_registration_and_bounds_are_last() -> None:
@@ -271,12 +309,17 @@ def test_a_class_that_is_defined_again_takes_the_place_of_the_one_before() -> No
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"half": 0.0, "proximal_mu": 0.0}, "Proximal has the key 'proximal-mu'; known keys: .*clip-factor"),
+        (
+            {"half": 0.0, "proximal_mu": 0.0},
+            "Proximal has the key 'proximal-mu'; known keys: .*clip-factor",
+        ),
         ({}, "has no field"),
         ({"pull": float}, "'pull' needs a default that is a number, text or truth value"),
     ],
 )
-def test_a_rule_that_cannot_be_is_refused_and_leaves_nothing(keys: dict[str, Any], message: str) -> None:
+def test_a_rule_that_cannot_be_is_refused_and_leaves_nothing(
+    keys: dict[str, Any], message: str
+) -> None:
     before = dict(RULES)
     with pytest.raises(ValueError, match=f"rule Mine:? {message}"):
         register("Mine", **keys)

@@ -1,4 +1,6 @@
-"""`dynamics.jsonl` against the definitions of FixBN's Figure 3, by hand from the clients' batches."""
+"""`dynamics.jsonl` against the definitions of FixBN's Figure 3, by hand from the clients'
+batches.
+"""
 
 import math
 from pathlib import Path
@@ -29,7 +31,12 @@ def rows_of(folder: Path, **options: str) -> list[dict[str, Any]]:
 
 def only_bn() -> nn.Module:
     """BN sees the data themselves, so that its mini-batch statistics are those of the batch."""
-    return nn.Sequential(nn.BatchNorm2d(1, affine=False), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(1, CLASSES))
+    return nn.Sequential(
+        nn.BatchNorm2d(1, affine=False),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(1, CLASSES),
+    )
 
 
 def l1(one: torch.Tensor, other: torch.Tensor) -> float:
@@ -43,7 +50,9 @@ def test_a_client_reports_what_the_figure_defines() -> None:
     received["0.running_mean"] += 0.5
     seen, reports = [], list[list[float]]()
     for server_round in (1, 2, 3, 5):
-        instruction = Instruction(server_round=server_round, batch_size=4, local_steps=1, dynamics_window=3)
+        instruction = Instruction(
+            server_round=server_round, batch_size=4, local_steps=1, dynamics_window=3
+        )
         ((inputs, _),) = client.plan(instruction)
         variance, mean = torch.var_mean(inputs.double(), dim=(0, 2, 3), correction=0)
         seen.append(torch.stack([variance, mean]))
@@ -57,13 +66,20 @@ def test_a_client_reports_what_the_figure_defines() -> None:
     assert math.isnan(reports[0][0])
     assert math.isnan(reports[0][2])
     # the window of round 3 has the rounds 1 to 3, that of round 5 has 3 and 5
-    assert reports[2][2] == pytest.approx(float(torch.stack(seen[:3]).var(0, correction=0).sum()), rel=1e-5)
-    assert reports[3][2] == pytest.approx(float(torch.stack(seen[2:]).var(0, correction=0).sum()), rel=1e-5)
+    assert reports[2][2] == pytest.approx(
+        float(torch.stack(seen[:3]).var(0, correction=0).sum()), rel=1e-5
+    )
+    assert reports[3][2] == pytest.approx(
+        float(torch.stack(seen[2:]).var(0, correction=0).sum()), rel=1e-5
+    )
 
 
 def test_a_layer_that_received_no_statistics_has_no_distance_from_them() -> None:
     model = nn.Sequential(
-        nn.BatchNorm2d(1, track_running_stats=False), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(1, CLASSES)
+        nn.BatchNorm2d(1, track_running_stats=False),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(1, CLASSES),
     )
     client = BNClient(model, toy_split(12), num_classes=CLASSES, device="cpu")
     instruction = Instruction(server_round=1, batch_size=4, local_steps=1, dynamics_window=3)
@@ -99,13 +115,17 @@ def test_frozen_statistics_stand_still_on_the_server(tmp_path: Path) -> None:
 
 def test_the_rows_of_a_round_by_hand() -> None:
     def arrays(variance: list[float], mean: list[float]) -> ArrayRecord:
-        return state.to_record({"1.running_var": torch.tensor(variance), "1.running_mean": torch.tensor(mean)})
+        return state.to_record(
+            {"1.running_var": torch.tensor(variance), "1.running_mean": torch.tensor(mean)}
+        )
 
     replies = [
         NodeReply(node, node, 1, {f"{DYNAMICS}1": [float("nan"), distance, 0.5]}, {}, RecordDict())
         for node, distance in enumerate((1.0, 4.0))
     ]
     before, after = arrays([1.0, 2.0], [0.0, 0.0]), arrays([4.0, 0.0], [0.0, -0.5])
-    (row,) = dynamics_of(Round(1, current=state.arrays_of(before), after=after, replies=replies), 0.7)
+    (row,) = dynamics_of(
+        Round(1, current=state.arrays_of(before), after=after, replies=replies), 0.7
+    )
     assert (row["global-change"], row["local-distance"], row["window-variance"]) == (5.5, 2.5, 0.5)
     assert math.isnan(row["batch-change"])

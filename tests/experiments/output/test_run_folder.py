@@ -1,4 +1,7 @@
-"""What a run leaves behind, and where else its rounds are logged: TensorBoard and Weights & Biases, read back."""
+"""What a run leaves behind, and where else its rounds are logged:
+
+TensorBoard and Weights & Biases, read back.
+"""
 
 import json
 import math
@@ -17,7 +20,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from fedbn_flwr.experiments import main
 from fedbn_flwr.experiments.engines import ENGINES
 from fedbn_flwr.experiments.method import resolve
-from fedbn_flwr.experiments.output.run_folder import RunFolder, command_line, installed_versions, read_rounds
+from fedbn_flwr.experiments.output.run_folder import (
+    RunFolder,
+    command_line,
+    installed_versions,
+    read_rounds,
+)
 from fedbn_flwr.experiments.output.sinks import numbers_of
 from fedbn_flwr.state import to_record
 from tests.helpers.deaths import Death, dying
@@ -60,7 +68,9 @@ def test_the_summary_tells_the_whole_run(folder: Path) -> None:
     assert summary["seconds"] > 0
 
 
-def test_the_training_loss_of_the_global_model_is_reported_where_it_is_evaluated(tmp_path: Path) -> None:
+def test_the_training_loss_of_the_global_model_is_reported_where_it_is_evaluated(
+    tmp_path: Path,
+) -> None:
     options = {"train_loss_global": "true", "results_dir": str(tmp_path)}
     assert run("run", method="fedavg", **options) == 0
     rows = read_rounds(run_in(tmp_path))
@@ -114,20 +124,24 @@ def test_the_summary_is_the_last_file(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_run_that_diverges_is_still_json(tmp_path: Path) -> None:
-    RunFolder(tmp_path).finish({"loss": math.nan, "rows": [[1.5, -math.inf]]}, to_record({"weight": torch.zeros(1)}))
+    RunFolder(tmp_path).finish(
+        {"loss": math.nan, "rows": [[1.5, -math.inf]]}, to_record({"weight": torch.zeros(1)})
+    )
     text = (tmp_path / "summary.json").read_text()
     assert json.loads(text, parse_constant=pytest.fail) == {"loss": None, "rows": [[1.5, None]]}
 
 
 @pytest.mark.parametrize("words", [["--token", "abc123"], ["--token=abc123"]])
-def test_flowers_task_token_is_not_written_down(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flowers_task_token_is_not_written_down(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "argv", ["/bin/flwr-serverapp", *words, "--parent-pid", "7"])
     assert "abc123" not in command_line()
     assert command_line().startswith("flwr-serverapp --token")
     assert command_line().endswith(" --parent-pid 7")
 
 
-# ---- where each round is logged beside -------------------------------------------------------------------------------
+# ---- where each round is logged beside -----------------------------------------------------------
 
 
 SMALL = {"model": "mlp", "rounds": "5", "engine": "inprocess", "log_to": "tensorboard"}
@@ -137,11 +151,16 @@ BLOCK, FIRST = 32 * 1024, 7
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     """Return name -> (round, value) as TensorBoard shows them."""
     events = EventAccumulator(str(run_in(folder) / "tensorboard")).Reload()
-    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    return {
+        tag: [(event.step, event.value) for event in events.Scalars(tag)]
+        for tag in events.Tags()["scalars"]
+    }
 
 
 def columns(folder: Path) -> dict[str, list[tuple[int, Any]]]:
-    """Return the numbers of `rounds.jsonl` as (round, approximate value); TensorBoard's are of single precision."""
+    """Return the numbers of `rounds.jsonl` as (round, approximate value); TensorBoard's are of
+    single precision.
+    """
     found: dict[str, list[tuple[int, Any]]] = {}
     for row in read_rounds(run_in(folder)):
         for name, value in row.items():
@@ -165,7 +184,9 @@ def test_a_round_is_there_when_it_has_ended(tmp_path: Path) -> None:
     def look(done: int, total: int, accuracy: float | None) -> None:
         seen.append((done, scalars(tmp_path)["train-loss"][-1][0]))
 
-    ENGINES["inprocess"](resolve({**OPTIONS, "model": "mlp", "log-to": "tensorboard"}), tmp_path, look)
+    ENGINES["inprocess"](
+        resolve({**OPTIONS, "model": "mlp", "log-to": "tensorboard"}), tmp_path, look
+    )
     assert seen == [(1, 1), (2, 2), (3, 3)]
 
 
@@ -174,7 +195,10 @@ def test_a_run_that_goes_on_has_each_round_once(tmp_path: Path) -> None:
     arguments = command("run", **SMALL, checkpoint_every="3", results_dir=str(tmp_path))
     with dying(0) as whole:
         assert main([*arguments, "--results-dir", str(whole_path)]) == 0
-    with dying(whole.count - 9), pytest.raises(Death):  # after the last round, before the model is written
+    with (
+        dying(whole.count - 9),
+        pytest.raises(Death),
+    ):  # after the last round, before the model is written
         main(arguments)
     # rounds 4 and 5 are repeated
     assert (run_in(tmp_path) / "checkpoint-3").exists()
@@ -184,7 +208,9 @@ def test_a_run_that_goes_on_has_each_round_once(tmp_path: Path) -> None:
     assert scalars(tmp_path) == columns(tmp_path)
 
 
-def test_weights_and_biases_has_the_numbers_of_every_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_and_biases_has_the_numbers_of_every_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
@@ -192,8 +218,15 @@ def test_weights_and_biases_has_the_numbers_of_every_round(tmp_path: Path, monke
     (file,) = run_in(tmp_path).glob("wandb/offline-run-*/run-*.wandb")
     records = list(records_of(file))
     (begun,) = [record.run for record in records if record.HasField("run")]
-    assert (begun.project, begun.run_group, begun.display_name) == ("fedbn-flwr", "fedavg", "fedavg, seed 0")
-    assert json.loads(next(item.value_json for item in begun.config.update if item.key == "rounds")) == 5
+    assert (begun.project, begun.run_group, begun.display_name) == (
+        "fedbn-flwr",
+        "fedavg",
+        "fedavg, seed 0",
+    )
+    assert (
+        json.loads(next(item.value_json for item in begun.config.update if item.key == "rounds"))
+        == 5
+    )
     steps = [record.history for record in records if record.HasField("history")]
     assert [step.step.num for step in steps] == [1, 2, 3, 4, 5]
     assert [numbers(step.item) for step in steps] == read_rounds(run_in(tmp_path))
@@ -215,7 +248,10 @@ def records_of(file: Path) -> Any:
         if BLOCK - position % BLOCK < FIRST:  # no room for a header: the rest of the block is zeros
             position += BLOCK - position % BLOCK
             continue
-        length, kind = int.from_bytes(content[position + 4 : position + 6], "little"), content[position + 6]
+        length, kind = (
+            int.from_bytes(content[position + 4 : position + 6], "little"),
+            content[position + 6],
+        )
         record += content[position + FIRST : position + FIRST + length]
         position += FIRST + length
         if kind in (1, 4):  # whole, or the last part
@@ -224,5 +260,12 @@ def records_of(file: Path) -> Any:
 
 
 def test_only_numbers_are_logged_and_those_of_a_mapping_under_its_name() -> None:
-    row = {"round": 3, "accuracy": 0.5, "loss": None, "stage": "one", "done": True, "f1": {"a": {"x": 1.0}, "b": 2}}
+    row = {
+        "round": 3,
+        "accuracy": 0.5,
+        "loss": None,
+        "stage": "one",
+        "done": True,
+        "f1": {"a": {"x": 1.0}, "b": 2},
+    }
     assert numbers_of(row) == {"round": 3, "accuracy": 0.5, "f1/a/x": 1.0, "f1/b": 2}

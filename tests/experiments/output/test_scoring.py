@@ -80,8 +80,12 @@ def federate(
 
 
 def worked_with(data: Data, *trained: Any) -> Material:
-    """Return what a run on these data works with, which measures the loss on the samples that clients have."""
-    return Material(Config(train_loss_global=bool(trained)), data, trained, toy_cnn(), torch.device("cpu"))
+    """Return what a run on these data works with, which measures the loss on the samples that
+    clients have.
+    """
+    return Material(
+        Config(train_loss_global=bool(trained)), data, trained, toy_cnn(), torch.device("cpu")
+    )
 
 
 def right(values: state.State, data: Data) -> Tensor:
@@ -98,7 +102,8 @@ def own_models(grid: InProcessGrid, arrays: ArrayRecord) -> list[dict[str, Tenso
     """The global state with what each node holds in its context."""
     contexts = [grid.context(node).state.array_records for node in grid.get_node_ids()]
     return [
-        {**state.from_record(arrays), **state.from_record(records[f"fedbn-flwr/{wire.STAYS}"])} for records in contexts
+        {**state.from_record(arrays), **state.from_record(records[f"fedbn-flwr/{wire.STAYS}"])}
+        for records in contexts
     ]
 
 
@@ -121,9 +126,13 @@ def test_fedbns_three_accuracies_and_the_matrix_by_hand() -> None:
     averaged = dict(nodes[0])
     for name, value in averaged.items():
         if name.startswith("1.") and value.is_floating_point():
-            weighted = [len(part) / total * values[name] for part, values in zip(PARTS, nodes, strict=True)]
+            weighted = [
+                len(part) / total * values[name] for part, values in zip(PARTS, nodes, strict=True)
+            ]
             averaged[name] = torch.stack(weighted).sum(0)
-    assert scores["accuracy-mean-bn"] == pytest.approx(float(right(averaged, data).mean()), abs=1e-9)
+    assert scores["accuracy-mean-bn"] == pytest.approx(
+        float(right(averaged, data).mean()), abs=1e-9
+    )
 
 
 def loss_of(values: state.State, data: Data, indices: list[int]) -> float:
@@ -137,7 +146,10 @@ def loss_of(values: state.State, data: Data, indices: list[int]) -> float:
 
 def test_the_training_loss_of_personal_models_is_the_mean_of_each_on_its_own_data() -> None:
     scores, grid, arrays, data = federate(FedBN(min_available_nodes=NODES), losses=True)
-    losses = [loss_of(values, data, part) for values, part in zip(own_models(grid, arrays), PARTS, strict=True)]
+    losses = [
+        loss_of(values, data, part)
+        for values, part in zip(own_models(grid, arrays), PARTS, strict=True)
+    ]
     assert scores["train-loss-global"] == pytest.approx(sum(losses) / NODES, rel=1e-5)
     without, *_ = federate(FedBN(min_available_nodes=NODES), rounds=1)
     assert not {"train-loss-global", "accuracy-mean-bn"} & set(without)
@@ -154,8 +166,15 @@ def test_the_training_loss_of_a_global_model_is_that_on_all_clients_samples() ->
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedbn"])
-def test_metrics_of_each_class_are_of_one_model_or_means_over_personal_models(method: str, tmp_path: Path) -> None:
-    given = {"method": method, "dataset": "digits", "class-metrics": "recall", "results_dir": str(tmp_path)}
+def test_metrics_of_each_class_are_of_one_model_or_means_over_personal_models(
+    method: str, tmp_path: Path
+) -> None:
+    given = {
+        "method": method,
+        "dataset": "digits",
+        "class-metrics": "recall",
+        "results_dir": str(tmp_path),
+    }
     assert run("run", **given) == 0
     summary = json.loads((run_in(tmp_path) / "summary.json").read_text())
     counts = np.bincount(load("digits").test.labels)
@@ -196,11 +215,15 @@ def replies(rows: Iterable[tuple[float, float, list[float] | float]]) -> list[No
 
 
 def test_without_domains_there_is_no_matrix() -> None:
-    assert "node-domain-accuracy" not in score_nodes(replies([(0.5, 1.0, [0.5]), (0.25, 0.5, 0.25)]))
+    assert "node-domain-accuracy" not in score_nodes(
+        replies([(0.5, 1.0, [0.5]), (0.25, 0.5, 0.25)])
+    )
     assert score_nodes([]) == {}
 
 
-def test_a_node_whose_scores_cannot_be_read_is_left_out_by_name(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_node_whose_scores_cannot_be_read_is_left_out_by_name(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     said = replies([(0.5, 1.0, [0.25, 0.75]), (0.0, 0.0, [0.5]), (0.0, 0.0, 0.5)])
     strange: dict[str, Any] = dict(said[0].metrics)
     del strange[wire.ACCURACY]
@@ -211,48 +234,87 @@ def test_a_node_whose_scores_cannot_be_read_is_left_out_by_name(caplog: pytest.L
     ]
 
 
-IMPOSSIBLE: list[tuple[str, Any]] = [(wire.EVAL_LOSS, float("inf")), (wire.DOMAIN_ACCURACY, [0.5, 1000.0])]
-IMPOSSIBLE += [(key, value) for key in ("accuracy", "accuracy-personal") for value in (1000.0, -0.1, float("nan"))]
+IMPOSSIBLE: list[tuple[str, Any]] = [
+    (wire.EVAL_LOSS, float("inf")),
+    (wire.DOMAIN_ACCURACY, [0.5, 1000.0]),
+]
+IMPOSSIBLE += [
+    (key, value)
+    for key in ("accuracy", "accuracy-personal")
+    for value in (1000.0, -0.1, float("nan"))
+]
 
 
 @pytest.mark.parametrize(("key", "value"), IMPOSSIBLE)
-def test_an_impossible_score_is_left_out_by_name(key: str, value: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_impossible_score_is_left_out_by_name(
+    key: str, value: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     said = replies([(0.5, 1.0, [0.25, 0.75]), (0.25, 0.5, [0.5, 0.5])])
     lies = [said[0], replace(said[1], metrics={**said[1].metrics, key: value})]
     assert score_nodes(lies, ("first", "second")) == score_nodes(said[:1], ("first", "second"))
     number = value[1] if isinstance(value, list) else value
-    assert caplog.messages == [f"Node 1 is left out of the scores: its {key.removeprefix('domain-')!r} is {number}"]
+    assert caplog.messages == [
+        f"Node 1 is left out of the scores: its {key.removeprefix('domain-')!r} is {number}"
+    ]
 
 
 def test_a_score_beside_the_accuracy_is_not_the_accuracy() -> None:
     said = replies([(0.5, 1.0, 0.5), (0.25, 0.5, 0.5)])
     more = {wire.SCORE + key: 1000.0 for key in ("accuracy", "accuracy-personal", "loss")}
-    assert score_nodes([said[0], replace(said[1], metrics={**said[1].metrics, **more})]) == score_nodes(said)
+    assert score_nodes(
+        [said[0], replace(said[1], metrics={**said[1].metrics, **more})]
+    ) == score_nodes(said)
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedbn"])
-def test_in_segmentation_nodes_have_a_mean_iou_on_their_own_city(method: str, tmp_path: Path) -> None:
-    data, shared = "streets:cities=2:images=4:test=2", {"clients": "2", "rounds": "1", "batch-size": "2"}
-    options = {**shared, "dataset": data, "model": "small-fcn", "partition": "city", "fraction-evaluate": "1"}
+def test_in_segmentation_nodes_have_a_mean_iou_on_their_own_city(
+    method: str, tmp_path: Path
+) -> None:
+    data, shared = (
+        "streets:cities=2:images=4:test=2",
+        {"clients": "2", "rounds": "1", "batch-size": "2"},
+    )
+    options = {
+        **shared,
+        "dataset": data,
+        "model": "small-fcn",
+        "partition": "city",
+        "fraction-evaluate": "1",
+    }
     assert run("run", **options, method=method, local_steps="1", results_dir=str(tmp_path)) == 0
     summary = json.loads((run_in(tmp_path) / "summary.json").read_text())
     assert 0 < summary["mean-iou-personal"] != summary["mean-iou"]
     if method == "fedbn":  # the model of a node is not in the folder
         return
-    model = build("small-fcn", num_classes=5, in_channels=3, image_size=load(data).image_size, norm="bn", seed=0)
+    model = build(
+        "small-fcn",
+        num_classes=5,
+        in_channels=3,
+        image_size=load(data).image_size,
+        norm="bn",
+        seed=0,
+    )
     model.load_state_dict(load_file(run_in(tmp_path) / "model.safetensors"))
     split = load(data).test
     inputs, targets = split.batch(torch.arange(len(split)))
     with torch.no_grad():
         predicted = logits_of(model.eval()(inputs)).argmax(1)
     cities = [split.domains == city for city in range(2)] if split.domains is not None else []
-    own = [multiclass_jaccard_index(predicted[here], targets[here], 5, ignore_index=IGNORED) for here in cities]
+    own = [
+        multiclass_jaccard_index(predicted[here], targets[here], 5, ignore_index=IGNORED)
+        for here in cities
+    ]
     assert summary["mean-iou-personal"] == pytest.approx(float(sum(own)) / 2, rel=1e-5)
 
 
 def test_stacked_clients_segment_streets_from_files_as_each_does_alone(tmp_path: Path) -> None:
     home = write_cityscapes(tmp_path / "streets")
-    options = {"dataset": f"cityscapes:{home}", "image-size": "16", "partition": "city", "model": "small-fcn"}
+    options = {
+        "dataset": f"cityscapes:{home}",
+        "image-size": "16",
+        "partition": "city",
+        "model": "small-fcn",
+    }
     how = {"augmentation": "random-crop", "image-workers": "1", "method": "fixbn:freeze-round=1"}
     models, scores = [], []
     for engine in ("inprocess", "stacked"):
@@ -263,4 +325,6 @@ def test_stacked_clients_segment_streets_from_files_as_each_does_alone(tmp_path:
     torch.testing.assert_close(models[1], models[0], rtol=1e-4, atol=1e-5)
     assert scores[0]["mean-iou"] == pytest.approx(scores[1]["mean-iou"], abs=0.01)
     assert 0 < scores[0]["mean-iou"] < scores[0]["accuracy"] < 1
-    assert list(scores[0]["domain-accuracy"]) == ["frankfurt"]  # the cities of training are not tested
+    assert list(scores[0]["domain-accuracy"]) == [
+        "frankfurt"
+    ]  # the cities of training are not tested

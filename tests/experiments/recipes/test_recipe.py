@@ -1,4 +1,6 @@
-"""The schema of recipes: what a file may hold, one line for each mistake, and the papers' recipes."""
+"""The schema of recipes: what a file may hold, one line for each mistake, and the papers'
+recipes.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -17,11 +19,16 @@ WHOLE: dict[str, Any] = {
     "about": "three methods",
     "options": {"dataset": "digits", "rounds": 30, "lr": 0.05},
     "methods": {"BN": "fedavg", "GN": "fedavg+gn", "TAN": "fedtan:exchange=paper"},
-    "vary": {"partition": {"IID": "iid", "Shards": {"partition": "classes:2", "lr": 0.1}}, "local-steps": [1, 20]},
+    "vary": {
+        "partition": {"IID": "iid", "Shards": {"partition": "classes:2", "lr": 0.1}},
+        "local-steps": [1, 20],
+    },
     "leave-out": [{"methods": ["TAN"], "in": ["IID", "local-steps=20"]}],
     "seeds": 3,
     "grid": {"lr": [0.01, 0.1]},
-    "reported": [{"place": "Table 9", "values": {"BN": {"IID, local-steps=1": "45.90 ± 6.39"}, "GN": {}}}],
+    "reported": [
+        {"place": "Table 9", "values": {"BN": {"IID, local-steps=1": "45.90 ± 6.39"}, "GN": {}}}
+    ],
     "directions": [
         {"claim": "GN > BN", "in": "Shards", "place": "page 2"},
         {"claim": "BN @ local-steps=20 > BN @ local-steps=1"},
@@ -66,7 +73,12 @@ def test_in_small_the_cells_are_the_same(tmp_path: Path) -> None:
     assert [(setting.name, method) for setting, method in small.study.cells()] == names
     changed = small.study.experiment(small.study.settings[3], "TAN", 0).config
     # what the label stands for in small wins over everything; what smoke does not name stays
-    assert (changed.local_steps, changed.rounds, changed.lr, changed.method) == (4, 25, 0.1, "fedtan")
+    assert (changed.local_steps, changed.rounds, changed.lr, changed.method) == (
+        4,
+        25,
+        0.1,
+        "fedtan",
+    )
     other = small.study.experiment(small.study.settings[2], "BN", 0).config
     assert (other.local_steps, other.rounds) == (1, 20)
     assert (small.study.seeds, small.study.grid) == (2, {})
@@ -84,12 +96,17 @@ def test_only_some_labels(tmp_path: Path) -> None:
         ("Shards, local-steps=20", "BN"),
         ("Shards, local-steps=20", "GN"),
     ]
-    with pytest.raises(UsageError, match=r"has no 'LN'; it has: BN, GN, TAN, IID, Shards, local-steps=1, "):
+    with pytest.raises(
+        UsageError, match=r"has no 'LN'; it has: BN, GN, TAN, IID, Shards, local-steps=1, "
+    ):
         recipe.only(["LN"])
 
 
 def test_keys_of_another_mapping_may_be_merged_and_changed(tmp_path: Path) -> None:
-    text = "methods: [fedavg]\nvary:\n  size:\n    few: &few {lr: 0.1, rounds: 3}\n    many: {<<: *few, rounds: 9}\n"
+    text = (
+        "methods: [fedavg]\nvary:\n  size:\n    few: &few {lr: 0.1, rounds: 3}\n    many: {<<: "
+        "*few, rounds: 9}\n"
+    )
     options = [setting.options for setting in read_recipe(write(tmp_path, text)).study.settings]
     assert options == [{"lr": 0.1, "rounds": 3}, {"lr": 0.1, "rounds": 9}]
 
@@ -102,29 +119,65 @@ MISTAKES: dict[str, tuple[object, str]] = {
         "methods: [fedavg]\noptions:\n  lr: 0.1\n  rounds: 9\n  lr: 0.3\n",
         "recipe mine: is not YAML: line 5 has the key 'lr' a second time",
     ),
-    "a label twice in a line": ("methods: {1: fedavg, '1': fedbn}\n", "line 1 has the key '1' a second time"),
+    "a label twice in a line": (
+        "methods: {1: fedavg, '1': fedbn}\n",
+        "line 1 has the key '1' a second time",
+    ),
     "unknown key": ({**WHOLE, "rates": [1]}, "recipe mine: unknown key 'rates'; known: place, "),
     "no methods": ({}, "methods must be a list, or a mapping of labels"),
-    "unknown strategy": ({"methods": ["fedsgd"]}, "methods: fedsgd: unknown strategy 'fedsgd'; known: fedavg, "),
-    "unknown option": ({"methods": ["fedavg"], "options": {"lrate": 1}}, "options: unknown option 'lrate'; known: "),
-    "no option": ({"methods": ["fedavg"], "options": {"resume": "x"}}, "options: 'resume' is no option of a recipe"),
-    "two values": ({"methods": ["fedavg"], "options": {"lr": [1, 2]}}, "options: lr must be one value, got [1, 2]"),
-    "bad value": ({"methods": ["fedavg"], "options": {"lr": "fast"}}, "recipe mine: lr must be a number, got 'fast'"),
-    "axis without values": ({"methods": ["fedavg"], "vary": {"lr": []}}, "vary: lr must be a list of values"),
-    "no option of the axis": ({"methods": ["fedavg"], "vary": {"E": [1]}}, "vary: E: E=1: unknown option 'E'"),
-    "a label twice": ({"methods": {"a": "fedavg"}, "vary": {"lr": {"a": 1}}}, "label 'a' stands for two things"),
-    "nothing left": ({"methods": ["fedavg"], "leave-out": [{"methods": "fedavg"}]}, "leave-out leaves no cell"),
+    "unknown strategy": (
+        {"methods": ["fedsgd"]},
+        "methods: fedsgd: unknown strategy 'fedsgd'; known: fedavg, ",
+    ),
+    "unknown option": (
+        {"methods": ["fedavg"], "options": {"lrate": 1}},
+        "options: unknown option 'lrate'; known: ",
+    ),
+    "no option": (
+        {"methods": ["fedavg"], "options": {"resume": "x"}},
+        "options: 'resume' is no option of a recipe",
+    ),
+    "two values": (
+        {"methods": ["fedavg"], "options": {"lr": [1, 2]}},
+        "options: lr must be one value, got [1, 2]",
+    ),
+    "bad value": (
+        {"methods": ["fedavg"], "options": {"lr": "fast"}},
+        "recipe mine: lr must be a number, got 'fast'",
+    ),
+    "axis without values": (
+        {"methods": ["fedavg"], "vary": {"lr": []}},
+        "vary: lr must be a list of values",
+    ),
+    "no option of the axis": (
+        {"methods": ["fedavg"], "vary": {"E": [1]}},
+        "vary: E: E=1: unknown option 'E'",
+    ),
+    "a label twice": (
+        {"methods": {"a": "fedavg"}, "vary": {"lr": {"a": 1}}},
+        "label 'a' stands for two things",
+    ),
+    "nothing left": (
+        {"methods": ["fedavg"], "leave-out": [{"methods": "fedavg"}]},
+        "leave-out leaves no cell",
+    ),
     "no seeds": ({"methods": ["fedavg"], "seeds": 0}, "seeds must be at least 1, got 0"),
     "bad value of a grid": (
         {"methods": ["fedavg"], "grid": {"lr": [0.1, "fast"]}},
         "grid: lr must be a number, got 'fas",
     ),
-    "no grid": ({"methods": ["fedavg"], "grid": [1]}, "grid must be a mapping of options to lists of values, got [1]"),
+    "no grid": (
+        {"methods": ["fedavg"], "grid": [1]},
+        "grid must be a mapping of options to lists of values, got [1]",
+    ),
     "unknown quantity": (
         {"methods": ["fedavg"], "quantities": ["f1"]},
         "quantities: unknown 'f1'; known: score, accuracy",
     ),
-    "no place": ({"methods": ["fedavg"], "reported": [{"values": {}}]}, "reported 1: place is missing"),
+    "no place": (
+        {"methods": ["fedavg"], "reported": [{"values": {}}]},
+        "reported 1: place is missing",
+    ),
     "no number": (
         {"methods": ["fedavg"], "reported": [{"place": "p", "values": {"fedavg": "high"}}]},
         "values: fedavg must be a number, or a text like '45.90 ± 6.39', got 'high'",
@@ -134,10 +187,17 @@ MISTAKES: dict[str, tuple[object, str]] = {
         "values: unknown method 'BN'; the recipe has: fedavg",
     ),
     "number of another setting": (
-        {"methods": ["fedavg"], "vary": {"lr": [1]}, "reported": [{"place": "p", "values": {"fedavg": {"lr=2": 1}}}]},
+        {
+            "methods": ["fedavg"],
+            "vary": {"lr": [1]},
+            "reported": [{"place": "p", "values": {"fedavg": {"lr=2": 1}}}],
+        },
         "values: fedavg: unknown setting 'lr=2'; the recipe has: lr=1",
     ),
-    "no claim": ({"methods": ["fedavg"], "directions": [{"claim": "good"}]}, "directions 1: claim: unknown method"),
+    "no claim": (
+        {"methods": ["fedavg"], "directions": [{"claim": "good"}]},
+        "directions 1: claim: unknown method",
+    ),
     "claim of another label": (
         {"methods": ["fedavg"], "directions": [{"claim": "fedavg @ IID > fedavg"}]},
         "claim: unknown label 'IID'; the recipe has: none",
@@ -150,7 +210,10 @@ MISTAKES: dict[str, tuple[object, str]] = {
         {**WHOLE, "smoke": {"vary": {"partition": {"Dirichlet": "iid"}}}},
         "smoke: vary: partition: unknown label 'Dirichlet'; the recipe has: IID, Shards",
     ),
-    "another method in small": ({**WHOLE, "smoke": {"methods": {"LN": "fedavg+ln"}}}, "methods: unknown label 'LN'"),
+    "another method in small": (
+        {**WHOLE, "smoke": {"methods": {"LN": "fedavg+ln"}}},
+        "methods: unknown label 'LN'",
+    ),
 }
 
 
@@ -164,12 +227,14 @@ def test_a_mistake_is_one_line(
     assert reason in line
 
 
-def test_a_recipe_without_a_small_form_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recipe_without_a_small_form_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["reproduce", write(tmp_path, {"methods": ["fedavg"]}), "--smoke"]) == 2
     assert "recipe mine has no smoke" in capsys.readouterr().err
 
 
-# ---- the papers' recipes ---------------------------------------------------------------------------------------------
+# ---- the papers' recipes -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", recipe_names())
@@ -188,8 +253,15 @@ def test_every_recipe_runs_in_small_for_20_rounds_at_least(name: str) -> None:
     small = read_recipe(name).in_small()
     for setting, method in small.study.cells():
         config = small.study.experiment(setting, method, 0).config
-        assert config.dataset.partition(":")[0] in ("digits", "digits-domains", "streets", "synthetic")
-        assert rounds_within_budget(config, config.clients, len(load_data(config).train)).rounds >= 20
+        assert config.dataset.partition(":")[0] in (
+            "digits",
+            "digits-domains",
+            "streets",
+            "synthetic",
+        )
+        assert (
+            rounds_within_budget(config, config.clients, len(load_data(config).train)).rounds >= 20
+        )
     for setting in small.study.settings:
         experiment = small.study.experiment(setting, small.study.methods_of(setting)[0], 0)
         checked_material(experiment, experiment.make_strategy(experiment.config.clients))

@@ -13,7 +13,10 @@ CONTENT: dict[str, Any] = {
     "place": "Table 1",
     "about": "two by [two]",
     "methods": {"BN": "fedavg", "GN": "fedavg+gn", "LN": "fedavg+ln"},
-    "vary": {"partition": {"IID": "iid", "Shards": "classes:2"}, "local-steps": {"E=1": 1, "E=9": 9}},
+    "vary": {
+        "partition": {"IID": "iid", "Shards": "classes:2"},
+        "local-steps": {"E=1": 1, "E=9": 9},
+    },
     "reported": [
         {
             "place": "page 7",
@@ -63,7 +66,11 @@ def text(tmp_path: Path) -> str:
 
 
 def row(text: str, *words: str) -> str:
-    (line,) = [line for line in text.splitlines() if all(word in line for word in words) and ":" not in line]
+    (line,) = [
+        line
+        for line in text.splitlines()
+        if all(word in line for word in words) and ":" not in line
+    ]
     return " ".join(line.split())
 
 
@@ -82,12 +89,15 @@ def test_a_failed_cell_says_why(text: str) -> None:
 def test_only_pairs_count_that_the_paper_tells_apart(text: str) -> None:
     """Those of IID overlap, GN and LN differ by 0.9; BN < GN is as here, BN < LN is not."""
     assert "Order: 1 of 2 pairs of methods are as in page 7." in text
-    assert "not: BN < LN in Shards, E=1, accuracy: printed 40.0 and 80.9, here 50.00 and 45.00" in text
+    assert (
+        "not: BN < LN in Shards, E=1, accuracy: printed 40.0 and 80.9, here 50.00 and 45.00" in text
+    )
 
 
 def test_directions(text: str) -> None:
     assert (
-        "GN > BN in E=1 (page 2): does not agree in 1 of 2 settings: 80.00 ± 0.00 and 85.00 ± 7.07 in IID, E=1" in text
+        "GN > BN in E=1 (page 2): does not agree in 1 of 2 settings: 80.00 ± 0.00 and 85.00 ± "
+        "7.07 in IID, E=1" in text
     )
     # IID with IID and Shards with Shards, but never one with the other
     assert "BN @ E=9 > BN @ E=1: agrees: 95.00 and 85.00 ± 7.07 in IID, E=9, ..." in text

@@ -1,4 +1,6 @@
-"""The page of a report: what it says of finished, failed and unfinished results, and that it stands alone."""
+"""The page of a report: what it says of finished, failed and unfinished results, and that it stands
+alone.
+"""
 
 import csv
 import json
@@ -68,7 +70,9 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         given = dict(attrs)
-        self.addresses += [value or "" for name, value in attrs if name in ("src", "href", "action")]
+        self.addresses += [
+            value or "" for name, value in attrs if name in ("src", "href", "action")
+        ]
         if tag == "table":
             self._table = given["class"] or ""
             self.tables[self._table] = []
@@ -111,7 +115,13 @@ def test_a_matrix_stands_beside_the_papers_numbers(whole: Page) -> None:
     page = whole
     # a row for each method of each setting, the score first
     assert len(page.tables["results"]) == 1 + len(ALL)
-    assert page.tables["results"][0][:5] == ["setting", "method", "accuracy, %", "difference", "page 7"]
+    assert page.tables["results"][0][:5] == [
+        "setting",
+        "method",
+        "accuracy, %",
+        "difference",
+        "page 7",
+    ]
     cell = ("IID, E=1", "BN")
     # of 90 and 80: the sample's deviation
     assert page.cell("results", "accuracy, %", *cell) == "85.00 ± 7.07"
@@ -131,7 +141,10 @@ def test_a_matrix_stands_beside_the_papers_numbers(whole: Page) -> None:
 def test_a_report_says_where_the_paper_does_not_hold(whole: Page) -> None:
     page = whole
     against, _, rest = page.text.partition("Does not hold here (2)")[2].partition("Results")
-    assert "BN > GN in Shards, E=1, accuracy: printed 80.0 and 40.0, here 50.00 ± 0.00 and 75.00 ± 0.00" in against
+    assert (
+        "BN > GN in Shards, E=1, accuracy: printed 80.0 and 40.0, here 50.00 ± 0.00 and 75.00 ± "
+        "0.00" in against
+    )
     assert "Direction: GN > BN in E=1: does not agree in 1 of 2 settings" in against
     assert "seen in <small> only" in rest
 
@@ -184,18 +197,30 @@ def test_failed_unfinished_and_waiting_cells_are_named(tmp_path: Path) -> None:
     assert "Accuracy against rounds in Shards, E=1" in page.pictures
     # one round is a point, and no curve
     (matrix / "Shards__E=1-BN-seed0/rounds.jsonl").write_text(json.dumps(round_row(1, 0.3)))
-    assert "Accuracy against rounds in Shards, E=1" not in write_page(matrix, out=tmp_path / "again").pictures
+    assert (
+        "Accuracy against rounds in Shards, E=1"
+        not in write_page(matrix, out=tmp_path / "again").pictures
+    )
 
 
 def test_bytes_and_exchanges_are_counted_as_papers_do(tmp_path: Path) -> None:
     quantities = ["domain-accuracy", "loss", "megabytes", "gigabytes", "extra-exchanges"]
-    matrix = write_matrix(tmp_path, {("IID, E=1", "BN"): (0.5,)}, quantities=quantities, reported=[], directions=[])
+    matrix = write_matrix(
+        tmp_path, {("IID, E=1", "BN"): (0.5,)}, quantities=quantities, reported=[], directions=[]
+    )
     path = matrix / "IID__E=1-BN-seed0/summary.json"
     domains = {"domain-accuracy": {"a": 0.25, "b": 0.75}, "loss": None}
     counted = {"paper-bytes": 3 * 2**30, "rounds": 3, "exchanges": 12}
     path.write_text(json.dumps(json.loads(path.read_text()) | domains | counted))
     page, cell = write_page(matrix, out=tmp_path / "page"), ("IID, E=1", "BN")
-    columns = ("a, %", "b, %", "Average, %", "MiB a round", "GiB in total", "share of extra exchanges, %")
+    columns = (
+        "a, %",
+        "b, %",
+        "Average, %",
+        "MiB a round",
+        "GiB in total",
+        "share of extra exchanges, %",
+    )
     numbers = [page.cell("results", heading, *cell) for heading in columns]
     # in as many rounds as the study has at full size
     assert numbers == ["25.00", "75.00", "50.00", "1024.00", f"{ROUNDS}.00", "75.00"]
@@ -204,7 +229,9 @@ def test_bytes_and_exchanges_are_counted_as_papers_do(tmp_path: Path) -> None:
 
 def test_a_run_that_stopped_early_has_the_rounds_that_it_ran(tmp_path: Path) -> None:
     quantities = ["megabytes", "extra-exchanges"]
-    matrix = write_matrix(tmp_path, {("IID, E=1", "BN"): (0.9,)}, quantities=quantities, reported=[], directions=[])
+    matrix = write_matrix(
+        tmp_path, {("IID, E=1", "BN"): (0.9,)}, quantities=quantities, reported=[], directions=[]
+    )
     path = matrix / "IID__E=1-BN-seed0/summary.json"
     ended = {"rounds": 20, "stopped-after": 2, "exchanges": 8, "paper-bytes": 2 * 2**20}
     path.write_text(json.dumps(json.loads(path.read_text()) | ended))
@@ -222,10 +249,17 @@ def test_a_matrix_before_its_first_round(tmp_path: Path) -> None:
 
 
 def test_what_single_methods_record_is_drawn(tmp_path: Path) -> None:
-    rows = [round_row(n, 0.5, **{"fedbs-stage": 1 + (n > 2), "loss-deviation": 1 / n}) for n in range(1, 5)]
+    rows = [
+        round_row(n, 0.5, **{"fedbs-stage": 1 + (n > 2), "loss-deviation": 1 / n})
+        for n in range(1, 5)
+    ]
     write_run(tmp_path / "one", rows)
     keys = ("global-change", "batch-change", "local-distance", "window-variance", "loss")
-    lines = [{"round": n, "layer": f"bn{m}", **dict.fromkeys(keys, 1.0 / n)} for n in range(1, 5) for m in (1, 2)]
+    lines = [
+        {"round": n, "layer": f"bn{m}", **dict.fromkeys(keys, 1.0 / n)}
+        for n in range(1, 5)
+        for m in (1, 2)
+    ]
     (tmp_path / "one/dynamics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     page = write_page(tmp_path / "one", out=tmp_path / "page")
     assert "Standard deviation of the clients' losses" in page.pictures
@@ -252,7 +286,9 @@ def test_runs_and_comparisons_in_one_page(tmp_path: Path) -> None:
     assert page.cell("results", SCORE, run_in(tmp_path / "one").name)
 
 
-def test_a_file_that_is_none_of_ours_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_none_of_ours_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "study.json").write_text('{"title": "mine"}')
     assert main(["report", str(tmp_path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -271,9 +307,13 @@ def painted(folder: Path, start: str) -> Any:
 def test_bars_by_domain_are_of_domains(tmp_path: Path) -> None:
     """Of every quantity that a single run or a recipe may have beside."""
     cells = {("", "BN"): (0.9, 0.8), ("", "GN"): (0.7, 0.7)}
-    matrix = write_matrix(tmp_path, cells, quantities=[*QUANTITIES], vary={}, reported=[], directions=[])
+    matrix = write_matrix(
+        tmp_path, cells, quantities=[*QUANTITIES], vary={}, reported=[], directions=[]
+    )
     for path in matrix.glob("*/summary.json"):
-        path.write_text(json.dumps({**dict.fromkeys(QUANTITIES, 1.0), **json.loads(path.read_text())}))
+        path.write_text(
+            json.dumps({**dict.fromkeys(QUANTITIES, 1.0), **json.loads(path.read_text())})
+        )
     axes = painted(matrix, "Accuracy by domain")
     assert [label.get_text() for label in axes.get_xticklabels()] == ["photo", "sketch", "Average"]
     assert [bar.get_height() for bar in axes.containers[1]] == pytest.approx([85, 42.5, 63.75])
@@ -287,9 +327,13 @@ def test_every_one_of_many_methods_has_a_look_of_its_own() -> None:
 
 
 def test_a_method_looks_the_same_in_every_study() -> None:
-    """Whatever it is called there, and whatever else is there; of the same method twice, the second differs."""
+    """Whatever it is called there, and whatever else is there; of the same method twice, the second
+    differs.
+    """
     one = pd.DataFrame({"label": ["mine", "FixBN", "BN"], "method": ["fedprox", "fixbn", "fedavg"]})
-    other = pd.DataFrame({"label": ["fedavg", "again", "fixbn"], "method": ["fedavg", "fedavg", "fixbn"]})
+    other = pd.DataFrame(
+        {"label": ["fedavg", "again", "fixbn"], "method": ["fedavg", "fedavg", "fixbn"]}
+    )
     looks, others = looks_of(one), looks_of(other)
     assert (looks["BN"], looks["FixBN"]) == (others["fedavg"], others["fixbn"])
     assert len({*looks.values()}) == len({*others.values()}) == 3
@@ -298,11 +342,23 @@ def test_a_method_looks_the_same_in_every_study() -> None:
 
 
 def test_colours_remain_apart_with_red_green_blindness() -> None:
-    """By CIE 1976's distance in L*a*b*, in which 2.3 is just seen, under deuteranopia as Machado (2009) models it."""
-    levels = np.array([[int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)] for colour in COLOURS])
+    """By CIE 1976's distance in L*a*b*, in which 2.3 is just seen, under deuteranopia as Machado
+    (2009) models it.
+    """
+    levels = np.array(
+        [[int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)] for colour in COLOURS]
+    )
     linear = np.where(levels <= 0.04045, levels / 12.92, ((levels + 0.055) / 1.055) ** 2.4)
-    deuteranopia = [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.01182, 0.04294, 0.968881]]
-    white_xyz = [[0.412456, 0.357576, 0.180438], [0.212673, 0.715152, 0.072175], [0.019334, 0.119192, 0.950304]]
+    deuteranopia = [
+        [0.367322, 0.860646, -0.227968],
+        [0.280085, 0.672501, 0.047413],
+        [-0.01182, 0.04294, 0.968881],
+    ]
+    white_xyz = [
+        [0.412456, 0.357576, 0.180438],
+        [0.212673, 0.715152, 0.072175],
+        [0.019334, 0.119192, 0.950304],
+    ]
     for seen in (linear, (linear @ np.transpose(deuteranopia)).clip(0, 1)):
         x, y, z = np.cbrt(seen @ np.transpose(white_xyz) / np.sum(white_xyz, axis=1)).T
         lab = np.stack([116 * y, 500 * (x - y), 200 * (y - z)], axis=-1)
@@ -319,7 +375,10 @@ def test_the_map_is_gn_minus_bn(tmp_path: Path) -> None:
 def comparison(folder: Path, *cells: tuple[str, int, float | None]) -> Path:
     """Write a comparison of methods with a seed and an accuracy; one without has not begun."""
     ended = [
-        {"method": method, **(summary_of(accuracy, seed) if accuracy is not None else {"seed": seed})}
+        {
+            "method": method,
+            **(summary_of(accuracy, seed) if accuracy is not None else {"seed": seed}),
+        }
         for method, seed, accuracy in cells
     ]
     return write_comparison(folder, ended)
@@ -333,16 +392,22 @@ def test_runs_of_a_comparison_that_have_not_begun_are_waiting(tmp_path: Path) ->
 
 
 def test_one_seed_is_said_once_and_zero_has_no_sign(tmp_path: Path) -> None:
-    page = write_page(comparison(tmp_path, ("fedavg", 0, 0.5), ("fixbn", 0, 0.49999)), out=tmp_path / "page")
+    page = write_page(
+        comparison(tmp_path, ("fedavg", 0, 0.5), ("fixbn", 0, 0.49999)), out=tmp_path / "page"
+    )
     assert page.text.count("One seed: a difference may be chance.") == 1
     assert page.cell("results", "difference", "fixbn") == "+0.00"
     assert "-0.00" not in page.text
-    matrix = write_page(write_matrix(tmp_path, {("IID, E=1", "BN"): (0.9, 0.8)}), out=tmp_path / "matrix")
+    matrix = write_page(
+        write_matrix(tmp_path, {("IID, E=1", "BN"): (0.9, 0.8)}), out=tmp_path / "matrix"
+    )
     assert "One seed" not in matrix.text
 
 
 def test_runs_of_several_settings_share_no_picture(tmp_path: Path) -> None:
-    for number, (method, partition) in enumerate([("fedavg", "iid"), ("fixbn", "iid"), ("fedavg", "classes:2")]):
+    for number, (method, partition) in enumerate(
+        [("fedavg", "iid"), ("fixbn", "iid"), ("fedavg", "classes:2")]
+    ):
         folder = tmp_path / str(number)
         write_run(folder, [round_row(n, 0.5) for n in range(1, ROUNDS + 1)], method)
         config = json.loads((folder / "config.json").read_text())
@@ -368,9 +433,15 @@ def test_runs_of_several_settings_share_no_picture(tmp_path: Path) -> None:
         ("fedbs:lr-schedule=", [("stage 2", 8)]),
     ],
 )
-def test_freezes_and_rate_drops_are_marked(method: str, expected: list[tuple[str, int]], tmp_path: Path) -> None:
+def test_freezes_and_rate_drops_are_marked(
+    method: str, expected: list[tuple[str, int]], tmp_path: Path
+) -> None:
     # of a federation, whose number of nodes the options do not say and whose data are not here
-    federation = {"dataset": f"folder:{tmp_path / 'elsewhere'}", "partition": "domain", "clients": 0}
+    federation = {
+        "dataset": f"folder:{tmp_path / 'elsewhere'}",
+        "partition": "domain",
+        "clients": 0,
+    }
     options = {"method": method, "rounds": 20, **federation}
     options |= {} if "lr-schedule" in method else {"lr-schedule": ""}
     rows: list[dict[str, Any]] = [{"round": n} for n in range(1, 21)]
@@ -398,7 +469,10 @@ HARD = r"a_b&50%#{x}~^\<|[*]"
 
 @pytest.mark.usefixtures("drawn")
 def test_every_format_has_the_same_table(tmp_path: Path) -> None:
-    runs = [{"labels": {}, "label": name, "method": name, "seed": 0, "folder": name} for name in ("fedavg", HARD)]
+    runs = [
+        {"labels": {}, "label": name, "method": name, "seed": 0, "folder": name}
+        for name in ("fedavg", HARD)
+    ]
     folder = write_study(tmp_path, {"methods": ["fedavg", "fixbn"]}, runs)
     for place, accuracy in zip(runs, (0.75, 0.5), strict=True):
         write_finished(folder / str(place["folder"]), accuracy)
@@ -414,7 +488,11 @@ def test_every_format_has_the_same_table(tmp_path: Path) -> None:
     ]
     curves = list(csv.DictReader((out / "curves.csv").read_text().splitlines()))
     assert [row["round"] for row in curves] == ["2", "4"] * 2
-    assert (curves[-1]["method"], curves[-1][SCORE], curves[-1]["exchanges"]) == (HARD, "50.0", "12")
+    assert (curves[-1]["method"], curves[-1][SCORE], curves[-1]["exchanges"]) == (
+        HARD,
+        "50.0",
+        "12",
+    )
     latex = (out / "results.tex").read_text()
     assert [latex.count(rule) for rule in (r"\toprule", r"\midrule", r"\bottomrule")] == [1, 1, 1]
     hard = r"a\_b\&50\%\#\{x\}\textasciitilde{}\textasciicircum{}\textbackslash{}\textless{}\textbar{}{[}{*}]"
@@ -428,4 +506,6 @@ def test_every_format_has_the_same_table(tmp_path: Path) -> None:
     (out / "example.tex").write_text(document)
     if pdflatex := shutil.which("pdflatex"):  # Debian: texlive-latex-recommended
         words = [pdflatex, "-interaction=nonstopmode", "-halt-on-error", "example.tex"]
-        assert subprocess.run(words, cwd=out, stdout=subprocess.DEVNULL, check=False).returncode == 0
+        assert (
+            subprocess.run(words, cwd=out, stdout=subprocess.DEVNULL, check=False).returncode == 0
+        )

@@ -1,4 +1,6 @@
-"""The page in a browser: nothing on the console, all pictures drawn, columns sorted by a click, on a phone too."""
+"""The page in a browser: nothing on the console, all pictures drawn, columns sorted by a click, on
+a phone too.
+"""
 
 import json
 import shutil
@@ -12,8 +14,14 @@ import pytest
 from fedbn_flwr.experiments import main
 from tests.helpers.matrix_files import write_matrix
 
-PROGRAM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-CELLS = {("IID, E=1", "BN"): (0.9, 0.8), ("IID, E=1", "GN"): (0.105, 0.105), ("Shards, E=1", "BN"): (0.3, 0.3)}
+PROGRAM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+CELLS = {
+    ("IID, E=1", "BN"): (0.9, 0.8),
+    ("IID, E=1", "GN"): (0.105, 0.105),
+    ("Shards, E=1", "BN"): (0.3, 0.3),
+}
 #: sorts the first table by its score, and back, and puts what it has seen into the title
 LOOK = """
 const page = frames[0].document, all = selector => [...page.querySelectorAll(selector)], seen = {};
@@ -35,15 +43,38 @@ document.title = JSON.stringify(seen);
 
 
 def look(path: Path, width: int) -> dict[str, Any]:
-    """Return what `LOOK` has seen of a page in a frame of this width; the page has written nothing to the console."""
-    frame = f'<iframe width="{width}" height="900" frameborder="0" srcdoc="{escape(path.read_text())}" onload="look()">'
+    """Return what `LOOK` has seen of a page in a frame of this width.
+
+    The page has written nothing to the console.
+    """
+    frame = (
+        f'<iframe width="{width}" height="900" frameborder="0" '
+        f'srcdoc="{escape(path.read_text())}" onload="look()">'
+    )
     around = path.with_name("around.html")
-    around.write_text(f"<!doctype html><title></title><script>function look() {{{LOOK}}}</script>{frame}</iframe>")
-    words = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"]
-    words += ["--enable-logging=stderr", "--virtual-time-budget=10000", "--dump-dom", around.as_uri()]
-    shown = subprocess.run([str(PROGRAM), *words], capture_output=True, text=True, check=True, timeout=120)
+    around.write_text(
+        f"<!doctype html><title></title><script>function look() {{{LOOK}}}</script>{frame}</iframe>"
+    )
+    words = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--hide-scrollbars",
+    ]
+    words += [
+        "--enable-logging=stderr",
+        "--virtual-time-budget=10000",
+        "--dump-dom",
+        around.as_uri(),
+    ]
+    shown = subprocess.run(
+        [str(PROGRAM), *words], capture_output=True, text=True, check=True, timeout=120
+    )
     assert "CONSOLE" not in shown.stderr
-    seen: dict[str, Any] = json.loads(unescape(shown.stdout.partition("<title>")[2].partition("</title>")[0]))
+    seen: dict[str, Any] = json.loads(
+        unescape(shown.stdout.partition("<title>")[2].partition("</title>")[0])
+    )
     return seen
 
 
@@ -52,7 +83,9 @@ def look(path: Path, width: int) -> dict[str, Any]:
 @pytest.mark.usefixtures("drawn")
 @pytest.mark.parametrize("width", [390, 1280])
 def test_tables_and_pictures_are_shown_and_columns_are_sorted(width: int, tmp_path: Path) -> None:
-    assert main(["report", str(write_matrix(tmp_path, CELLS)), "--out", str(tmp_path / "page")]) == 0
+    assert (
+        main(["report", str(write_matrix(tmp_path, CELLS)), "--out", str(tmp_path / "page")]) == 0
+    )
     seen = look(tmp_path / "page/report.html", width)
     assert seen["pictures"] == [1040] * len(list((tmp_path / "page").glob("*.png")))
     assert len(seen["heights"]) == 2

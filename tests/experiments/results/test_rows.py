@@ -7,7 +7,14 @@ import pytest
 
 from fedbn_flwr.experiments import UsageError
 from fedbn_flwr.experiments.results.rows import rows
-from tests.helpers.matrix_files import RECIPE, round_row, summary_of, write_finished, write_run, write_study
+from tests.helpers.matrix_files import (
+    RECIPE,
+    round_row,
+    summary_of,
+    write_finished,
+    write_run,
+    write_study,
+)
 
 RUNS = [
     {
@@ -26,26 +33,43 @@ RUNS = [
 
 def test_a_study_has_a_row_for_each_run_in_every_state(tmp_path: Path) -> None:
     recipe = {**RECIPE, "vary": {"steps": {"E=1": {"local-steps": 1}, "E=9": {"local-steps": 9}}}}
-    recipe |= {"reported": [], "directions": [{"claim": "GN > BN", "in": "E=1"}], "quantities": ["gigabytes"]}
+    recipe |= {
+        "reported": [],
+        "directions": [{"claim": "GN > BN", "in": "E=1"}],
+        "quantities": ["gigabytes"],
+    }
     study = write_study(tmp_path / "study", recipe, RUNS)
-    for name, end in (("BN-E=1-0", summary_of(0.5, 0)), ("BN-E=1-1", {"failed": "it is <nan>", "diverged": 2})):
+    for name, end in (
+        ("BN-E=1-0", summary_of(0.5, 0)),
+        ("BN-E=1-1", {"failed": "it is <nan>", "diverged": 2}),
+    ):
         write_run(study / name, [round_row(1, 0.3)])
         (study / name / "summary.json").write_text(json.dumps({"method": "fedavg", **end}))
     write_run(study / "GN-E=1-0", [round_row(1, 0.3)])
     # a run that is not asked for is none of the study
     write_run(study / "LN-E=1-0", [round_row(1, 0.3)])
     frame = rows(study)
-    assert list(frame["folder"].map(lambda folder: Path(folder).name)) == [run["folder"] for run in RUNS]
+    assert list(frame["folder"].map(lambda folder: Path(folder).name)) == [
+        run["folder"] for run in RUNS
+    ]
     assert list(frame["state"]) == ["finished", "failed", "unfinished", *["waiting"] * 5]
     assert list(frame["setting"].unique()) == ["E=1", "E=9"]
     first, second = frame.iloc[0], frame.iloc[1]
-    assert (first["accuracy"], first["label"], first["method"], first["seed"]) == (0.5, "BN", "fedavg", 0)
+    assert (first["accuracy"], first["label"], first["method"], first["seed"]) == (
+        0.5,
+        "BN",
+        "fedavg",
+        0,
+    )
     assert (second["error"], second["diverged"], second["seed"]) == ("it is <nan>", 2, 1)
 
 
 def test_a_comparison_is_a_study_without_settings(tmp_path: Path) -> None:
     methods = ("fedavg", "mymethod:of=a-plugin")
-    runs = [{"labels": {}, "label": name, "method": name, "seed": 0, "folder": name[:8]} for name in methods]
+    runs = [
+        {"labels": {}, "label": name, "method": name, "seed": 0, "folder": name[:8]}
+        for name in methods
+    ]
     frame = rows(write_study(tmp_path / "study", {"methods": list(methods), "options": {}}, runs))
     assert [*zip(frame["label"], frame["setting"], frame["state"], strict=True)] == [
         (m, "", "waiting") for m in methods
@@ -53,7 +77,13 @@ def test_a_comparison_is_a_study_without_settings(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", ["", "[]", '{"title": "mine", "recipe": {}, "runs": [{}]}', '{"title": "a", "recipe": {}, "runs": []}']
+    "content",
+    [
+        "",
+        "[]",
+        '{"title": "mine", "recipe": {}, "runs": [{}]}',
+        '{"title": "a", "recipe": {}, "runs": []}',
+    ],
 )
 def test_a_study_that_cannot_be_read_is_one_line(tmp_path: Path, content: str) -> None:
     (tmp_path / "study.json").write_text(content)

@@ -48,7 +48,9 @@ def failed(method: str, seed: int = 0, **summary: Any) -> Summary:
     return {"method": method, "seed": seed, "failed": "the loss is nan", **summary}
 
 
-def runs(seeds: int = 1, methods: Sequence[str] = METHODS, more: Summary = MappingProxyType({})) -> list[Summary]:  # type: ignore[assignment]
+def runs(
+    seeds: int = 1, methods: Sequence[str] = METHODS, more: Summary = MappingProxyType({})
+) -> list[Summary]:  # type: ignore[assignment]
     return [ended(method, seed, **more) for method in methods for seed in range(seeds)]
 
 
@@ -74,8 +76,14 @@ def test_means_and_paired_differences_by_hand(tmp_path: Path) -> None:
     # the differences are 10, 20 and 5: mean 35 / 3, variance (2.78 + 69.44 + 44.44) / 2
     assert float(second["difference"]) == pytest.approx(35 / 3)
     # Student's t for 95 % and two degrees of freedom is 4.302653
-    assert float(second["difference ±"]) == pytest.approx(4.302653 * (116.667 / 2 / 3) ** 0.5, rel=1e-5)
-    assert (float(third["accuracy, %"]), third["accuracy, % ±"], third["difference ±"]) == (50, "", "")
+    assert float(second["difference ±"]) == pytest.approx(
+        4.302653 * (116.667 / 2 / 3) ** 0.5, rel=1e-5
+    )
+    assert (float(third["accuracy, %"]), third["accuracy, % ±"], third["difference ±"]) == (
+        50,
+        "",
+        "",
+    )
 
 
 def test_pairs_are_of_equal_seeds_whichever_is_missing(tmp_path: Path) -> None:
@@ -86,8 +94,15 @@ def test_pairs_are_of_equal_seeds_whichever_is_missing(tmp_path: Path) -> None:
 
 def test_what_a_run_has_not_measured_is_no_number(tmp_path: Path) -> None:
     """Files have null for what is not finite; a run that failed has measured nothing."""
-    found = numbers(tmp_path, [ended("a", loss=float("nan")), ended("b", accuracy=None), failed("c", accuracy=0.5)])
-    assert [line["accuracy, %"][:12] for line in found.values()] == ["93.100000000", "not recorded", "failed"]
+    found = numbers(
+        tmp_path,
+        [ended("a", loss=float("nan")), ended("b", accuracy=None), failed("c", accuracy=0.5)],
+    )
+    assert [line["accuracy, %"][:12] for line in found.values()] == [
+        "93.100000000",
+        "not recorded",
+        "failed",
+    ]
     assert not any("loss" in name for name in found["a"])
 
 
@@ -96,8 +111,17 @@ def test_names_and_numbers_are_whole_in_80_columns_and_fewer(
     monkeypatch: pytest.MonkeyPatch, seeds: int, width: int, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(console, "width", width)
-    words = shown(tmp_path, runs(seeds, more={"domain-accuracy": {"real": 0.5, "photos": 0.4}})).split()
-    for part in ("fixbn", ":freeze-round=0.3", ":frozen-lr=0.05", "fedtan", ":carry=true", "centralized"):
+    words = shown(
+        tmp_path, runs(seeds, more={"domain-accuracy": {"real": 0.5, "photos": 0.4}})
+    ).split()
+    for part in (
+        "fixbn",
+        ":freeze-round=0.3",
+        ":frozen-lr=0.05",
+        "fedtan",
+        ":carry=true",
+        "centralized",
+    ):
         assert part in words
     # all differ by nothing, which has no sign but plus, and one seed has no spread
     assert words.count("+0.0") == len(METHODS) - 1
@@ -110,15 +134,23 @@ def test_names_and_numbers_are_whole_in_80_columns_and_fewer(
 
 
 def test_a_title_is_of_the_clients_data(tmp_path: Path) -> None:
-    """The centralized reference has a partition of its own, which counts if it is alone; rounds are as asked for."""
-    union, stopped = ended("centralized", partition="union"), {**ended("fedavg"), "stopped-after": 3}
+    """The centralized reference has a partition of its own, which counts if it is alone.
+
+    Rounds are as asked for.
+    """
+    union, stopped = (
+        ended("centralized", partition="union"),
+        {**ended("fedavg"), "stopped-after": 3},
+    )
     assert "digits, small-cnn, classes:2, 200 rounds" in shown(tmp_path / "both", [union, stopped])
     assert "digits, small-cnn, union, 200 rounds" in shown(tmp_path / "one", [union])
 
 
 def test_a_value_that_was_chosen_is_shown_and_marked_at_the_edge(tmp_path: Path) -> None:
     assert not {"lr", "chosen"} & set(shown(tmp_path / "none", runs()).split())
-    words = shown(tmp_path / "all", runs(more={"chosen": {"lr": "0.1", "mu": "1"}, "chosen-at-edge": ["mu"]}))
+    words = shown(
+        tmp_path / "all", runs(more={"chosen": {"lr": "0.1", "mu": "1"}, "chosen-at-edge": ["mu"]})
+    )
     assert words.count("lr=0.1, mu=1*") == len(METHODS)
     assert "* the least or the largest value of its grid" in words
     assert " lr " in shown(tmp_path / "differs", [ended("fedavg"), ended("fixbn", lr=0.3)])
@@ -130,7 +162,11 @@ def test_a_method_of_which_a_run_failed_has_words_in_place_of_its_numbers(tmp_pa
     assert "diverged at round 7" in words
     assert "fedbn, seed 1: the loss is nan" in words
     line = numbers(tmp_path / "file", summaries)["fedbn"]
-    assert (line["accuracy, %"], line["difference"], line["runs"]) == ("diverged at round 7", "", "1")
+    assert (line["accuracy, %"], line["difference"], line["runs"]) == (
+        "diverged at round 7",
+        "",
+        "1",
+    )
 
 
 def test_what_readers_should_know_of_the_data(tmp_path: Path) -> None:
@@ -138,12 +174,18 @@ def test_what_readers_should_know_of_the_data(tmp_path: Path) -> None:
     text = shown(tmp_path, [ended("a", **about), ended("b")])
     assert "Caution: no client has samples of 2 classes (4, 9): classes:2 with 5 clients." in text
     assert "Caution: 1 nodes were missing in rounds; rounds.jsonl names them." in text
-    text = shown(tmp_path / "sites", [ended("a", **about, clients=3, sites={"north": {}, "west": {}})])
+    text = shown(
+        tmp_path / "sites", [ended("a", **about, clients=3, sites={"north": {}, "west": {}})]
+    )
     assert "Caution: scores are means over north, west, 2 of 3 sites." in text
-    assert "Caution: scores" not in shown(tmp_path / "all", [ended("a", clients=1, sites={"north": {}})])
+    assert "Caution: scores" not in shown(
+        tmp_path / "all", [ended("a", clients=1, sites={"north": {}})]
+    )
 
 
-def test_domains_that_nobody_trained_with_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_domains_that_nobody_trained_with_by_hand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Means are over domains first, of each seed; intervals are over seeds."""
     monkeypatch.setattr(console, "width", 120)
     scores: dict[str, dict[str, tuple[float | None, ...]]] = {
@@ -168,7 +210,8 @@ def test_domains_that_nobody_trained_with_by_hand(tmp_path: Path, monkeypatch: p
         ],
     )
     lines = [" ".join(line.split()) for line in text.splitlines()]
-    # of two numbers, Student's t is 12.7062, and half the interval is that times half their distance
+    # of two numbers, Student's t is 12.7062, and half the interval is that times half their
+    # distance
     for line in (
         "x a:mu=1 45.0 ± 63.5 90.0 ± 0.0 45.0 ± 63.5 51.0",
         "y a:mu=1 75.0 ± 190.6 90.0 ± 0.0 45.0 ± 63.5 51.0",
@@ -181,11 +224,21 @@ def test_domains_that_nobody_trained_with_by_hand(tmp_path: Path, monkeypatch: p
     ):
         _, _, rest = line.partition(" ")
         assert line in lines or rest in lines, (line, lines)
-    (alone,) = [line for line in shown(tmp_path / "one", [ended("a", unseen="x")]).splitlines() if "93.1" in line]
+    (alone,) = [
+        line
+        for line in shown(tmp_path / "one", [ended("a", unseen="x")]).splitlines()
+        if "93.1" in line
+    ]
     assert alone.split()[:2] == ["x", "a"]
 
 
 def test_less_of_an_error_is_no_share(tmp_path: Path) -> None:
     """An error that is compared by has its own unit, no percent, and digits enough to be small."""
-    words = shown(tmp_path, [ended(name, metric="mse", mse=value) for name, value in (("a", 2.5), ("b", 2.0))]).split()
-    assert [word for word in words if word in ("2.5000", "2.0000", "-0.5000")] == ["2.5000", "2.0000", "-0.5000"]
+    words = shown(
+        tmp_path, [ended(name, metric="mse", mse=value) for name, value in (("a", 2.5), ("b", 2.0))]
+    ).split()
+    assert [word for word in words if word in ("2.5000", "2.0000", "-0.5000")] == [
+        "2.5000",
+        "2.0000",
+        "-0.5000",
+    ]

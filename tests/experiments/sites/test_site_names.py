@@ -1,4 +1,6 @@
-"""Sites by the names under which they are registered: in the log, in results and in errors, and chosen by name."""
+"""Sites by the names under which they are registered: in the log, in results and in errors, and
+chosen by name.
+"""
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -38,7 +40,9 @@ OPTIONS: dict[str, Any] = {
 
 
 class Registered(SitesInProcess):
-    """Nodes that the server knows by name; in a round, counted from 1, some may be away, fail, or answer too late."""
+    """Nodes that the server knows by name; in a round, counted from 1, some may be away, fail, or
+    answer too late.
+    """
 
     def __init__(self, data: Sequence[str], options: Mapping[str, Any]) -> None:
         super().__init__(data, options)
@@ -53,12 +57,22 @@ class Registered(SitesInProcess):
 
     def get_nodes(self) -> Iterable[NodeInfo]:
         there = self.site_names.items()
-        return [NodeInfo(node_id=node, name=name) for node, name in there if not self._is(name, self.away)]
+        return [
+            NodeInfo(node_id=node, name=name)
+            for node, name in there
+            if not self._is(name, self.away)
+        ]
 
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
         messages = list(messages)
         replies = super().send_and_receive(messages, timeout=timeout)
-        in_time = [each for each in replies if not self._is(self.site_names[each.metadata.src_node_id], self.late)]
+        in_time = [
+            each
+            for each in replies
+            if not self._is(self.site_names[each.metadata.src_node_id], self.late)
+        ]
         self._round += messages[0].metadata.message_type == MessageType.EVALUATE
         return in_time
 
@@ -86,7 +100,8 @@ def test_a_number_in_a_text_gets_its_name_and_no_other_number_does() -> None:
     names = {10**19: "west", 11: "south"}
     said = {
         f"Node {10**19} is left out": f"west (node {10**19}) is left out",
-        f"site 2 (node {10**19}): node 11 has its number": f"west (node {10**19}): south (node 11) has its number",
+        f"site 2 (node {10**19}): node 11 has its number": f"west (node {10**19}): south (node "
+        "11) has its number",
         "Nodes [11, 12] have lost": "Nodes [south (node 11), 12] have lost",
         "Round 110 of 111, v11": "Round 110 of 111, v11",
     }
@@ -105,13 +120,17 @@ def test_a_name_is_shown_in_one_line() -> None:
 
 def test_a_record_that_logging_cannot_write_ends_no_run() -> None:
     with sites_by_name(InProcessGrid(app, 1), ()), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(logging, "raiseExceptions", False)  # it would print what is wrong with the record
+        patch.setattr(
+            logging, "raiseExceptions", False
+        )  # it would print what is wrong with the record
         patch.setattr(FLOWER_LOGGER, "handlers", [logging.NullHandler()])
         patch.setattr(FLOWER_LOGGER, "propagate", False)
         FLOWER_LOGGER.info("%d nodes", "no")
 
 
-def test_min_nodes_above_1_is_for_the_run_and_not_for_each_site(sites: list[str], tmp_path: Path) -> None:
+def test_min_nodes_above_1_is_for_the_run_and_not_for_each_site(
+    sites: list[str], tmp_path: Path
+) -> None:
     options = {**OPTIONS, "clients": 3, "min-nodes": 2, "results-dir": str(tmp_path)}
     assert serve(Registered(sites, options), options)["rounds"] == 1
 
@@ -119,7 +138,14 @@ def test_min_nodes_above_1_is_for_the_run_and_not_for_each_site(sites: list[str]
 def test_each_rounds_line_names_who_is_missing_and_why(
     sites: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    options = {**OPTIONS, "clients": 3, "min-nodes": 1, "rounds": 4, "timeout": 25, "results-dir": str(tmp_path)}
+    options = {
+        **OPTIONS,
+        "clients": 3,
+        "min-nodes": 1,
+        "rounds": 4,
+        "timeout": 25,
+        "results-dir": str(tmp_path),
+    }
     grid = Registered(sites, options)
     grid.late, grid.failing = {2: {"west"}}, {4: {"west"}}
     grid.away = {3: {"south"}, 4: {"north", "south"}}
@@ -141,7 +167,9 @@ def test_each_rounds_line_names_who_is_missing_and_why(
 class Leaving(Registered):
     """Nodes that leave as soon as they have trained."""
 
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
         messages = list(messages)
         replies = super().send_and_receive(messages, timeout=timeout)
         if messages[0].metadata.message_type == MessageType.TRAIN:
@@ -156,7 +184,9 @@ class Unscored(Registered):
     def _answer(self, message: Message) -> Message:
         evaluates = message.metadata.message_type == MessageType.EVALUATE
         fails = evaluates and self.site_names[message.metadata.dst_node_id] == "west"
-        return Message(Error(0, "no power"), reply_to=message) if fails else super()._answer(message)
+        return (
+            Message(Error(0, "no power"), reply_to=message) if fails else super()._answer(message)
+        )
 
 
 class Empty(Registered):
@@ -169,8 +199,18 @@ class Empty(Registered):
 NOT_YET, WEST = "2 of 3 sites: 1 never connected", {"west"}
 #: nodes, options, who is away or fails in a round, and what the rounds' lines say of sites
 MISSING: dict[str, tuple[type[Registered], dict[str, Any], dict[str, Any], list[str]]] = {
-    "never came": (Registered, {"min-nodes": 2, "rounds": 2}, {"away": {1: WEST, 2: WEST}}, [NOT_YET, NOT_YET]),
-    "left after its training": (Leaving, {"clients": 0, "fraction-train": 0.4, "min-nodes": 1}, {}, [""]),
+    "never came": (
+        Registered,
+        {"min-nodes": 2, "rounds": 2},
+        {"away": {1: WEST, 2: WEST}},
+        [NOT_YET, NOT_YET],
+    ),
+    "left after its training": (
+        Leaving,
+        {"clients": 0, "fraction-train": 0.4, "min-nodes": 1},
+        {},
+        [""],
+    ),
     "not drawn": (Registered, {"clients": 0, "fraction-train": 0.4}, {}, [""]),
     "trains only": (Unscored, {}, {}, ["west did not evaluate"]),
     "late and without its data": (
@@ -193,11 +233,18 @@ def test_a_rounds_line_tells_who_did_not_take_part_although_asked(
     grid = kind(sites, options)
     vars(grid).update(absences)
     serve(grid, options)
-    assert [line.partition("; ")[2] for line in lines(caplog, "Round ") if f" of {options['rounds']}: " in line] == told
+    assert [
+        line.partition("; ")[2]
+        for line in lines(caplog, "Round ")
+        if f" of {options['rounds']}: " in line
+    ] == told
 
 
 def test_results_have_names(
-    sites: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    sites: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setenv(MODELS_VARIABLE, str(tmp_path / "models"))
     options = {**OPTIONS, "method": "fedbn", "model": "small-cnn", "log-to": "tensorboard"}
@@ -206,13 +253,18 @@ def test_results_have_names(
     grid.changed = {number: {"site": name} for number, name in enumerate(NAMES)}
     summary = serve(grid, options)
     assert set(summary["sites"]) == set(read_rounds(tmp_path / "results")[0]["sites"]) == set(NAMES)
-    assert [row["site"] for row in read_json(tmp_path / "results" / "config.json")["sites"]] == list(NAMES)
+    assert [
+        row["site"] for row in read_json(tmp_path / "results" / "config.json")["sites"]
+    ] == list(NAMES)
     assert sorted(path.stem for path in (tmp_path / "models").glob("*/*")) == sorted(NAMES)
     assert lines(caplog, "south (node 1001): ")
     events = EventAccumulator(str(tmp_path / "results" / "tensorboard"))
     events.Reload()
     (curve,) = events.Scalars("sites/west/accuracy")
-    assert (curve.step, curve.value) == (1, pytest.approx(summary["sites"]["west"]["accuracy"], abs=1e-6))
+    assert (curve.step, curve.value) == (
+        1,
+        pytest.approx(summary["sites"]["west"]["accuracy"], abs=1e-6),
+    )
     assert "accuracy" in events.Tags()["scalars"]
 
 
@@ -225,7 +277,11 @@ def test_a_site_that_cannot_answer_at_the_start_is_asked_again_if_others_suffice
         def _answer(self, message: Message) -> Message:
             fails = message.metadata.dst_node_id == 1002 and not self.failing
             self.failing = self.failing or {9: {"west"}} if fails else self.failing
-            return Message(Error(0, "Node Unavailable"), reply_to=message) if fails else super()._answer(message)
+            return (
+                Message(Error(0, "Node Unavailable"), reply_to=message)
+                if fails
+                else super()._answer(message)
+            )
 
     options = {**OPTIONS, "clients": 3, "min-nodes": 2, "results-dir": str(tmp_path)}
     serve(Slow(sites, options), options)
@@ -240,24 +296,32 @@ def test_errors_have_names(sites: list[str], tmp_path: Path) -> None:
         serve(Registered([*sites[:2], "folder:/gone"], options), options)
     grid = Registered(sites, options)
     grid.away = {1: {"south"}}
-    with pytest.raises(CannotTrainError, match=r"^2 of 3 .*: north \(node 1000\), west \(node 1002\)$"):
+    with pytest.raises(
+        CannotTrainError, match=r"^2 of 3 .*: north \(node 1000\), west \(node 1002\)$"
+    ):
         serve(grid, options)
     misspelt = {**options, "clients": 0, "sites": "north,wset"}
-    with pytest.raises(CannotTrainError, match=r"^1 of 2 .*: north \(node 1000\); not connected: wset$"):
+    with pytest.raises(
+        CannotTrainError, match=r"^1 of 2 .*: north \(node 1000\); not connected: wset$"
+    ):
         serve(grid, misspelt)
     options = {**OPTIONS, "clients": 3, "rounds": 2, "results-dir": str(tmp_path / "two")}
     grid = Registered(sites, options)
     grid.away = {2: {"north"}}
     with pytest.raises(CannotTrainError, match=r"^2 of 3 "):
         serve(grid, options)
-    assert read_json(tmp_path / "two" / "summary.json")["failed"].endswith("south (node 1001), west (node 1002)")
+    assert read_json(tmp_path / "two" / "summary.json")["failed"].endswith(
+        "south (node 1001), west (node 1002)"
+    )
 
 
 def test_sites_are_chosen_by_name_and_the_others_named_once(
     sites: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     options = {**OPTIONS, "clients": 3, "rounds": 2, "results-dir": str(tmp_path / "all")}
-    with pytest.raises(UsageError, match=r"2 clients: they must be equal .*sites=NAME,NAME chooses"):
+    with pytest.raises(
+        UsageError, match=r"2 clients: they must be equal .*sites=NAME,NAME chooses"
+    ):
         serve(Registered(sites, {}), {**options, "clients": 2})
     options = {**options, "clients": 0, "sites": "north,west", "results-dir": str(tmp_path / "two")}
     summary = serve(Registered(sites, options), options)
@@ -272,14 +336,25 @@ def test_sites_are_chosen_by_name_and_the_others_named_once(
 
 
 def test_nodes_without_names_cannot_be_chosen() -> None:
-    with pytest.raises(UsageError, match="sites='north' chooses by name, and these nodes have no names"):
+    with pytest.raises(
+        UsageError, match="sites='north' chooses by name, and these nodes have no names"
+    ):
         SitesByName(InProcessGrid(app, 2), ["north"]).get_node_ids()
 
 
-def test_a_site_whose_number_has_no_share_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    options = {**OPTIONS, "dataset": "digits", "classes": "", "sites": "north,west", "results-dir": str(tmp_path)}
+def test_a_site_whose_number_has_no_share_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {
+        **OPTIONS,
+        "dataset": "digits",
+        "classes": "",
+        "sites": "north,west",
+        "results-dir": str(tmp_path),
+    }
     summary = serve(Registered([""] * 3, options), options)
     assert summary["left-out"] == {"west": 1}
     (line,) = lines(caplog, "west (node 1002) is left out")
-    assert line.endswith("this site has number 2, but 'digits' is split for the numbers 0 to 1: give more clients, or "
+    assert line.endswith("this site has number 2, but 'digits' is split for the numbers 0 to 1: "
+        "give more clients, or "
                          "a site its data")  # fmt: skip

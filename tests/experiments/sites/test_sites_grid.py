@@ -1,4 +1,6 @@
-"""Sites that come after round 1: asked, numbered, and hidden from the strategy if their data do not fit."""
+"""Sites that come after round 1: asked, numbered, and hidden from the strategy if their data do not
+fit.
+"""
 
 import logging
 from collections.abc import Iterable
@@ -21,7 +23,9 @@ CONFIG_OF_RUN = Config(dataset="sites", classes=("ill", "well"))
 
 
 class Answering(InProcessGrid):
-    """Nodes that answer with a description, or the reason why there is none; only some are connected."""
+    """Nodes that answer with a description, or the reason why there is none; only some are
+    connected.
+    """
 
     def __init__(self, *sites: SiteData | str) -> None:
         self.sites, self.connected = list(sites), set[int]()
@@ -42,7 +46,9 @@ def warnings(log: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in log.records if record.levelno == logging.WARNING]
 
 
-@pytest.mark.parametrize("key", ["train-counts", "test-counts", "image-shape", "pixel-mean", "pixel-variance"])
+@pytest.mark.parametrize(
+    "key", ["train-counts", "test-counts", "image-shape", "pixel-mean", "pixel-variance"]
+)
 @pytest.mark.parametrize("value", [[-1], [float("nan")], ["x"], 5, [], [1e300]])
 def test_a_description_that_is_none_is_an_error_in_one_line(key: str, value: Any) -> None:
     content = NORTH.pack()
@@ -59,20 +65,36 @@ OF_ANOTHER_TYPE: list[dict[str, Any]] = [
 
 def test_one_mean_a_channel_and_pixels_from_0_to_1() -> None:
     for wrong in (
-        *(replace(NORTH, site=-1), replace(NORTH, train=(2**53 + 2, 1)), replace(NORTH, mean=(1.5,))),
+        *(
+            replace(NORTH, site=-1),
+            replace(NORTH, train=(2**53 + 2, 1)),
+            replace(NORTH, mean=(1.5,)),
+        ),
         *(replace(NORTH, mean=(0.5, 0.5)), replace(NORTH, mean=(0.5, 0.5), variance=(0.1, 0.1))),
         *(replace(NORTH, shape=(1,) * 5), replace(NORTH, shape=(), mean=(), variance=())),
         *(replace(NORTH, **each) for each in OF_ANOTHER_TYPE),
         # names of classes
-        *(replace(NORTH, class_names=(name, "well")) for name in ("well", "ill\x1b[2J", "i\nll", "\x85", "i" * 501)),
+        *(
+            replace(NORTH, class_names=(name, "well"))
+            for name in ("well", "ill\x1b[2J", "i\nll", "\x85", "i" * 501)
+        ),
     ):
         with pytest.raises(ValueError, match="its app does not say what its data are"):
             SiteData.read(wrong.pack())
     for right in (
-        *(replace(NORTH, train=(2**53, 1)), replace(NORTH, shape=(1,), mean=(37.0,), variance=(9.0,))),
+        *(
+            replace(NORTH, train=(2**53, 1)),
+            replace(NORTH, shape=(1,), mean=(37.0,), variance=(9.0,)),
+        ),
         replace(NORTH, shape=(20,), mean=(), variance=()),
         # a no-break space, and joiners in Persian and in an emoji
-        replace(NORTH, class_names=("not\xa0ill", "\u0645\u06cc\u200c\u0634\u0648\u062f \U0001f469\u200d\u2695")),
+        replace(
+            NORTH,
+            class_names=(
+                "not\xa0ill",
+                "\u0645\u06cc\u200c\u0634\u0648\u062f \U0001f469\u200d\u2695",
+            ),
+        ),
     ):
         assert SiteData.read(right.pack()) == right
 
@@ -81,8 +103,12 @@ def test_texts_of_a_site_are_shown_in_one_line() -> None:
     with pytest.raises(ValueError, match=r"^no\S* {2}\[2Jx{400,}$") as error:
         SiteData.read(problem(f"no\n\x1b[2J{'x' * 10**6}"))
     assert len(str(error.value)) == 500
-    many = replace(NORTH, class_names=("a\u2028", *map(str, range(999))), train=(1,) * 1000, test=(1,) * 1000)
-    unlike = agree(CONFIG_OF_RUN, {1: NORTH}).objection(2, replace(many, site=1, class_names=("\u2028" * 500,)), {})
+    many = replace(
+        NORTH, class_names=("a\u2028", *map(str, range(999))), train=(1,) * 1000, test=(1,) * 1000
+    )
+    unlike = agree(CONFIG_OF_RUN, {1: NORTH}).objection(
+        2, replace(many, site=1, class_names=("\u2028" * 500,)), {}
+    )
     for line in (spoken(many), unlike):
         assert (len(line), line.isprintable()) == (500, True)
     with pytest.raises(UsageError) as unknown:
@@ -106,7 +132,9 @@ UNFIT: dict[str, tuple[SiteData | str, str]] = {
 
 
 @pytest.mark.parametrize("kind", UNFIT)
-def test_a_site_that_does_not_fit_is_left_out_if_enough_others_do(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_site_that_does_not_fit_is_left_out_if_enough_others_do(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
     unfit, reason = UNFIT[kind]
     agreement = agree(replace(CONFIG_OF_RUN, min_nodes=2), {3: unfit, 1: NORTH, 2: SOUTH})
     assert agreement == agree(replace(CONFIG_OF_RUN, min_nodes=2), {1: NORTH, 2: SOUTH})
@@ -117,10 +145,13 @@ def test_a_site_that_does_not_fit_is_left_out_if_enough_others_do(kind: str, cap
         assert str(error.value) == f"node 3: {reason}"
 
 
-def test_a_site_that_outweighs_the_others_normalization_is_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_site_that_outweighs_the_others_normalization_is_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     agree(CONFIG_OF_RUN, {1: NORTH, 2: SOUTH, 3: replace(NORTH, site=2, train=(10**12, 0))})
     assert warnings(caplog) == [
-        "Node 3 outweighs the others in the sites' descriptions: it counts 1e+12, and ten times the median is 120"
+        "Node 3 outweighs the others in the sites' descriptions: it counts 1e+12, and ten times "
+        "the median is 120"
     ]
 
 
@@ -132,7 +163,9 @@ def test_normalization_is_that_of_all_images_together() -> None:
     spread = 4 * (0.01 + (0.25 - mean) ** 2) + 12 * (0.09 + (0.75 - mean) ** 2)
     assert config.std[0] == pytest.approx((spread / 16) ** 0.5, rel=1e-15)
     # every site has a number of its own
-    with pytest.raises(UsageError, match="node 2: node 1 has its site number 0: give each site its own number"):
+    with pytest.raises(
+        UsageError, match="node 2: node 1 has its site number 0: give each site its own number"
+    ):
         agree(CONFIG_OF_RUN, {1: NORTH, 2: replace(SOUTH, site=0)})
     fewer = replace(CONFIG_OF_RUN, min_nodes=1)
     assert agree(fewer, {1: NORTH, 2: replace(SOUTH, site=0)}).sites == {1: NORTH}
@@ -141,7 +174,9 @@ def test_normalization_is_that_of_all_images_together() -> None:
 
 
 def test_later_sites_are_asked_once_and_shown_if_they_fit(caplog: pytest.LogCaptureFixture) -> None:
-    nodes = Answering(NORTH, SOUTH, replace(SOUTH, site=2, class_names=("dead", "well")), replace(NORTH, site=1))
+    nodes = Answering(
+        NORTH, SOUTH, replace(SOUTH, site=2, class_names=("dead", "well")), replace(NORTH, site=1)
+    )
     grid = SitesGrid(nodes, agree(CONFIG_OF_RUN, {1000: NORTH}))
     nodes.connected = {1000}
     assert list(grid.get_node_ids()) == [1000]

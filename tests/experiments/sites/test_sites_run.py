@@ -66,11 +66,21 @@ def sites(folders: tuple[Path, list[Path]]) -> list[str]:
 
 
 def options_for(folder: Path, **options: Any) -> dict[str, Any]:
-    return {**OPTIONS, "dataset": "sites", "classes": ",".join(CLASSES), "results-dir": str(folder), **options}
+    return {
+        **OPTIONS,
+        "dataset": "sites",
+        "classes": ",".join(CLASSES),
+        "results-dir": str(folder),
+        **options,
+    }
 
 
 def run_at_sites(
-    folder: Path, sites: list[str], make_grid: type[SitesInProcess] = SitesInProcess, /, **options: Any
+    folder: Path,
+    sites: list[str],
+    make_grid: type[SitesInProcess] = SitesInProcess,
+    /,
+    **options: Any,
 ) -> dict[str, Any]:
     """Run with data at the sites; returns the summary."""
     given = options_for(folder, **options)
@@ -79,9 +89,13 @@ def run_at_sites(
 
 def normalized_test_images(site: int, options: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """The inputs and labels of a site's test images under the moments in a run's options."""
-    mean, std = (torch.tensor([float(part) for part in options[key].split(",")]) for key in ("mean", "std"))
+    mean, std = (
+        torch.tensor([float(part) for part in options[key].split(",")]) for key in ("mean", "std")
+    )
     chosen = slice(site * 8, site * 8 + 8)
-    return (TEST.inputs[chosen] / 255 - mean.view(-1, 1, 1)) / std.view(-1, 1, 1), TEST.labels[chosen]
+    return (TEST.inputs[chosen] / 255 - mean.view(-1, 1, 1)) / std.view(-1, 1, 1), TEST.labels[
+        chosen
+    ]
 
 
 @pytest.mark.parametrize("method", ["fedbn:mean-personal=false", "fedtan"])
@@ -91,19 +105,25 @@ def test_models_have_the_bits_of_runs_on_shared_data(
     monkeypatch.delenv(MODELS_VARIABLE, raising=False)
     monkeypatch.chdir(tmp_path)
     run_at_sites(tmp_path / "sites", sites, method=method)
-    assert {path.name for path in tmp_path.iterdir()} == {"sites"}  # no models, for which the sites name no folder
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "sites"
+    }  # no models, for which the sites name no folder
     shared = {**OPTIONS, "dataset": f"folder:{whole}", "partition": PARTITION, "method": method}
     shared["results-dir"] = str(tmp_path / "shared")
     serve(InProcessGrid(app, 3, shared), shared)
     assert model_bytes(tmp_path / "sites") == model_bytes(tmp_path / "shared")
-    losses = [[row["train-loss"] for row in read_rounds(tmp_path / name)] for name in ("sites", "shared")]
+    losses = [
+        [row["train-loss"] for row in read_rounds(tmp_path / name)] for name in ("sites", "shared")
+    ]
     assert losses[0] == losses[1]
 
 
 def test_sites_score_the_model_on_their_own_test_data(sites: list[str], tmp_path: Path) -> None:
     summary = run_at_sites(tmp_path, sites, **{"class-metrics": "f1,auc"})
     options = json.loads((tmp_path / "config.json").read_text())["options"]
-    mean, std = (torch.tensor([float(part) for part in options[key].split(",")]) for key in ("mean", "std"))
+    mean, std = (
+        torch.tensor([float(part) for part in options[key].split(",")]) for key in ("mean", "std")
+    )
     # pooled of all sites: of all training images
     everything = TRAIN.inputs.double() / 255
     assert torch.allclose(mean.double(), everything.mean((0, 2, 3)), atol=1e-7)
@@ -125,7 +145,9 @@ def test_sites_score_the_model_on_their_own_test_data(sites: list[str], tmp_path
         scores.append(row)
     assert summary["accuracy"] == pytest.approx(sum(row["accuracy"] for row in scores) / 3)
     for name in CLASSES:
-        assert summary["class-f1"][name] == pytest.approx(sum(row["f1"][name] for row in scores) / 3)
+        assert summary["class-f1"][name] == pytest.approx(
+            sum(row["f1"][name] for row in scores) / 3
+        )
 
 
 def saying(kind: str, key: str, value: Any) -> type[SitesInProcess]:
@@ -142,7 +164,12 @@ def saying(kind: str, key: str, value: Any) -> type[SitesInProcess]:
     return Saying
 
 
-IMPOSSIBLE = [("accuracy", 1000.0), ("accuracy", math.inf), ("accuracy", math.nan), ("class-f1", 1e30)]
+IMPOSSIBLE = [
+    ("accuracy", 1000.0),
+    ("accuracy", math.inf),
+    ("accuracy", math.nan),
+    ("class-f1", 1e30),
+]
 
 
 @pytest.mark.parametrize(("key", "value"), IMPOSSIBLE)
@@ -162,7 +189,10 @@ def test_an_impossible_score_of_a_site_stops_no_run(
 def test_the_order_of_classes_decides_their_numbers(sites: list[str], tmp_path: Path) -> None:
     run_at_sites(tmp_path / "one", sites, classes="covid,normal,pneumonia")
     run_at_sites(tmp_path / "other", sites, classes="pneumonia,covid,normal")
-    tables = [json.loads((tmp_path / name / "config.json").read_text())["sites"] for name in ("one", "other")]
+    tables = [
+        json.loads((tmp_path / name / "config.json").read_text())["sites"]
+        for name in ("one", "other")
+    ]
     assert tables[0] == tables[1]
     one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "other"))
     last = [name for name in one if name.endswith("bias")][-1]
@@ -213,7 +243,9 @@ def test_a_run_goes_on_with_what_the_sites_agreed_on(
     monkeypatch.setenv(STATE_VARIABLE, str(tmp_path / "whole-states"))
     for _ in range(2):
         done = run_at_sites(tmp_path / "whole", sites, **options)
-    assert done == json.loads((tmp_path / "whole" / "summary.json").read_text())  # with the time of the first
+    assert done == json.loads(
+        (tmp_path / "whole" / "summary.json").read_text()
+    )  # with the time of the first
     monkeypatch.setenv(STATE_VARIABLE, str(tmp_path / "run-states"))
     with monkeypatch.context() as patched:
         patched.setattr(Journal, "record", die)
@@ -230,11 +262,15 @@ def test_a_run_goes_on_with_what_the_sites_agreed_on(
 
     monkeypatch.setattr(server_side, "agree", noting)
     serve(later, {**given, "resume": str(tmp_path / "run")})
-    assert [(as_value(config.mean), as_value(config.std)) for config in seen] == [(agreed["mean"], agreed["std"])]
+    assert [(as_value(config.mean), as_value(config.std)) for config in seen] == [
+        (agreed["mean"], agreed["std"])
+    ]
     assert model_bytes(tmp_path / "whole") == model_bytes(tmp_path / "run")
 
 
-def test_a_run_on_shared_data_is_refused_by_a_site_with_its_own(sites: list[str], tmp_path: Path) -> None:
+def test_a_run_on_shared_data_is_refused_by_a_site_with_its_own(
+    sites: list[str], tmp_path: Path
+) -> None:
     options = {**OPTIONS, "dataset": "digits", "partition": "iid", "results-dir": str(tmp_path)}
     refused = "this site trains on its own data only: the run must have dataset='sites'"
     with pytest.raises(RuntimeError, match=refused):
@@ -247,10 +283,12 @@ def test_a_run_on_shared_data_is_refused_by_a_site_with_its_own(sites: list[str]
         client_fn(context)
 
 
-# ---- the models of the sites, in files -------------------------------------------------------------------------------
+# ---- the models of the sites, in files -----------------------------------------------------------
 
 
-@pytest.mark.parametrize(("method", "stays"), [("fedavg", "none"), ("fedbn", "bn"), ("silobn", "statistics")])
+@pytest.mark.parametrize(
+    ("method", "stays"), [("fedavg", "none"), ("fedbn", "bn"), ("silobn", "statistics")]
+)
 def test_the_file_has_the_model_that_the_site_has_scored(
     method: str, stays: str, sites: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -281,11 +319,14 @@ def test_a_file_without_a_sites_model_is_named(tmp_path: Path) -> None:
 
 
 def test_a_site_opens_no_file_that_a_run_names(sites: list[str]) -> None:
-    at = at_site(Config(dataset="sites", init_from="/weights.pt", data_root="/data", classes=("a", "b")), sites[0])
+    at = at_site(
+        Config(dataset="sites", init_from="/weights.pt", data_root="/data", classes=("a", "b")),
+        sites[0],
+    )
     assert (at.init_from, at.data_root, at.dataset, at.partition) == ("", "", sites[0], "union")
 
 
-# ---- mistakes --------------------------------------------------------------------------------------------------------
+# ---- mistakes ------------------------------------------------------------------------------------
 
 REFUSED = [
     (
@@ -293,8 +334,16 @@ REFUSED = [
         "covid,normal",
         r"node \d+: class 'pneumonia' is not one of the run's classes: covid, normal",
     ),
-    ("classes", "", "needs classes, in the order of their numbers; there are: covid,normal,pneumonia"),
-    ("method", "centralized:clients=3", "method 'centralized:clients=3' needs all data in one place"),
+    (
+        "classes",
+        "",
+        "needs classes, in the order of their numbers; there are: covid,normal,pneumonia",
+    ),
+    (
+        "method",
+        "centralized:clients=3",
+        "method 'centralized:clients=3' needs all data in one place",
+    ),
 ]
 
 
@@ -309,15 +358,23 @@ def test_what_cannot_be_ends_the_run_before_round_1(
 
 BAD_DATA = [
     ("", 'this site has no data: its SuperNode needs data="folder:/PATH" in --node-config'),
-    ("folder:images", "the site's data must be an absolute path, as in folder:/data, not 'folder:images'"),
-    ("folder:/nowhere/at/all", "must be in train/CLASS/ and test/CLASS/, and there is no /nowhere/at/all/train"),
+    (
+        "folder:images",
+        "the site's data must be an absolute path, as in folder:/data, not 'folder:images'",
+    ),
+    (
+        "folder:/nowhere/at/all",
+        "must be in train/CLASS/ and test/CLASS/, and there is no /nowhere/at/all/train",
+    ),
     ("digits", "the site's data 'digits' have no class names"),
     ("no.such.module:function", "unknown data set 'no.such.module:function'"),
 ]
 
 
 @pytest.mark.parametrize(("spec", "reason"), BAD_DATA)
-def test_data_are_checked_at_the_site(spec: str, reason: str, sites: list[str], tmp_path: Path) -> None:
+def test_data_are_checked_at_the_site(
+    spec: str, reason: str, sites: list[str], tmp_path: Path
+) -> None:
     with pytest.raises(UsageError, match="node 1001: ") as error:
         run_at_sites(tmp_path / "results", [sites[0], spec])
     assert reason in str(error.value)
@@ -327,18 +384,28 @@ def test_data_are_checked_at_the_site(spec: str, reason: str, sites: list[str], 
 def test_folders_of_other_names_are_no_domains(sites: list[str], tmp_path: Path) -> None:
     """Here `Train/CLASS/` and `Test/CLASS/`: a test image must not become one to train on."""
     for role in ("train", "test"):
-        shutil.copytree(Path(sites[1].removeprefix("folder:")) / role, tmp_path / "data" / role.title())
-    with pytest.raises(UsageError, match=r"must be in train/CLASS/ and test/CLASS/, and there is no .*/data/train"):
+        shutil.copytree(
+            Path(sites[1].removeprefix("folder:")) / role, tmp_path / "data" / role.title()
+        )
+    with pytest.raises(
+        UsageError, match=r"must be in train/CLASS/ and test/CLASS/, and there is no .*/data/train"
+    ):
         run_at_sites(tmp_path / "results", [sites[0], f"folder:{tmp_path / 'data'}"])
 
 
 def test_images_of_another_size_are_refused_or_made_equal(sites: list[str], tmp_path: Path) -> None:
     large = tmp_path / "large"
     for role, split in (("train", TRAIN), ("test", TEST)):
-        write_images(data.Split(split.inputs[:9].repeat(1, 1, 2, 2), split.labels[:9]), large / role, range(9))
+        write_images(
+            data.Split(split.inputs[:9].repeat(1, 1, 2, 2), split.labels[:9]),
+            large / role,
+            range(9),
+        )
     both = [sites[0], f"folder:{large}"]
     with pytest.raises(UsageError, match=r"node 1001: its images are 3x16x16, but 3x8x8 at"):
         run_at_sites(tmp_path / "refused", both)
     run_at_sites(tmp_path / "equal", both, **{"image-size": 8})
-    fewer = run_at_sites(tmp_path / "fewer", [*sites[:2], both[1]], **{"min-nodes": 1, "rounds": 2, "clients": 3})
+    fewer = run_at_sites(
+        tmp_path / "fewer", [*sites[:2], both[1]], **{"min-nodes": 1, "rounds": 2, "clients": 3}
+    )
     assert (fewer["left-out"], sorted(fewer["sites"])) == ({1002: 2}, ["0", "1"])

@@ -1,13 +1,16 @@
-"""A simulated accelerator: torch's device `fake`, with the CPU's memory behind it and operations that run on the CPU.
+"""A simulated accelerator: torch's device `fake`, with the CPU's memory behind it and operations
+that run on the CPU.
 
-It refuses what a GPU refuses: operations on tensors of two devices, the CPU's generators, `numpy()`, use after a fork,
-and while a graph is captured, waits, host reads, generators and copies between host and device.
-Its results have the CPU's bits. An observer is told of kernels, copies and waits. It shows neither speed nor what an
-accelerator rounds in another way. Two variables of the environment change it: with `FAKE_ACCELERATOR_FLOAT64=0` it has
-no float64, and it fails in processes of multiprocessing while the file exists that `FAKE_ACCELERATOR_FAILS` names.
+It refuses what a GPU refuses: operations on tensors of two devices, the CPU's generators,
+`numpy()`, use after a fork, and while a graph is captured, waits, host reads, generators and copies
+between host and device. Its results have the CPU's bits. An observer is told of kernels, copies and
+waits. It shows neither speed nor what an accelerator rounds in another way. Two variables of the
+environment change it: with `FAKE_ACCELERATOR_FLOAT64=0` it has no float64, and it fails in
+processes of multiprocessing while the file exists that `FAKE_ACCELERATOR_FAILS` names.
 
-Tensors become those of the other device through DLPack, whose records say in a field where the memory is. Processes
-whose `PYTHONPATH` has this folder have the device, because torch loads it by its entry point.
+Tensors become those of the other device through DLPack, whose records say in a field where the
+memory is. Processes whose `PYTHONPATH` has this folder have the device, because torch loads it by
+its entry point.
 """
 
 import ctypes
@@ -31,14 +34,30 @@ MEMORY = 16 << 30
 FAILING = os.environ.get("FAKE_ACCELERATOR_FAILS", "")
 _CPU, _FAKE = 1, 12  # of DLPack: kDLCPU, kDLExtDev
 #: operations whose result's shape is in the values, so that the host waits for it
-_WAITING = {"nonzero", "masked_select", "equal", "_unique2", "unique_consecutive", "unique_dim", "bincount"}
+_WAITING = {
+    "nonzero",
+    "masked_select",
+    "equal",
+    "_unique2",
+    "unique_consecutive",
+    "unique_dim",
+    "bincount",
+}
 #: operations that change no value
 _VIEWS = {"view", "as_strided", "_reshape_alias", "unfold", "alias", "detach", "resize_"}
-_INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
+_INDEXING = {
+    "index",
+    "index_put",
+    "index_put_",
+    "_index_put_impl_",
+    "_unsafe_index",
+    "_unsafe_index_put",
+}
 
 _ATEN = torch.ops.aten
 
-#: is told of "kernel", "to device", "to host" or "wait", the name of the operation, and the bytes of a copy
+#: is told of "kernel", "to device", "to host" or "wait", the name of the operation, and the bytes
+#: of a copy
 Observer = Callable[[str, str, int], None]
 observer: Observer | None = None
 #: of the graph that is captured: operations, and their arguments and results in the CPU's memory
@@ -48,7 +67,11 @@ _pinned: set[int] = set()
 
 
 class _DLTensor(ctypes.Structure):
-    _fields_ = [("data", ctypes.c_void_p), ("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32)]
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+    ]
 
 
 _pointer = ctypes.pythonapi.PyCapsule_GetPointer
@@ -57,8 +80,15 @@ _pointer.restype, _pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes
 
 def _retag(tensor: Tensor, device_type: int) -> Tensor:
     """Return the same memory as a tensor of the other device."""
-    if device_type == _FAKE and not _Module.float64 and tensor.dtype in (torch.float64, torch.complex128):
-        raise TypeError("Cannot convert a fake Tensor to float64 dtype as the fake framework doesn't support float64")
+    if (
+        device_type == _FAKE
+        and not _Module.float64
+        and tensor.dtype in (torch.float64, torch.complex128)
+    ):
+        raise TypeError(
+            "Cannot convert a fake Tensor to float64 dtype as the fake framework doesn't support "
+            "float64"
+        )
     capsule = torch._C._to_dlpack(tensor.detach() if tensor.requires_grad else tensor)
     _DLTensor.from_address(_pointer(capsule, b"dltensor")).device_type = device_type
     made: Tensor = torch._C._from_dlpack(capsule)
@@ -167,7 +197,8 @@ class _Module:
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                "Synchronization debug mode is a prototype feature and does not yet detect all synchronizing "
+                "Synchronization debug mode is a prototype feature and does not yet detect all "
+                "synchronizing "
                 "operations",
                 stacklevel=2,
             )
@@ -187,7 +218,9 @@ class _Module:
             self._current = before
 
     @contextmanager
-    def graph(self, graph: _Graph, *, pool: Any, stream: _Stream, capture_error_mode: str) -> Iterator[None]:
+    def graph(
+        self, graph: _Graph, *, pool: Any, stream: _Stream, capture_error_mode: str
+    ) -> Iterator[None]:
         global _tape
         with self.stream(stream):
             _tape = graph.tape
@@ -241,17 +274,25 @@ def _run(op: Any, *args: Any, **options: Any) -> Any:
                 _note("to device", full, tensor.nbytes)
             elif not relaxed or written or tensor.dim():
                 raise RuntimeError(
-                    "Expected all tensors to be on the same device, but found at least two devices, "
+                    "Expected all tensors to be on the same device, but found at least two "
+                    "devices, "
                     f"{NAME}:0 and {tensor.device}! (argument {argument} of {full})"
                 )
             return tensor
-        if name in _INDEXING and argument == "indices" and tensor.dtype in (torch.bool, torch.uint8):
+        if (
+            name in _INDEXING
+            and argument == "indices"
+            and tensor.dtype in (torch.bool, torch.uint8)
+        ):
             _refuse_in_graphs(f"the host waits for a mask of {full}")
             _note("wait", f"{full} with a mask")
         if id(tensor) not in table:
             # an output that the operation may give another size needs memory that can grow
             fresh = written and not tensor.numel()
-            table[id(tensor)] = tensor, torch.empty(tensor.shape, dtype=tensor.dtype) if fresh else _retag(tensor, _CPU)
+            table[id(tensor)] = (
+                tensor,
+                torch.empty(tensor.shape, dtype=tensor.dtype) if fresh else _retag(tensor, _CPU),
+            )
         return table[id(tensor)][1]
 
     def convert(argument: Any, value: Any) -> Any:
@@ -259,11 +300,15 @@ def _run(op: Any, *args: Any, **options: Any) -> Any:
         if argument.name == "device" and value is not None:
             return torch.device("cpu")
         if argument.name == "generator" and value not in (None, _module.generator):
-            raise RuntimeError(f"Expected a '{NAME}' device type for generator but found '{value.device}'")
+            raise RuntimeError(
+                f"Expected a '{NAME}' device type for generator but found '{value.device}'"
+            )
         return _map(partial(to_cpu, argument.name, written), value)
 
     by_name = {argument.name: argument for argument in schema.arguments}
-    given = [convert(argument, value) for argument, value in zip(schema.arguments, args, strict=False)]
+    given = [
+        convert(argument, value) for argument, value in zip(schema.arguments, args, strict=False)
+    ]
     named = {key: convert(by_name[key], value) for key, value in options.items()}
     if "generator" in by_name and len(given) <= list(by_name).index("generator"):
         named["generator"] = _module.generator
@@ -279,31 +324,45 @@ def _run(op: Any, *args: Any, **options: Any) -> Any:
         if own.shape != cpu.shape:
             own.data = _retag(cpu, _FAKE)
     back = {id(cpu): own for own, cpu in table.values()}
-    return _map(lambda result: back[id(result)] if id(result) in back else _retag(result, _FAKE), results)
+    return _map(
+        lambda result: back[id(result)] if id(result) in back else _retag(result, _FAKE), results
+    )
 
 
 def _map(change: Callable[[Tensor], Tensor], values: Any) -> Any:
     """Change the tensors among values."""
     if isinstance(values, Tensor):
         return change(values)
-    return type(values)([_map(change, value) for value in values]) if type(values) in (list, tuple) else values
+    return (
+        type(values)([_map(change, value) for value in values])
+        if type(values) in (list, tuple)
+        else values
+    )
 
 
 @cache
 def _iterator_operations() -> frozenset[str]:
-    """Return the operations that take a CPU's tensor without dimensions beside a GPU's, as a number."""
+    """Return the operations that take a CPU's tensor without dimensions beside a GPU's, as a
+    number.
+    """
     path = Path(torch.__file__).parents[1] / "torchgen/packaged/ATen/native/native_functions.yaml"
     blocks = path.read_text().split("\n- func: ")
-    return frozenset(block.partition("(")[0] for block in blocks if "device_check: NoCheck" in block)
+    return frozenset(
+        block.partition("(")[0] for block in blocks if "device_check: NoCheck" in block
+    )
 
 
-def _empty(size: Sequence[int], *, dtype: Any = None, memory_format: Any = None, **_: Any) -> Tensor:
+def _empty(
+    size: Sequence[int], *, dtype: Any = None, memory_format: Any = None, **_: Any
+) -> Tensor:
     _module.start()
     form = memory_format or torch.contiguous_format
     return _garbage(torch.empty(size, dtype=dtype, memory_format=form))
 
 
-def _empty_strided(size: Sequence[int], stride: Sequence[int], *, dtype: Any = None, **_: Any) -> Tensor:
+def _empty_strided(
+    size: Sequence[int], stride: Sequence[int], *, dtype: Any = None, **_: Any
+) -> Tensor:
     _module.start()
     return _garbage(torch.empty_strided(size, stride, dtype=dtype))
 
@@ -325,15 +384,21 @@ def _copy(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
         blocks = not (non_blocking and host.untyped_storage().data_ptr() in _pinned)
         name = "copy_" if blocks else "copy_ without blocking"
         _note("to host" if _is_here(source) else "to device", name, source.nbytes)
-    here, there = (_retag(tensor, _CPU) if _is_here(tensor) else tensor for tensor in (source, target))
+    here, there = (
+        _retag(tensor, _CPU) if _is_here(tensor) else tensor for tensor in (source, target)
+    )
     there.copy_(here)
     if _tape is not None:
         _tape.append((Tensor.copy_, (there, here), {}, there))
     return target
 
 
-def _copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor], non_blocking: bool = False) -> None:
-    """As CUDA: one kernel for many where all are on the device, or else copies one after another."""
+def _copy_each(
+    targets: Sequence[Tensor], sources: Sequence[Tensor], non_blocking: bool = False
+) -> None:
+    """As CUDA: one kernel for many where all are on the device, or else copies one after
+    another.
+    """
     if all(map(_is_here, sources)):
         _run(_ATEN._foreach_copy_.default, targets, sources)
         return
@@ -350,7 +415,9 @@ def _item(tensor: Tensor) -> Any:
 
 def _dropout(inputs: Tensor, probability: float, train: bool | None) -> tuple[Tensor, Tensor]:
     """Draw as the CPU's dropout does; torch's kernel has no argument for a generator."""
-    mask = torch.empty_like(inputs, memory_format=torch.contiguous_format).bernoulli_(1 - probability)
+    mask = torch.empty_like(inputs, memory_format=torch.contiguous_format).bernoulli_(
+        1 - probability
+    )
     return inputs * mask.div(1 - probability), mask.bool()
 
 
@@ -370,7 +437,9 @@ def _cast(op: Any, dtype: torch.dtype, *args: Any, **options: Any) -> Any:
         return op(*_map(cast, args), **options)
 
 
-def _with_pinned(empty: Callable[..., Tensor], *args: Any, pin_memory: bool = False, **options: Any) -> Tensor:
+def _with_pinned(
+    empty: Callable[..., Tensor], *args: Any, pin_memory: bool = False, **options: Any
+) -> Tensor:
     made = empty(*args, **options)
     if pin_memory:
         _pinned.add(made.untyped_storage().data_ptr())
@@ -378,15 +447,22 @@ def _with_pinned(empty: Callable[..., Tensor], *args: Any, pin_memory: bool = Fa
 
 
 def _deep_copy(copy: Callable[..., Tensor], tensor: Tensor, memory: dict[int, Any]) -> Tensor:
-    """Copy as torch does for MPS: its way for other devices needs an allocator, which only C++ can register."""
+    """Copy as torch does for MPS: its way for other devices needs an allocator, which only C++ can
+    register.
+    """
     if not _is_here(tensor):
         return copy(tensor, memory)
-    copied: Tensor = memory.setdefault(id(tensor), tensor.detach().clone().requires_grad_(tensor.requires_grad))
+    copied: Tensor = memory.setdefault(
+        id(tensor), tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    )
     return copied
 
 
 def activate() -> None:
-    """Make the device known to torch; torch calls this by the entry point, at the end of its import."""
+    """Make the device known to torch.
+
+    Torch calls this by the entry point, at the end of its import.
+    """
     backend_registration._setup_privateuseone_for_python_backend(NAME, _module)
     everything, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     autocast = torch.library.Library("_", "IMPL")
@@ -411,7 +487,11 @@ def activate() -> None:
     kernels["_foreach_copy_"] = _copy_each
     for name, kernel in kernels.items():
         aten.impl(name, kernel, "PrivateUse1")
-    for op, dtype in (("conv2d", torch.bfloat16), ("linear", torch.bfloat16), ("nll_loss", torch.float32)):
+    for op, dtype in (
+        ("conv2d", torch.bfloat16),
+        ("linear", torch.bfloat16),
+        ("nll_loss", torch.float32),
+    ):
         aten.impl(op, partial(_cast, getattr(_ATEN, op).default, dtype), "AutocastPrivateUse1")
     torch.empty = partial(_with_pinned, torch.empty)
     setattr(Tensor, "__deepcopy__", partialmethod(partial(_deep_copy, Tensor.__deepcopy__)))  # noqa: B010

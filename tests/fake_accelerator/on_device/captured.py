@@ -53,9 +53,13 @@ def ends(
     rounds: int = 3,
     **options: Any,
 ) -> tuple[float, int, Watch]:
-    """Return how far a run with replays ends from one without, the number of replays, and what was logged."""
+    """Return how far a run with replays ends from one without, the number of replays, and what was
+    logged.
+    """
     with Counted() as none:
-        wanted = Federation(model(), SIZES, device="fake", grid=grid, wrap=eager).run(make(), rounds, **options)
+        wanted = Federation(model(), SIZES, device="fake", grid=grid, wrap=eager).run(
+            make(), rounds, **options
+        )
     assert not none.replays
     with Counted() as counted, watching() as watch:
         ended = Federation(model(), SIZES, device="fake", grid=grid).run(make(), rounds, **options)
@@ -89,7 +93,9 @@ def test_replayed_steps_have_the_bits_of_eager_ones(name: str, grid: type[InProc
 
 
 @pytest.mark.parametrize("grid", GRIDS)
-def test_forward_is_not_called_in_replayed_steps(grid: type[InProcessGrid], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forward_is_not_called_in_replayed_steps(
+    grid: type[InProcessGrid], monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls, forward = [], nn.Conv2d.forward
 
     def counted(layer: nn.Conv2d, inputs: torch.Tensor) -> torch.Tensor:
@@ -99,7 +105,8 @@ def test_forward_is_not_called_in_replayed_steps(grid: type[InProcessGrid], monk
     monkeypatch.setattr(nn.Conv2d, "forward", counted)
     nodes = Federation(make_model(), SIZES, device="fake", grid=grid)
     nodes.run(FedAvg(fraction_evaluate=0.0), 3)
-    # two layers, in the three steps of the first client or stack, then in a step by autograd and one that is captured
+    # two layers, in the three steps of the first client or stack, then in a step by autograd and
+    # one that is captured
     assert len(calls) == 2 * (3 + 2)
 
 
@@ -138,7 +145,11 @@ def test_a_capture_that_computes_something_else_is_not_used(
     grid: type[InProcessGrid], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     graph = fake_accelerator._Graph
-    monkeypatch.setattr(graph, "replay", lambda self: [op(*given, **named) for op, given, named, _ in self.tape[:-3]])
+    monkeypatch.setattr(
+        graph,
+        "replay",
+        lambda self: [op(*given, **named) for op, given, named, _ in self.tape[:-3]],
+    )
     apart, _, watch = ends(FedAvg, make_model, grid)
     assert (apart, said(watch)) == (0, ["replayed it has other values"])
 
@@ -180,7 +191,9 @@ def test_layers_of_a_users_own_are_not_captured(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_clients_with_other_batches_take_their_steps_by_autograd() -> None:
-    apart, replays, watch = ends(FedTAN, make_model, Stacked, batch_size=8, local_steps=0, local_epochs=1)
+    apart, replays, watch = ends(
+        FedTAN, make_model, Stacked, batch_size=8, local_steps=0, local_epochs=1
+    )
     assert (apart, said(watch)) == (0, ["clients have batches of different sizes"])
     assert not replays
 
@@ -214,7 +227,9 @@ def test_nothing_is_captured_after_a_capture_that_broke(monkeypatch: pytest.Monk
     monkeypatch.setattr(f"{__name__}.SIZES", (8, 8))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.autograd, "grad", broken)
-        apart, replays, watch = ends(FedAvg, make_model, InProcessGrid, local_steps=0, local_epochs=1, batch_size=3)
+        apart, replays, watch = ends(
+            FedAvg, make_model, InProcessGrid, local_steps=0, local_epochs=1, batch_size=3
+        )
     [reason] = said(watch)
     assert (apart, replays, len(captured._BROKEN)) == (0, 0, 1)
     assert "previous error" in reason

@@ -24,15 +24,27 @@ from tests.helpers.harness import Federation, make_float32_model, make_split
 LAYERS, STEPS = 2, 3
 #: clients with equal steps
 SIZES = (8, 8)
-#: a strategy, the normalizer of its model, options of its steps, and copies a round: to the device, and back
+#: a strategy, the normalizer of its model, options of its steps, and copies a round: to the device,
+#: and back
 CASES: dict[str, tuple[Callable[[], BaseStrategy], str, dict[str, Any], tuple[int, int]]] = {
-    # the model in two dtypes and the batches' rows of the data on the way there; the model and the loss on the way back
+    # the model in two dtypes and the batches' rows of the data on the way there; the model and the
+    # loss on the way back
     "FedAvg": (FedAvg, "bn", {}, (3, 3)),
     "crop-flip": (FedAvg, "bn", {"augmentation": "crop-flip"}, (3, 3)),
     # the variates of the server and of the client; the client's new ones and their change
     "SCAFFOLD": (Scaffold, "bn", {}, (3 + 2, 3 + 2)),
-    "kept momentum": (partial(FedAvg, momentum_state="local"), "bn", {"momentum": 0.9}, (3 + 1, 3 + 1)),
-    "kept Adam": (partial(FedAvg, momentum_state="local"), "bn", {"optimizer": "adam", "lr": 0.01}, (3 + 1, 3 + 1)),
+    "kept momentum": (
+        partial(FedAvg, momentum_state="local"),
+        "bn",
+        {"momentum": 0.9},
+        (3 + 1, 3 + 1),
+    ),
+    "kept Adam": (
+        partial(FedAvg, momentum_state="local"),
+        "bn",
+        {"optimizer": "adam", "lr": 0.01},
+        (3 + 1, 3 + 1),
+    ),
     # there are no counters
     "FedWon": (partial(FedWon, agc="off"), "wsconv", {}, (2, 2)),
     "FedWon, clipping": (partial(FedWon, agc="on"), "wsconv", {}, (2, 2)),
@@ -52,20 +64,31 @@ def ask(case: str, grid: type[InProcessGrid], rounds: int, steps: int) -> Tally:
 
 @cache
 def measured(case: str, grid: type[InProcessGrid]) -> tuple[dict[str, float], dict[str, float]]:
-    """Return, by kind, what a step of a client or a stack asks, and what its round asks beside steps."""
+    """Return, by kind, what a step of a client or a stack asks, and what its round asks beside
+    steps.
+    """
     ask(case, grid, 1, 1)  # the first sends what stays on the device
     once, longer, more = (ask(case, grid, *run) for run in ((2, STEPS), (2, 2 * STEPS), (3, STEPS)))
     sides = 1 if grid is Stacked else len(SIZES)
     step = {kind: (longer.of(kind) - once.of(kind)) / (2 * STEPS * sides) for kind in KINDS}
-    return step, {kind: (more.of(kind) - once.of(kind)) / sides - STEPS * step[kind] for kind in KINDS}
+    return step, {
+        kind: (more.of(kind) - once.of(kind)) / sides - STEPS * step[kind] for kind in KINDS
+    }
 
 
 # kept Adam is not stacked
 @pytest.mark.parametrize(
     ("case", "grid"),
-    [(case, grid) for case in CASES for grid in (InProcessGrid, Stacked) if (case, grid) != ("kept Adam", Stacked)],
+    [
+        (case, grid)
+        for case in CASES
+        for grid in (InProcessGrid, Stacked)
+        if (case, grid) != ("kept Adam", Stacked)
+    ],
 )
-def test_a_step_waits_for_nothing_and_a_round_has_few_copies(case: str, grid: type[InProcessGrid]) -> None:
+def test_a_step_waits_for_nothing_and_a_round_has_few_copies(
+    case: str, grid: type[InProcessGrid]
+) -> None:
     step, a_round = measured(case, grid)
     # what is drawn for crops is sent in one copy, whose memory nobody waits for
     assert [step[kind] for kind in KINDS[1:]] == [float(case == "crop-flip"), 0, 0]
@@ -121,12 +144,16 @@ def test_data_that_have_room_on_the_device_are_sent_once(monkeypatch: pytest.Mon
     assert [sent(), sent()] == [2 + 1, 1]
     size = split.inputs.nbytes + split.labels.nbytes
     for room, copies in ((size, 1), (size - 1, 2)):
-        monkeypatch.setattr("fedbn_flwr.data.splits.MOST_STAYING", room / total_memory(torch.device("fake")))
+        monkeypatch.setattr(
+            "fedbn_flwr.data.splits.MOST_STAYING", room / total_memory(torch.device("fake"))
+        )
         assert sent() == copies
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_device_without_pinned_memory_does_as_well(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_without_pinned_memory_does_as_well(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """MPS has none: torch gives its own memory in its place, and older versions raise."""
     empty = torch.empty
 
@@ -136,8 +163,13 @@ def test_a_device_without_pinned_memory_does_as_well(fails: bool, monkeypatch: p
         return empty(*size, **options, device="fake") if pin_memory else empty(*size, **options)
 
     def ends() -> list[torch.Tensor]:
-        runs = [Federation(make_float32_model(), SIZES, grid=grid, device="fake") for grid in (InProcessGrid, Stacked)]
-        return [value for nodes in runs for value in nodes.run(FedAvg(), 2, local_steps=STEPS).values()]
+        runs = [
+            Federation(make_float32_model(), SIZES, grid=grid, device="fake")
+            for grid in (InProcessGrid, Stacked)
+        ]
+        return [
+            value for nodes in runs for value in nodes.run(FedAvg(), 2, local_steps=STEPS).values()
+        ]
 
     monkeypatch.setattr("fedbn_flwr.data.splits.MOST_STAYING", 0)
     wanted = ends()
@@ -162,5 +194,7 @@ def test_a_model_is_sent_to_the_device_once() -> None:
         clients = [BNClient(model, split, device=name) for name in ("fake", "fake:0", "fake")]
     assert {client.model for client in clients} == {model}
     assert tally.of("to device") == len(model.state_dict())
-    with patch.object(nn.Module, "to", side_effect=AssertionError("to look at every tensor takes long")):
+    with patch.object(
+        nn.Module, "to", side_effect=AssertionError("to look at every tensor takes long")
+    ):
         BNClient(model, split, device="fake")

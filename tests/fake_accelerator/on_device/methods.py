@@ -1,4 +1,6 @@
-"""Every method on the simulated device, or on the one that the variable DEVICE names, against the CPU."""
+"""Every method on the simulated device, or on the one that the variable DEVICE names, against the
+CPU.
+"""
 
 import os
 from collections.abc import Callable
@@ -46,7 +48,9 @@ KEPT: dict[str, dict[str, Any]] = {
 
 
 @cache
-def end_of(name: str, device: str, grid: type[InProcessGrid] = InProcessGrid) -> dict[str, torch.Tensor]:
+def end_of(
+    name: str, device: str, grid: type[InProcessGrid] = InProcessGrid
+) -> dict[str, torch.Tensor]:
     make, norm = CASES[name]
     return dict(Federation(make_model(norm), device=device, grid=grid).run(make(), 2))
 
@@ -63,7 +67,9 @@ def test_one_after_another_has_the_bits_of_the_cpu(name: str) -> None:
 def test_stacks_agree_with_the_cpu(name: str) -> None:
     with watching() as watch:
         assert distance(end_of(name, "cpu"), end_of(name, DEVICE, Stacked)) < EXACT
-    assert not [reason for reason in watch.reasons if "does not work on stacked models" not in reason]
+    assert not [
+        reason for reason in watch.reasons if "does not work on stacked models" not in reason
+    ]
 
 
 @pytest.mark.parametrize("where", ["local", "global"])
@@ -77,7 +83,9 @@ def test_kept_states_of_optimizers_have_the_bits_of_the_cpu(optimizer: str, wher
     assert distance(*ends) <= (WITHIN_ADAM if optimizer == "adam" else WITHIN)
 
 
-@pytest.mark.parametrize("method", sorted(own.METHODS.keys() - {"fedbn", "fedbs", "global momentum"}))
+@pytest.mark.parametrize(
+    "method", sorted(own.METHODS.keys() - {"fedbn", "fedbs", "global momentum"})
+)
 def test_own_loops_end_and_obey(method: str) -> None:
     made = own.make_without_bn if method == "fedwon" else own.make
     asked: dict[str, Any] = {"lr": 0.05, "momentum": own.momentum_of(method)}

@@ -42,7 +42,11 @@ Federation(model).run(FedAvg(), 1, grid=grid, lr=0.05)
 
 def run_program(program: str, *words: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", program, *words], env=environment(), cwd=ROOT, stdout=subprocess.PIPE, check=True
+        [sys.executable, "-c", program, *words],
+        env=environment(),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        check=True,
     )
     return done.stdout.decode()
 
@@ -91,21 +95,36 @@ def test_a_run_starts_seeds_and_notes_the_device_only_if_it_uses_it(tmp_path: Pa
 
 @pytest.mark.parametrize("workers", ["1", "2"])
 @pytest.mark.parametrize("engine", ["stacked", "inprocess"])
-def test_a_run_repeats_its_bits_in_all_processes_unless_it_need_not(engine: str, workers: str, tmp_path: Path) -> None:
-    options = {"device": "fake", "model": "tests.fake_accelerator.repeating:Repeating", "rounds": "2"}
+def test_a_run_repeats_its_bits_in_all_processes_unless_it_need_not(
+    engine: str, workers: str, tmp_path: Path
+) -> None:
+    options = {
+        "device": "fake",
+        "model": "tests.fake_accelerator.repeating:Repeating",
+        "rounds": "2",
+    }
     options |= {"engine": engine, "workers": workers, "clients": "4"}
     assert main(command("run", results_dir=str(tmp_path / "on"), **options)) == 0
     assert "left-out" not in results(tmp_path / "on")["summary"]
-    assert main(command("run", results_dir=str(tmp_path / "off"), deterministic="false", **options)) == 1
+    assert (
+        main(command("run", results_dir=str(tmp_path / "off"), deterministic="false", **options))
+        == 1
+    )
 
 
 class Noting(nn.Sequential):
-    """Notes of its passes on the device whether they learn, whether BN uses the batch, and how a GPU multiplies."""
+    """Notes of its passes on the device whether they learn, whether BN uses the batch, and how a
+    GPU multiplies.
+    """
 
     seen: ClassVar[set[tuple[bool, bool, str, str]]] = set()
 
     def __init__(self, num_classes: int, in_channels: int, image_size: int) -> None:
-        super().__init__(nn.Flatten(), nn.Linear(in_channels * image_size**2, num_classes), nn.BatchNorm1d(num_classes))
+        super().__init__(
+            nn.Flatten(),
+            nn.Linear(in_channels * image_size**2, num_classes),
+            nn.BatchNorm1d(num_classes),
+        )
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         if inputs.device.type == "fake":
@@ -117,10 +136,25 @@ class Noting(nn.Sequential):
 
 @pytest.mark.parametrize("engine", ["stacked", "inprocess"])
 @pytest.mark.parametrize(("precision", "wanted"), [("float32", "ieee"), ("tf32", "tf32")])
-def test_all_passes_of_a_run_multiply_in_its_precision(precision: str, wanted: str, engine: str) -> None:
-    """Nodes train, gather and evaluate, and so does the server of FedAvg, whose model is one for all."""
-    shared: dict[str, Any] = {"device": "fake", "rounds": 2, "local_steps": 2, "clients": 2, "progress": False}
-    shared |= {"data": "synthetic:n=80:test=40", "train_loss_global": True, "precision": precision, "engine": engine}
+def test_all_passes_of_a_run_multiply_in_its_precision(
+    precision: str, wanted: str, engine: str
+) -> None:
+    """Nodes train, gather and evaluate, and so does the server of FedAvg, whose model is one for
+    all.
+    """
+    shared: dict[str, Any] = {
+        "device": "fake",
+        "rounds": 2,
+        "local_steps": 2,
+        "clients": 2,
+        "progress": False,
+    }
+    shared |= {
+        "data": "synthetic:n=80:test=40",
+        "train_loss_global": True,
+        "precision": precision,
+        "engine": engine,
+    }
     Noting.seen.clear()
     for method, statistics in (("fedavg", "exact"), ("fedbn", "own")):
         run(method, model=Noting, statistics=statistics, **shared)
@@ -138,7 +172,9 @@ def test_two_workers_have_the_results_of_one(method: str, tmp_path: Path) -> Non
         folder = str(tmp_path / workers)
         assert main(command("run", results_dir=folder, workers=workers, **options)) == 0
     one, two = (rounds(tmp_path / workers) for workers in "12")
-    assert [row["train-loss"] for row in one] == pytest.approx([row["train-loss"] for row in two], rel=1e-5)
+    assert [row["train-loss"] for row in one] == pytest.approx(
+        [row["train-loss"] for row in two], rel=1e-5
+    )
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedtan"])
@@ -158,7 +194,13 @@ def test_nodes_of_a_worker_whose_device_fails_are_named(
 
 
 def test_a_run_that_died_goes_on_with_the_same_bits(tmp_path: Path) -> None:
-    options = {"method": "scaffold", "model": "mlp", "device": DEVICE, "rounds": "5", "checkpoint_every": "2"}
+    options = {
+        "method": "scaffold",
+        "model": "mlp",
+        "device": DEVICE,
+        "rounds": "5",
+        "checkpoint_every": "2",
+    }
     options |= {"momentum": "0.9", "momentum_state": "local"}
     with dying(0) as whole:
         assert main(command("run", results_dir=str(tmp_path / "whole"), **options)) == 0
@@ -169,10 +211,21 @@ def test_a_run_that_died_goes_on_with_the_same_bits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["fedtan", "fixbn:freeze-round=3"])
-def test_a_run_with_captured_steps_that_died_has_the_bits_of_one_without(method: str, tmp_path: Path) -> None:
-    options = {"method": method, "model": "small-cnn", "device": DEVICE, "rounds": "5", "checkpoint_every": "2"}
+def test_a_run_with_captured_steps_that_died_has_the_bits_of_one_without(
+    method: str, tmp_path: Path
+) -> None:
+    options = {
+        "method": method,
+        "model": "small-cnn",
+        "device": DEVICE,
+        "rounds": "5",
+        "checkpoint_every": "2",
+    }
     with dying(0) as whole:
-        assert main(command("run", results_dir=str(tmp_path / "eager"), captured="false", **options)) == 0
+        assert (
+            main(command("run", results_dir=str(tmp_path / "eager"), captured="false", **options))
+            == 0
+        )
     with dying(int(0.9 * whole.count)), pytest.raises(Death):
         main(command("run", results_dir=str(tmp_path / "run"), **options))
     assert main(["run", "--resume", str(tmp_path / "run")]) == 0

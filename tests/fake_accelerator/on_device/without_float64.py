@@ -1,4 +1,6 @@
-"""A device without float64, as Apple's: the CPU makes the sums that need it, and the log says so once."""
+"""A device without float64, as Apple's: the CPU makes the sums that need it, and the log says so
+once.
+"""
 
 import pytest
 import torch
@@ -33,7 +35,9 @@ def test_methods_agree_with_the_cpu(name: str, grid: type[InProcessGrid]) -> Non
             for device, kind in (("cpu", InProcessGrid), ("fake", grid))
         )
     assert distance(cpu, here) < ROUNDING
-    assert not [reason for reason in watch.reasons if "does not work on stacked models" not in reason]
+    assert not [
+        reason for reason in watch.reasons if "does not work on stacked models" not in reason
+    ]
     assert not [text for text in watch.warnings if "go by messages" in text]
 
 

@@ -27,7 +27,8 @@ from tests.helpers.waiting import wait_until
 
 NODES = 3
 HERE = Path(fedbn_flwr.__file__).parent
-#: a project as its user writes it, whose loop draws by node and round, and loads data in processes of its own
+#: a project as its user writes it, whose loop draws by node and round, and loads data in processes
+#: of its own
 TASK = """
 import torch
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
@@ -59,8 +60,10 @@ def train(message, context):
     return Message(RecordDict(content), reply_to=message)
 """
 APPS = {
-    "plain_app": "from flwr.clientapp import ClientApp\nfrom own_task import train\napp = ClientApp()\n",
-    "own_app": "from fedbn_flwr.clientapp import ClientApp\nfrom own_task import make_model, train\n"
+    "plain_app": "from flwr.clientapp import ClientApp\nfrom own_task import train\napp = "
+    "ClientApp()\n",
+    "own_app": "from fedbn_flwr.clientapp import ClientApp\nfrom own_task import make_model, "
+    "train\n"
     "app = ClientApp(model=make_model)\n",
 }
 
@@ -101,12 +104,19 @@ def trained(strategy: Any, grid: Any) -> tuple[dict[str, torch.Tensor], dict[int
 @pytest.mark.parametrize(
     ("app", "strategy", "loaders", "workers"),
     [
-        ("plain_app", lambda: FlowersFedAvg(fraction_evaluate=0.0, min_available_nodes=NODES), 2, 2),
+        (
+            "plain_app",
+            lambda: FlowersFedAvg(fraction_evaluate=0.0, min_available_nodes=NODES),
+            2,
+            2,
+        ),
         ("own_app", lambda: FixBN(freeze_round=1, fraction_evaluate=0.0), 0, 0),
         ("own_app", lambda: FedTAN(fraction_evaluate=0.0), 0, 2),
     ],
 )
-def test_any_projects_nodes_train_as_in_flowers_simulation(app: str, strategy: Any, loaders: int, workers: int) -> None:
+def test_any_projects_nodes_train_as_in_flowers_simulation(
+    app: str, strategy: Any, loaders: int, workers: int
+) -> None:
     reference = simulated(app)
     wait_for_all(reference, pause=0)
     model, _ = trained(strategy(), reference)
@@ -128,12 +138,16 @@ def test_any_projects_nodes_train_as_in_flowers_simulation(app: str, strategy: A
 
 
 def test_messages_stay_those_of_flowers_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    identity = pytest.importorskip("flwr.supercore.task_identity").TaskIdentity  # before Flower 1.38 there is none
+    identity = pytest.importorskip(
+        "flwr.supercore.task_identity"
+    ).TaskIdentity  # before Flower 1.38 there is none
     for name in ("_run_id", "_node_id", "_task_id"):
         monkeypatch.setattr(identity, name, 7)
     grid = simulated("plain_app")
     assert (identity.run_id, identity.node_id, identity.task_id) == (7, 7, 7)
-    message = Message(RecordDict(), dst_node_id=next(iter(grid.get_node_ids())), message_type="train")
+    message = Message(
+        RecordDict(), dst_node_id=next(iter(grid.get_node_ids())), message_type="train"
+    )
     assert message.metadata.run_id == 7
 
 
@@ -165,12 +179,17 @@ def test_a_worker_that_dies_is_named_and_the_run_goes_on(
         os.kill(grid.process_ids[1], signal.SIGKILL)
         wait_until(lambda: not is_alive(grid.process_ids[1]))
         _, metrics = trained(FixBN(freeze_round=1, fraction_evaluate=0.0, min_train_nodes=2), grid)
-    assert "Worker 1 was killed by signal 9: it is started again, its 1 nodes without state" in caplog.text
+    assert (
+        "Worker 1 was killed by signal 9: it is started again, its 1 nodes without state"
+        in caplog.text
+    )
     assert len(metrics) == 2
 
 
 def test_workers_import_what_the_server_imports(project: Path) -> None:
-    """Another version of a module lies where a new Python looks first: in the current folder, and in PYTHONPATH."""
+    """Another version of a module lies where a new Python looks first: in the current folder, and
+    in PYTHONPATH.
+    """
     elsewhere = project / "elsewhere"
     for folder, version in ((elsewhere, "other"), (project / "bundle", "bundle")):
         (folder / "fedbn_flwr").mkdir(parents=True)
@@ -187,7 +206,9 @@ from tests.simulation.processes.test_in_workers import told
 print(told())
 """
     env = {**os.environ, "PYTHONPATH": f"{elsewhere}:{ROOT}"}
-    done = subprocess.run([sys.executable, "-c", script], cwd=elsewhere, env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=elsewhere, env=env, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "bundle"
 

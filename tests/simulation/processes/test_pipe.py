@@ -55,7 +55,9 @@ def test_what_occurs_twice_travels_once(ends: tuple[ObjectPipe, ObjectPipe]) -> 
     assert first["arrays"] is second["arrays"]
 
 
-def test_several_items_come_in_their_order_and_then_an_end(ends: tuple[ObjectPipe, ObjectPipe]) -> None:
+def test_several_items_come_in_their_order_and_then_an_end(
+    ends: tuple[ObjectPipe, ObjectPipe],
+) -> None:
     for item in ("a", [1, 2], None):
         ends[0].send(item)
     ends[0].close()

@@ -43,14 +43,16 @@ def grid() -> Iterator[WorkersGrid]:
         yield grid
 
 
-# ---- which process does what ----------------------------------------------------------------------------------------
+# ---- which process does what ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("here", [False, True])
 def test_nodes_stay_in_processes_the_first_of_which_may_be_this_one(here: bool) -> None:
     with WorkersGrid(partial(obeying, 5), 5, 2, here=here) as grid:
         told = [reply.content.config_records["answer"] for reply in send(grid, *["threads"] * 5)]
-        assert [answer["process"] for answer in told] == [grid.process_ids[index % 2] for index in range(5)]
+        assert [answer["process"] for answer in told] == [
+            grid.process_ids[index % 2] for index in range(5)
+        ]
         assert (grid.process_ids[0] == os.getpid()) == here
         assert {answer["threads"] for answer in told if answer["process"] != os.getpid()} == {1}
 
@@ -103,10 +105,12 @@ def test_there_are_not_more_processes_than_nodes_and_each_may_have_variables_of_
         assert [answer[2] for answer in answers(send(grid, "threads", "threads"))] == ["0", "1"]
 
 
-# ---- processes that die ------------------------------------------------------------------------------------------
+# ---- processes that die --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("word", "how"), [("die", "was killed by signal 9"), ("leave", "ended with exit code 3")])
+@pytest.mark.parametrize(
+    ("word", "how"), [("die", "was killed by signal 9"), ("leave", "ended with exit code 3")]
+)
 def test_a_worker_that_dies_is_an_error_of_its_nodes_and_starts_anew(
     grid: WorkersGrid, flower_log: pytest.LogCaptureFixture, word: str, how: str
 ) -> None:
@@ -131,7 +135,9 @@ def test_the_first_worker_may_die_if_it_is_another_process(two_workers: WorkersG
     assert [answer[0] for answer in answers(send(two_workers, *["hello"] * 5))] == [1, 2, 1, 2, 1]
 
 
-def test_states_are_saved_without_those_of_a_worker_that_died(grid: WorkersGrid, tmp_path: Path) -> None:
+def test_states_are_saved_without_those_of_a_worker_that_died(
+    grid: WorkersGrid, tmp_path: Path
+) -> None:
     send(grid, *["hello"] * 5)
     os.kill(grid.process_ids[1], signal.SIGKILL)
     assert wait_until(lambda: not is_alive(grid.process_ids[1]))
@@ -139,7 +145,10 @@ def test_states_are_saved_without_those_of_a_worker_that_died(grid: WorkersGrid,
     # an idle one is noticed with the next request, and its nodes are there again
     assert not any(reply.has_error() for reply in send(grid, *["hello"] * 5))
     grid.save_states(tmp_path / "whole")
-    saved = {name: sorted(path.stem for path in (tmp_path / name).iterdir()) for name in ("half", "whole")}
+    saved = {
+        name: sorted(path.stem for path in (tmp_path / name).iterdir())
+        for name in ("half", "whole")
+    }
     assert saved == {"half": ["0", "2", "4"], "whole": ["0", "1", "2", "3", "4"]}
     grid.restore_states(tmp_path / "half")
     assert [answer[0] for answer in answers(send(grid, *["hello"] * 5))] == [2, 1, 2, 1, 2]
@@ -163,7 +172,11 @@ class KillsItself:
 
     def __call__(self, message: Message, context: Context) -> Message:
         turn: Any = message.content.get(layerwise_wire.POSITION, {})
-        if turn.get("index") == 2 and context.node_config["partition-id"] == 1 and not self.flag.exists():
+        if (
+            turn.get("index") == 2
+            and context.node_config["partition-id"] == 1
+            and not self.flag.exists()
+        ):
             self.flag.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return self.app(message, context)
@@ -184,7 +197,7 @@ def test_a_layerwise_step_goes_on_without_a_worker_that_died(tmp_path: Path) -> 
     assert len(strategy.training.replies) == len(SIZES)
 
 
-# ---- processes that must not be left -----------------------------------------------------------------------------
+# ---- processes that must not be left -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("here", [False, True])
@@ -233,11 +246,20 @@ def leaving(partitions: Sequence[int]) -> InProcessGrid:
 
 
 def test_a_worker_that_cannot_begin_says_why() -> None:
-    with WorkersGrid(failing, 5, 2, here=True) as grid, pytest.raises(WorkerError, match=r"worker 0: FileNotFoundErr"):
+    with (
+        WorkersGrid(failing, 5, 2, here=True) as grid,
+        pytest.raises(WorkerError, match=r"worker 0: FileNotFoundErr"),
+    ):
         send(grid, "hello")
-    with WorkersGrid(failing, 5, 2) as grid, pytest.raises(WorkerError, match=r"FileNotFoundError: no data for \[0, 2"):
+    with (
+        WorkersGrid(failing, 5, 2) as grid,
+        pytest.raises(WorkerError, match=r"FileNotFoundError: no data for \[0, 2"),
+    ):
         send(grid, "hello")
-    with WorkersGrid(leaving, 5, 2) as grid, pytest.raises(WorkerError, match="ended with exit code 4 before"):
+    with (
+        WorkersGrid(leaving, 5, 2) as grid,
+        pytest.raises(WorkerError, match="ended with exit code 4 before"),
+    ):
         send(grid, "hello")
 
 
@@ -276,7 +298,9 @@ ENDS = [
 
 
 @pytest.mark.parametrize(("number", "here", "asleep"), ENDS)
-def test_workers_end_with_their_parent(number: signal.Signals, here: bool, asleep: int, tmp_path: Path) -> None:
+def test_workers_end_with_their_parent(
+    number: signal.Signals, here: bool, asleep: int, tmp_path: Path
+) -> None:
     """In the middle of a message. Ctrl-C reaches the whole group of processes."""
     (tmp_path / "parent.py").write_text(PARENT.format(here=here, asleep=asleep, idle=2001 - asleep))
     environment = {**os.environ, MARK: str(tmp_path), "PYTHONPATH": str(ROOT)}

@@ -12,7 +12,11 @@ from torch import nn
 from fedbn_flwr.client import BNClient
 from fedbn_flwr.data import Split
 from fedbn_flwr.device import total_memory
-from fedbn_flwr.simulation.stacked.memory_budget import StepMemory, clients_that_fit, largest_useful_stack
+from fedbn_flwr.simulation.stacked.memory_budget import (
+    StepMemory,
+    clients_that_fit,
+    largest_useful_stack,
+)
 from fedbn_flwr.wire import Instruction
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -33,7 +37,9 @@ class Square(nn.Module):
 
 
 def client_of(model: nn.Module, samples: int, **options: Any) -> BNClient:
-    return BNClient(model, six_pixels(samples), num_classes=3, device="cpu", loss_function=_sum, **options)
+    return BNClient(
+        model, six_pixels(samples), num_classes=3, device="cpu", loss_function=_sum, **options
+    )
 
 
 def six_pixels(samples: int) -> Split:
@@ -53,19 +59,27 @@ def test_a_steps_memory_is_what_its_forward_pass_keeps_beside_the_parameters() -
 
 
 def test_a_client_that_cannot_train_needs_its_state_only() -> None:
-    assert StepMemory.of(client_of(nn.Linear(7, 3), 5), Instruction(batch_size=5)) == StepMemory((), 4 * 8 * 3)
+    assert StepMemory.of(client_of(nn.Linear(7, 3), 5), Instruction(batch_size=5)) == StepMemory(
+        (), 4 * 8 * 3
+    )
 
 
-def test_as_many_are_stacked_as_fit_into_half_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_many_are_stacked_as_fit_into_half_of_the_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Into a quarter of a GPU's, which also has it as a captured step."""
     step = StepMemory((10, 20), 7)
-    monkeypatch.setattr("fedbn_flwr.simulation.stacked.memory_budget.total_memory", lambda _: 9 * step.total)
+    monkeypatch.setattr(
+        "fedbn_flwr.simulation.stacked.memory_budget.total_memory", lambda _: 9 * step.total
+    )
     assert [clients_that_fit(step, device) for device in (CPU, CUDA)] == [4, 2]
     monkeypatch.setattr("fedbn_flwr.simulation.stacked.memory_budget.total_memory", lambda _: 0)
     assert clients_that_fit(step, CPU) == 1
 
 
-@pytest.mark.parametrize(("limit", "total"), [("4096\n", 4096), (f"{1 << 60}\n", None), ("max\n", None), (None, None)])
+@pytest.mark.parametrize(
+    ("limit", "total"), [("4096\n", 4096), (f"{1 << 60}\n", None), ("max\n", None), (None, None)]
+)
 def test_a_container_has_no_more_memory_than_its_limit(
     limit: str | None, total: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,7 +112,11 @@ def never() -> StepMemory:
     ids=["small", "many parameters", "large activations", "gpu", "many parameters, gpu"],
 )
 def test_the_largest_useful_stack(
-    device: torch.device, parameters: int, step: Callable[[], StepMemory], plain: int, layerwise: int
+    device: torch.device,
+    parameters: int,
+    step: Callable[[], StepMemory],
+    plain: int,
+    layerwise: int,
 ) -> None:
     model = nn.Linear(parameters, 1, bias=False, device="meta")
     assert largest_useful_stack(model, device, step) == plain

@@ -15,12 +15,23 @@ from fedbn_flwr.layerwise import Exchange
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.state.records import flat_of
 from fedbn_flwr.strategies import FedAvg, FedBN, Scaffold
-from tests.helpers.engine_comparison import APART, EXACT, Stacked, asked, both, difference, quiet, watching
+from tests.helpers.engine_comparison import (
+    APART,
+    EXACT,
+    Stacked,
+    asked,
+    both,
+    difference,
+    quiet,
+    watching,
+)
 from tests.helpers.harness import INSTRUCTION, Double, Federation, distance, make_model
 from tests.strategies.test_contract import becomes
 
 
-def spoiled(change: Callable[[BNClient], object], partition: int = 1) -> Callable[[BNClient, int], BNClient]:
+def spoiled(
+    change: Callable[[BNClient], object], partition: int = 1
+) -> Callable[[BNClient, int], BNClient]:
     def wrap(client: BNClient, index: int) -> BNClient:
         if index == partition:
             change(client)
@@ -52,10 +63,14 @@ FAULTS: dict[str, tuple[Callable[[BNClient], None], str]] = {
 @pytest.mark.parametrize("case", FAULTS)
 def test_one_client_that_fails_is_named_and_the_others_do_not_suffer(case: str) -> None:
     change, said = FAULTS[case]
-    alone, together = both(lambda: quiet(FedAvg), nodes={"wrap": spoiled(change)}, local_steps=0, local_epochs=1)
+    alone, together = both(
+        lambda: quiet(FedAvg), nodes={"wrap": spoiled(change)}, local_steps=0, local_epochs=1
+    )
     assert difference(alone, together) < EXACT
     assert [reply.partition for reply in together.strategy.training.replies] == [0, 2, 3]
-    named = [text for text in together.watch.messages if "Node 1001 is left out of this round" in text]
+    named = [
+        text for text in together.watch.messages if "Node 1001 is left out of this round" in text
+    ]
     assert len(named) == 2
     assert all(said in text for text in named)
     # who cannot even be planned is not among those who are stacked
@@ -80,8 +95,14 @@ def own_optimizer(client: BNClient) -> None:
 
 
 def test_numbers_that_are_none_stay_with_their_client() -> None:
-    """In a stack, rows do not mix: neither in losses, nor in gradients, nor while clients wait at their end."""
-    options: dict[str, Any] = {"nodes": {"wrap": spoiled(no_number)}, "momentum": 0.9, "weight_decay": 0.1}
+    """In a stack, rows do not mix: neither in losses, nor in gradients, nor while clients wait at
+    their end.
+    """
+    options: dict[str, Any] = {
+        "nodes": {"wrap": spoiled(no_number)},
+        "momentum": 0.9,
+        "weight_decay": 0.1,
+    }
     alone, together = both(lambda: quiet(Scaffold), local_steps=0, local_epochs=2, **options)
     assert together.watch.stacks == [4] * 2
     assert [reply.partition for reply in together.strategy.training.replies] == [0, 2, 3]
@@ -92,7 +113,10 @@ class Weaker(BNClient):
     """Trains with half of the learning rate."""
 
     def train(
-        self, received: Mapping[str, state.State], instruction: wire.Instruction, exchange: Exchange | None = None
+        self,
+        received: Mapping[str, state.State],
+        instruction: wire.Instruction,
+        exchange: Exchange | None = None,
     ) -> Reply:
         return super().train(received, replace(instruction, lr=instruction.lr / 2), exchange)
 
@@ -117,7 +141,11 @@ def test_nobody_keeps_the_whole_stack() -> None:
     nodes = Federation(make_model(), grid=Stacked)
     instruction = replace(INSTRUCTION, stays="bn", momentum=0.9, momentum_state="local")
     nodes.grid.push_messages(asked(nodes, instruction.with_rule(control_variates=True)))
-    kept = [flat_of(record) for context in nodes.grid.contexts() for record in context.state.array_records.values()]
+    kept = [
+        flat_of(record)
+        for context in nodes.grid.contexts()
+        for record in context.state.array_records.values()
+    ]
     runs = [run for flat in kept if flat for run in flat.buffers.values()]
     assert len(runs) >= 4 * 3
     for run in runs:
@@ -158,7 +186,9 @@ def test_a_stack_that_fails_in_the_middle_changes_no_memory() -> None:
     whole.net.calls = 3  # type: ignore[assignment]
     alone, _ = run(InProcessGrid, whole)
     together, messages = run(Stacked, broken)
-    assert [text for text in messages if text.startswith(APART)] == [f"{APART}RuntimeError: in the middle"]
+    assert [text for text in messages if text.startswith(APART)] == [
+        f"{APART}RuntimeError: in the middle"
+    ]
     for node in alone.grid.get_node_ids():
         mine, wanted = (nodes.grid.context(node).state.array_records for nodes in (together, alone))
         assert mine.keys() == wanted.keys()

@@ -1,4 +1,6 @@
-"""Layers and losses of stacked clients: outputs, gradients and statistics are those of each client alone."""
+"""Layers and losses of stacked clients: outputs, gradients and statistics are those of each client
+alone.
+"""
 
 import copy
 from collections.abc import Callable
@@ -25,7 +27,11 @@ class Twice(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.constant, self.after = nn.BatchNorm1d(4), nn.BatchNorm1d(4), nn.Linear(4, CLASSES)
+        self.layer, self.constant, self.after = (
+            nn.BatchNorm1d(4),
+            nn.BatchNorm1d(4),
+            nn.Linear(4, CLASSES),
+        )
 
     def forward(self, inputs: Tensor) -> Tensor:
         constant = torch.arange(4.0 * SIZE, dtype=inputs.dtype).sin().view(SIZE, 4)
@@ -34,21 +40,47 @@ class Twice(nn.Module):
 
 
 def around(layer: nn.Module, *shape: int) -> tuple[nn.Module, Tensor]:
-    """Return a network of this layer for images, volumes, or rows of these many values, and inputs."""
-    before: dict[int, nn.Module] = {2: nn.Conv2d(1, 4, 3, padding=1), 3: nn.Conv3d(1, 4, 3, padding=1)}
+    """Return a network of this layer for images, volumes, or rows of these many values, and
+    inputs.
+    """
+    before: dict[int, nn.Module] = {
+        2: nn.Conv2d(1, 4, 3, padding=1),
+        3: nn.Conv3d(1, 4, 3, padding=1),
+    }
     first = before.get(len(shape), nn.Identity())
     after = nn.Flatten(), nn.LazyLinear(CLASSES)
-    model, inputs = nn.Sequential(first, layer, nn.ReLU(), *after), torch.randn(CLIENTS, SIZE, 1, *shape)
-    inputs = inputs if len(shape) > 1 else inputs.expand(-1, -1, 4, *shape) * torch.rand(4, *[1] * len(shape))
+    model, inputs = (
+        nn.Sequential(first, layer, nn.ReLU(), *after),
+        torch.randn(CLIENTS, SIZE, 1, *shape),
+    )
+    inputs = (
+        inputs
+        if len(shape) > 1
+        else inputs.expand(-1, -1, 4, *shape) * torch.rand(4, *[1] * len(shape))
+    )
     model.eval()(inputs[0])
     return model, inputs
 
 
 def chain(in_place: bool = True, size: int = SIZE) -> tuple[nn.Sequential, Tensor]:
-    """Two convolutions with BN and a mean over positions, whose images get the order "channels last"."""
-    first, second = nn.Conv2d(2, CHANNELS, 3, padding=1), nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1)
-    body = first, nn.BatchNorm2d(CHANNELS), nn.ReLU(in_place), second, nn.BatchNorm2d(CHANNELS), nn.ReLU(in_place)
-    model = nn.Sequential(*body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(CHANNELS, CLASSES))
+    """Two convolutions with BN and a mean over positions, whose images get the order "channels
+    last".
+    """
+    first, second = (
+        nn.Conv2d(2, CHANNELS, 3, padding=1),
+        nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1),
+    )
+    body = (
+        first,
+        nn.BatchNorm2d(CHANNELS),
+        nn.ReLU(in_place),
+        second,
+        nn.BatchNorm2d(CHANNELS),
+        nn.ReLU(in_place),
+    )
+    model = nn.Sequential(
+        *body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(CHANNELS, CLASSES)
+    )
     return model, torch.randn(CLIENTS, size, 2, SIDE, SIDE)
 
 
@@ -69,8 +101,12 @@ MODES = ("training", "frozen", "statistics no more tracked")
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
-def assert_as_alone(model: nn.Module, inputs: Tensor, targets: Tensor, loss_function: Loss = F.cross_entropy) -> None:
-    """Check losses, gradients and buffers of two passes, the last of them back, against each client's model alone."""
+def assert_as_alone(
+    model: nn.Module, inputs: Tensor, targets: Tensor, loss_function: Loss = F.cross_entropy
+) -> None:
+    """Check losses, gradients and buffers of two passes, the last of them back, against each
+    client's model alone.
+    """
     model, inputs = model.double(), inputs.double()
     states = [random_state(model, seed) for seed in range(CLIENTS)]
     stack = Stack(model, states)
@@ -84,11 +120,15 @@ def assert_as_alone(model: nn.Module, inputs: Tensor, targets: Tensor, loss_func
             loss = loss_function(alone(inputs[client]), targets[client])
         loss.backward()
         torch.testing.assert_close(losses[client], loss, rtol=1e-12, atol=0)
-        for (name, stacked), parameter in zip(stack.named_parameters(), alone.parameters(), strict=True):
+        for (name, stacked), parameter in zip(
+            stack.named_parameters(), alone.parameters(), strict=True
+        ):
             assert stacked.grad is not None, name
             torch.testing.assert_close(stacked.grad[client], parameter.grad, rtol=1e-10, atol=1e-14)
         for name, buffer in alone.named_buffers():
-            torch.testing.assert_close(dict(stack.named_buffers())[name][client], buffer, rtol=1e-12, atol=0)
+            torch.testing.assert_close(
+                dict(stack.named_buffers())[name][client], buffer, rtol=1e-12, atol=0
+            )
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -109,7 +149,10 @@ def smoothed(outputs: Tensor, targets: Tensor) -> Tensor:
 
 PIXELS = torch.arange(CLIENTS * SIZE * SIDE * SIDE).reshape(CLIENTS, SIZE, SIDE, SIDE) % CLASSES
 LOSSES: dict[str, tuple[Tensor, Loss]] = {
-    "some left out": (LABELS.where(torch.arange(SIZE) != torch.tensor([[1], [9], [4]]), -100), F.cross_entropy),
+    "some left out": (
+        LABELS.where(torch.arange(SIZE) != torch.tensor([[1], [9], [4]]), -100),
+        F.cross_entropy,
+    ),
     "probabilities": (torch.rand(CLIENTS, SIZE, CLASSES).softmax(-1).double(), F.cross_entropy),
     "pixels": (PIXELS, F.cross_entropy),
     "another loss": (LABELS, smoothed),
@@ -177,7 +220,7 @@ def test_after_a_pass_and_an_error_the_model_is_as_before() -> None:
     assert not any("forward" in layer.__dict__ or layer._forward_hooks for layer in model.modules())
 
 
-# ---- the order of images ---------------------------------------------------------------------------------------------
+# ---- the order of images -------------------------------------------------------------------------
 
 
 def test_layers_that_do_not_learn_come_first() -> None:
@@ -202,7 +245,13 @@ def test_only_images_of_a_chain_of_torchs_own_layers_change_their_order() -> Non
         assert StackedLayers(nn.Sequential(nn.Conv2d(2, 4, 1), layer)).images(images) is images
     assert StackedLayers(nn.Sequential(nn.Flatten(), nn.Linear(72, 4))).images(images) is images
     layers = StackedLayers(model)
-    assert layers.images(images).stride() == (2, 2 * CLIENTS * SIDE * SIDE, 1, 2 * CLIENTS * SIDE, 2 * CLIENTS)
+    assert layers.images(images).stride() == (
+        2,
+        2 * CLIENTS * SIDE * SIDE,
+        1,
+        2 * CLIENTS * SIDE,
+        2 * CLIENTS,
+    )
     assert torch.equal(layers.images(images), images)
     volumes = torch.randn(CLIENTS, SIZE, 2, 3, 3, 3)
     assert layers.images(volumes) is volumes
@@ -212,7 +261,10 @@ def test_only_images_of_a_chain_of_torchs_own_layers_change_their_order() -> Non
 
 
 def test_adaptive_pools_of_such_images_loop_over_no_clients() -> None:
-    """Else torch warns of it, which fails any test; outside of a stack, torch's own pool stays as it is."""
+    """Else torch warns of it, which fails any test.
+
+    Outside of a stack, torch's own pool stays as it is.
+    """
     images = torch.randn(CLIENTS, SIZE, 2, SIDE, SIDE)
     for size in (1, (1, 1), (2, 3), (1, None)):
         pool = nn.AdaptiveAvgPool2d(size)

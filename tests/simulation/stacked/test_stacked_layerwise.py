@@ -1,4 +1,6 @@
-"""Layer-wise steps of stacked clients: the same models, the same count, and messages where the step fails."""
+"""Layer-wise steps of stacked clients: the same models, the same count, and messages where the step
+fails.
+"""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -83,7 +85,10 @@ def test_a_step_of_more_than_there_is_memory_for_is_taken_by_messages(
 
 
 def counted(
-    grid: type[InProcessGrid], strategy: BaseStrategy, wrap: ClientWrapper = lambda client, _: client, **options: Any
+    grid: type[InProcessGrid],
+    strategy: BaseStrategy,
+    wrap: ClientWrapper = lambda client, _: client,
+    **options: Any,
 ) -> CountingGrid:
     nodes = Federation(make_model(), grid=grid, wrap=wrap)
     counting = CountingGrid(nodes.grid)
@@ -91,7 +96,9 @@ def counted(
     return counting
 
 
-def poisoned(change: Callable[[torch.Tensor, torch.Tensor], object], partition: int = 1) -> ClientWrapper:
+def poisoned(
+    change: Callable[[torch.Tensor, torch.Tensor], object], partition: int = 1
+) -> ClientWrapper:
     """One client's data are not what they should be."""
 
     def wrap(client: Any, index: int) -> Any:
@@ -107,7 +114,10 @@ def poisoned(change: Callable[[torch.Tensor, torch.Tensor], object], partition: 
 
 POISONS: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], object], str]] = {
     "says no number": (lambda inputs, _: inputs.fill_(float("nan")), "is not finite"),
-    "says a number that is too large": (lambda inputs, _: inputs.fill_(1e25), "is too large to be pooled in float32"),
+    "says a number that is too large": (
+        lambda inputs, _: inputs.fill_(1e25),
+        "is too large to be pooled in float32",
+    ),
     "raises at the loss": (lambda _, labels: labels.fill_(99), "out of bounds"),
 }
 
@@ -122,7 +132,10 @@ POISONS: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], object], str]] =
     ids=str,
 )
 def test_a_fault_in_the_middle_goes_to_messages(case: str, options: dict[str, Any]) -> None:
-    """They find out who it was, and the round is that of the others; nobody remembers the common step."""
+    """They find out who it was, and the round is that of the others.
+
+    Nobody remembers the common step.
+    """
     change, said = POISONS[case]
     nodes = {"wrap": poisoned(change)}
     make = partial(quiet, FedTAN, **options)
@@ -135,22 +148,30 @@ def test_a_fault_in_the_middle_goes_to_messages(case: str, options: dict[str, An
     failed = [text for text in together.watch.messages if "common step failed" in text]
     assert failed
     assert all(said in text for text in failed)
-    named = [text for text in together.watch.messages if "Node 1001 is left out of this round" in text]
+    named = [
+        text for text in together.watch.messages if "Node 1001 is left out of this round" in text
+    ]
     assert len(named) == 2
-    by_messages, first_together = (counted(grid, make(), **nodes, momentum=0.9) for grid in (InProcessGrid, Stacked))
+    by_messages, first_together = (
+        counted(grid, make(), **nodes, momentum=0.9) for grid in (InProcessGrid, Stacked)
+    )
     assert vars(by_messages.training) == vars(first_together.training)
 
 
 def stacked_nodes(partitions: Sequence[int]) -> StackedGrid:
     """Return some of the federation's nodes, one of which has values whose squares overflow."""
-    nodes = Federation(make_float32_model(), wrap=poisoned(POISONS["says a number that is too large"][0]))
+    nodes = Federation(
+        make_float32_model(), wrap=poisoned(POISONS["says a number that is too large"][0])
+    )
     return StackedGrid(client_app(nodes.client), len(SIZES), partitions=partitions)
 
 
 def test_too_large_values_in_one_of_several_workers() -> None:
     with WorkersGrid(stacked_nodes, len(SIZES), 2, start=OwnShare) as grid, watching() as watch:
         together = Federation(make_float32_model()).run(quiet(FedTAN), 2, grid)
-    assert len([text for text in watch.messages if "Node 1001 is left out of this round" in text]) == 2
+    assert (
+        len([text for text in watch.messages if "Node 1001 is left out of this round" in text]) == 2
+    )
     others = run(Without, quiet(FedTAN), make_float32_model, rounds=2).final
     assert all(torch.equal(together[name], others[name]) for name in others)
 
@@ -169,7 +190,11 @@ def broken_nodes(partitions: Sequence[int]) -> StackedGrid:
 @pytest.mark.parametrize("workers", [False, True])
 def test_an_engine_with_a_mistake_ends_the_run(workers: bool) -> None:
     """And goes not on by messages for ever, as one does that cannot take the step at all."""
-    grid = WorkersGrid(broken_nodes, len(SIZES), 2, start=OwnShare) if workers else broken_nodes(range(len(SIZES)))
+    grid = (
+        WorkersGrid(broken_nodes, len(SIZES), 2, start=OwnShare)
+        if workers
+        else broken_nodes(range(len(SIZES)))
+    )
     with pytest.raises(Exception, match="a mistake"):
         Federation(make_model()).run(quiet(FedTAN), 2, grid)
 
@@ -183,21 +208,30 @@ def test_a_node_without_data_is_named() -> None:
 
 def test_an_instruction_that_cannot_be_planned_is_an_error_of_the_nodes() -> None:
     for strategy in (FedTAN, FedAvg):
-        with pytest.raises(Exception, match=r"no node could train in round 1: node 1000: .*batch-size"):
+        with pytest.raises(
+            Exception, match=r"no node could train in round 1: node 1000: .*batch-size"
+        ):
             run(Stacked, quiet(strategy), batch_size=0)
 
 
 def test_a_client_that_fails_leaves_the_shared_model_to_the_others() -> None:
     """Also where its error is kept, as the log's records are here."""
     change, _ = POISONS["raises at the loss"]
-    alone = run(InProcessGrid, quiet(FedTAN, carry=True), make_float32_model, nodes={"wrap": poisoned(change)})
+    alone = run(
+        InProcessGrid,
+        quiet(FedTAN, carry=True),
+        make_float32_model,
+        nodes={"wrap": poisoned(change)},
+    )
     others = run(Without, quiet(FedTAN, carry=True), make_float32_model)
     assert all(torch.equal(alone.final[name], others.final[name]) for name in others.final)
 
 
 def opened(advances: int) -> tuple[Federation, Any]:
     nodes = Federation(make_model(), grid=Stacked)
-    instruction = replace(INSTRUCTION, server_round=1, layerwise="fused", momentum=0.9, momentum_state="local")
+    instruction = replace(
+        INSTRUCTION, server_round=1, layerwise="fused", momentum=0.9, momentum_state="local"
+    )
     assert isinstance(nodes.grid, StackedGrid)
     step = nodes.grid.open_step(asked(nodes, instruction, **StepPosition(1).pack()))
     assert step is not None

@@ -54,11 +54,16 @@ class Counts(FedAvg):
     def update(self, pooled: Pooled) -> Arrays:
         """Keep the numbers."""
         names = ("steps-taken", "asked", "square")
-        self.seen = {reply.partition: {name: reply.metrics[name] for name in names} for reply in pooled.replies}
+        self.seen = {
+            reply.partition: {name: reply.metrics[name] for name in names}
+            for reply in pooled.replies
+        }
         return super().update(pooled)
 
 
-@pytest.mark.parametrize("work", [{"local_steps": 2}, {"local_steps": 0, "local_epochs": 1}], ids=["steps", "epochs"])
+@pytest.mark.parametrize(
+    "work", [{"local_steps": 2}, {"local_steps": 0, "local_epochs": 1}], ids=["steps", "epochs"]
+)
 def test_they_are_those_of_clients_alone(work: dict[str, int]) -> None:
     seen = {}
     for kind in ("inprocess", "stacked"):
@@ -84,8 +89,12 @@ def test_what_a_users_method_raises_is_told_with_its_kind_and_line(tmp_path: Pat
         def update(self, pooled: Pooled) -> Arrays:
             raise KeyError("steps-taken")
 
-    options: dict[str, Any] = {key.replace("-", "_"): value for key, value in OPTIONS.items() if key != "dataset"}
+    options: dict[str, Any] = {
+        key.replace("-", "_"): value for key, value in OPTIONS.items() if key != "dataset"
+    }
     found = compare([Wrong], data=DATA, folder=tmp_path, **options)
     (reason,) = found.failures.values()
     assert reason.startswith("KeyError: 'steps-taken' (")
-    assert reason.endswith(f"{Path(__file__).name}, line {Wrong.update.__code__.co_firstlineno + 1})")
+    assert reason.endswith(
+        f"{Path(__file__).name}, line {Wrong.update.__code__.co_firstlineno + 1})"
+    )

@@ -1,4 +1,6 @@
-"""Models of every kind: what can be stacked trains as it does alone, what cannot is left alone, with a reason."""
+"""Models of every kind: what can be stacked trains as it does alone, what cannot is left alone,
+with a reason.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -83,17 +85,27 @@ class Entries(Net):
         self.level = 0.9 * self.level + 0.1 * hidden.detach().mean((0, 2, 3))
         # what a model notes down for itself does not matter
         self.calls = getattr(self, "calls", 0) + 1
-        scaled = (self.norm(hidden) - self.level[:, None, None]) * self.scale[:, None, None] * self.temperature
+        scaled = (
+            (self.norm(hidden) - self.level[:, None, None])
+            * self.scale[:, None, None]
+            * self.temperature
+        )
         values: Tensor = self.decode(torch.tanh(self.encode(scaled.flatten(1))))
         return values
 
 
 class Dropouts(Net):
-    """Maps and values, one layer used twice, one in place, one that drops nothing, and one that drops everything."""
+    """Maps and values, one layer used twice, one in place, one that drops nothing, and one that
+    drops everything.
+    """
 
     def make(self) -> None:
         super().make()
-        self.maps, self.twice, self.in_place = nn.Dropout2d(0.3), nn.Dropout(0.4), nn.Dropout(0.5, inplace=True)
+        self.maps, self.twice, self.in_place = (
+            nn.Dropout2d(0.3),
+            nn.Dropout(0.4),
+            nn.Dropout(0.5, inplace=True),
+        )
         self.nothing, self.everything = nn.Dropout(0.0), nn.Dropout(1.0)
 
     def middle(self, hidden: Tensor) -> Tensor:
@@ -116,7 +128,13 @@ def maker(kind: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
 @pytest.mark.parametrize("sizes", [SIZES, SIZES_APART], ids=str)
 @pytest.mark.parametrize("kind", [Entries, Dropouts])
 def test_model_with_unequal_steps_or_batches(kind: type[Net], sizes: Sequence[int]) -> None:
-    assert_same(lambda: quiet(Scaffold, clip_norm=0.5), maker(kind), rounds=2, nodes={"sizes": sizes}, **RAGGED)
+    assert_same(
+        lambda: quiet(Scaffold, clip_norm=0.5),
+        maker(kind),
+        rounds=2,
+        nodes={"sizes": sizes},
+        **RAGGED,
+    )
 
 
 def test_masks_are_those_that_a_client_draws_alone() -> None:
@@ -163,7 +181,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "alpha dropout": (lambda: Other(nn.AlphaDropout(0.3)), "random"),
     "functional dropout": (lambda: Other(lambda hidden: F.dropout(hidden, 0.3)), "random"),
     "noise": (lambda: Other(lambda hidden: hidden + 0.1 * torch.randn(4, 1, 1)), "random"),
-    "a branch": (lambda: Other(lambda hidden: hidden if hidden.sum() > 0 else -hidden), "data-dependent"),
+    "a branch": (
+        lambda: Other(lambda hidden: hidden if hidden.sum() > 0 else -hidden),
+        "data-dependent",
+    ),
     "a number": (lambda: Other(lambda hidden: hidden * (1 + abs(hidden.mean().item()))), "item"),
     "spectral norm": (lambda: SpectralNorm(torch.relu), "not implemented for aten::div.out"),
 }
@@ -171,10 +192,22 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 COUNTS = "BN with momentum=None averages over steps that each client counts for itself"
 KEPT_ADAM = "the state of adam counts the steps of all clients of a stack alike"
-#: a strategy, a model and options that are not stacked, words of the reason, and whether a user is warned
-LEFT_ALONE: dict[str, tuple[Callable[[], BaseStrategy], Callable[[], nn.Module], dict[str, Any], str, bool]] = {
-    **{case: (lambda: quiet(FedAvg), maker(make), {}, words, True) for case, (make, words) in REFUSED.items()},
-    "a cumulative average": (lambda: quiet(FedAvg), maker(lambda: CumulativeAverage(torch.relu)), {}, COUNTS, False),
+#: a strategy, a model and options that are not stacked, words of the reason, and whether a user is
+#: warned
+LEFT_ALONE: dict[
+    str, tuple[Callable[[], BaseStrategy], Callable[[], nn.Module], dict[str, Any], str, bool]
+] = {
+    **{
+        case: (lambda: quiet(FedAvg), maker(make), {}, words, True)
+        for case, (make, words) in REFUSED.items()
+    },
+    "a cumulative average": (
+        lambda: quiet(FedAvg),
+        maker(lambda: CumulativeAverage(torch.relu)),
+        {},
+        COUNTS,
+        False,
+    ),
     "kept Adam": (
         lambda: quiet(FedAvg, momentum_state="local"),
         make_model,
@@ -206,7 +239,9 @@ def test_what_cannot_be_stacked_is_left_alone(case: str) -> None:
 
 def test_a_cumulative_average_that_is_frozen_is_stacked() -> None:
     alone, together = both(
-        lambda: quiet(FixBN, freeze_round=1), maker(lambda: CumulativeAverage(torch.relu)), momentum=0.0
+        lambda: quiet(FixBN, freeze_round=1),
+        maker(lambda: CumulativeAverage(torch.relu)),
+        momentum=0.0,
     )
     assert difference(alone, together) < EXACT
     assert together.watch.stacks
@@ -229,8 +264,12 @@ def test_a_model_in_evaluation_mode_is_set_to_train() -> None:
     def make() -> nn.Module:
         return make_model().eval()
 
-    assert_same(lambda: quiet(FedTAN), make, clients=8, nodes={"sizes": (9, 20, 16, 8)}, batch_size=8)
-    assert_same(lambda: quiet(FedAvg), make, nodes={"sizes": (5, 7, 9, 12)}, local_steps=0, local_epochs=2)
+    assert_same(
+        lambda: quiet(FedTAN), make, clients=8, nodes={"sizes": (9, 20, 16, 8)}, batch_size=8
+    )
+    assert_same(
+        lambda: quiet(FedAvg), make, nodes={"sizes": (5, 7, 9, 12)}, local_steps=0, local_epochs=2
+    )
 
 
 def unstackable_clients(app: ClientApp) -> list[str]:
@@ -244,7 +283,9 @@ def unstackable_clients(app: ClientApp) -> list[str]:
 
 def test_clients_with_models_of_their_own_are_left_alone() -> None:
     nodes = [Federation(make_model()) for _ in range(4)]
-    app = client_app(lambda context: nodes[int(context.node_config["partition-id"])].client(context))
+    app = client_app(
+        lambda context: nodes[int(context.node_config["partition-id"])].client(context)
+    )
     assert unstackable_clients(app) == ["each has a model of its own"]
 
 
@@ -262,7 +303,9 @@ def test_two_models_in_one_process_are_two_stacks() -> None:
     """Nodes that share a model are stacked, whoever else there is."""
     halves = [Federation(make_model()) for _ in range(2)]
     nodes, alone = Federation(make_model()), Federation(make_model())
-    nodes.grid = Stacked(client_app(lambda c: halves[int(c.node_config["partition-id"]) % 2].client(c)), 4)
+    nodes.grid = Stacked(
+        client_app(lambda c: halves[int(c.node_config["partition-id"]) % 2].client(c)), 4
+    )
     with watching() as watch:
         found = nodes.run(quiet(FedAvg))
     assert watch.stacks == [2, 2] * 3

@@ -1,4 +1,6 @@
-"""Whatever the method, the normalizer, its options, the sizes and the steps: stacked is as alone."""
+"""Whatever the method, the normalizer, its options, the sizes and the steps: stacked is as
+alone.
+"""
 
 from typing import Any
 
@@ -31,12 +33,16 @@ from tests.strategies.test_contract import TABLE
 
 
 def residual(norm: str) -> nn.Module:
-    return Double(models.build("resnet20", num_classes=3, in_channels=1, image_size=8, norm=norm, seed=0))
+    return Double(
+        models.build("resnet20", num_classes=3, in_channels=1, image_size=8, norm=norm, seed=0)
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in NORMS if name != "fixup"])
 def test_normalizer(name: str) -> None:
-    assert_same(lambda: quiet(FedAvg), lambda: make_model(name), local_steps=0, local_epochs=1, momentum=0.9)
+    assert_same(
+        lambda: quiet(FedAvg), lambda: make_model(name), local_steps=0, local_epochs=1, momentum=0.9
+    )
 
 
 @pytest.mark.parametrize("name", ["fixup", pytest.param("bn", marks=pytest.mark.slow)])
@@ -50,7 +56,9 @@ def test_first_timers_meet_veterans(strategy: type[FedAvg]) -> None:
     options: dict[str, Any] = {"fraction_train": 0.5, "momentum_state": "local", "seed": 1}
     options |= {"carry": True} if strategy is FedTAN else {}
     sizes = (7, 12, 20, 5, 6, 9, 4, 8)
-    alone, together = both(lambda: quiet(strategy, **options), rounds=5, momentum=0.9, nodes={"sizes": sizes})
+    alone, together = both(
+        lambda: quiet(strategy, **options), rounds=5, momentum=0.9, nodes={"sizes": sizes}
+    )
     assert difference(alone, together) < EXACT
     assert not together.watch.reasons
     assert together.watch.stacks[0] == 4
@@ -60,7 +68,8 @@ def test_first_timers_meet_veterans(strategy: type[FedAvg]) -> None:
 @pytest.mark.parametrize("strategy", [FedAvg, FedTAN])
 def test_adam(strategy: type[FedAvg]) -> None:
     """Ten steps of unequal numbers."""
-    # the bias before a BN layer has no gradient but rounding, which Adam divides by its own size plus 1e-8
+    # the bias before a BN layer has no gradient but rounding, which Adam divides by its own size
+    # plus 1e-8
     options: dict[str, Any] = {"optimizer": "adamw", "lr": 0.01, "weight_decay": 0.1, "rounds": 1}
     assert_same(lambda: quiet(strategy), within=1e-7, local_steps=0, local_epochs=2, **options)
 
@@ -74,14 +83,22 @@ def single() -> nn.Module:
 #: measured 2e-7 and 4e-3: a rounding of float32, and one of bfloat16
 @pytest.mark.parametrize(("precision", "within"), [("float32", 1e-5), ("bf16", 5e-2)])
 def test_a_round_in_low_precision(precision: str, within: float) -> None:
-    options: dict[str, Any] = {"rounds": 1, "local_steps": 0, "local_epochs": 1, "precision": precision}
+    options: dict[str, Any] = {
+        "rounds": 1,
+        "local_steps": 0,
+        "local_epochs": 1,
+        "precision": precision,
+    }
     assert_same(lambda: quiet(FedAvg), single, within=within, **options)
 
 
 @pytest.mark.parametrize(
-    ("chunk", "portion", "stacks"), [(2, 100, [2, 2]), (3, 100, [3]), (1, 100, []), (4, 100, [4]), (4, 2, [2, 2])]
+    ("chunk", "portion", "stacks"),
+    [(2, 100, [2, 2]), (3, 100, [3]), (1, 100, []), (4, 100, [4]), (4, 2, [2, 2])],
 )
-def test_small_chunks(chunk: int, portion: int, stacks: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_chunks(
+    chunk: int, portion: int, stacks: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("fedbn_flwr.simulation.in_process.PORTION", portion)
     options: dict[str, Any] = {"rounds": 2, "local_steps": 0, "local_epochs": 2, "momentum": 0.9}
     alone, together = both(lambda: quiet(Scaffold), grid=stacked_by(chunk), **options)
@@ -91,7 +108,9 @@ def test_small_chunks(chunk: int, portion: int, stacks: list[int], monkeypatch: 
 
 
 Options = st.SearchStrategy[dict[str, Any]]
-EXCHANGES: Options = st.sampled_from([{"carry": True}, {"exchange": "fused"}, {"exchange": "paper"}])
+EXCHANGES: Options = st.sampled_from(
+    [{"carry": True}, {"exchange": "fused"}, {"exchange": "paper"}]
+)
 #: by strategy, what it may be told beside the options of the contract's table
 OPTIONS: dict[str, Options] = {
     "fedprox": st.fixed_dictionaries({"mu": st.sampled_from([0.01, 1.0])}),
@@ -132,7 +151,13 @@ def perceptron() -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         # no kink: of equal samples BN makes zeros, or what rounding makes of them
-        layers = nn.Linear(16, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.2), nn.Linear(6, CLASSES)
+        layers = (
+            nn.Linear(16, 6),
+            nn.BatchNorm1d(6),
+            nn.Tanh(),
+            nn.Dropout(0.2),
+            nn.Linear(6, CLASSES),
+        )
         return Double(nn.Sequential(nn.Flatten(), *layers))
 
 
@@ -140,22 +165,33 @@ def compare(name: str, data: st.DataObject) -> None:
     options, norm, _ = TABLE[name]
     options = options | data.draw(SHARED) | data.draw(OPTIONS.get(name, st.just({})))
     options = {key: value for key, value in options.items() if key not in REGISTRY[name].replaced}
-    training: dict[str, Any] = data.draw(INSTRUCTIONS) | data.draw(LENGTHS) | {"nodes": {"sizes": data.draw(SIZES)}}
+    training: dict[str, Any] = (
+        data.draw(INSTRUCTIONS) | data.draw(LENGTHS) | {"nodes": {"sizes": data.draw(SIZES)}}
+    )
     flat = norm == "bn" and data.draw(st.booleans())
     try:
         alone, together = both(
-            lambda: quiet(REGISTRY[name], **options), perceptron if flat else lambda: make_model(norm), **training
+            lambda: quiet(REGISTRY[name], **options),
+            perceptron if flat else lambda: make_model(norm),
+            **training,
         )
     except CannotTrainError:
         # every client has one sample, and BN needs more
         return
     assert difference(alone, together) < 1e-12
-    assert not [said for said in together.watch.reasons if not any(reason in said for reason in APART)]
+    assert not [
+        said for said in together.watch.reasons if not any(reason in said for reason in APART)
+    ]
     trained = {reply.partition for reply in alone.strategy.training.replies}
     assert trained == {reply.partition for reply in together.strategy.training.replies}
 
 
-QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": None, "derandomize": True}
+QUIET = {
+    "deadline": None,
+    "suppress_health_check": list(HealthCheck),
+    "database": None,
+    "derandomize": True,
+}
 
 
 @pytest.mark.parametrize("name", REGISTRY)
