@@ -26,12 +26,16 @@ Rows = slice | tuple[int, ...]
 
 def accelerator() -> torch.device | None:
     """Return the kind of the accelerator; None if there is none."""
-    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if torch.accelerator.is_available():
+        return torch.accelerator.current_accelerator()
+    return None
 
 
 def count_cores() -> int:
     """Return the number of processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def started() -> Any:
@@ -39,9 +43,13 @@ def started() -> Any:
     before.
     """
     found = accelerator()
-    module = torch.get_device_module(found) if found else None
+    module = None
+    if found:
+        module = torch.get_device_module(found)
     # MPS does not tell, and starts at once
-    return module if module and getattr(module, "is_initialized", lambda: True)() else None
+    if module and getattr(module, "is_initialized", lambda: True)():
+        return module
+    return None
 
 
 def set_up_accelerator(device: torch.device, deterministic: bool) -> None:
@@ -66,18 +74,18 @@ def settings_restored() -> Iterator[None]:
     """Put torch's settings of this process back at the end of the block, as far as runs change
     them.
     """
-    threads, mode, index = (
-        torch.get_num_threads(),
-        torch.get_deterministic_debug_mode(),
-        _current_index(),
-    )
-    tries, fills = torch.backends.cudnn.benchmark, _MEMORY.fill_uninitialized_memory
+    threads = torch.get_num_threads()
+    mode = torch.get_deterministic_debug_mode()
+    index = _current_index()
+    tries = torch.backends.cudnn.benchmark
+    fills = _MEMORY.fill_uninitialized_memory
     try:
         yield
     finally:
         torch.set_num_threads(threads)
         torch.set_deterministic_debug_mode(mode)
-        torch.backends.cudnn.benchmark, _MEMORY.fill_uninitialized_memory = tries, fills
+        torch.backends.cudnn.benchmark = tries
+        _MEMORY.fill_uninitialized_memory = fills
         if _current_index() != index:
             started().set_device(index)
 
@@ -85,7 +93,9 @@ def settings_restored() -> Iterator[None]:
 def _current_index() -> int:
     """Return the number of the current device; 0 before the first use."""
     module = started()
-    return int(module.current_device()) if hasattr(module, "current_device") else 0
+    if hasattr(module, "current_device"):
+        return int(module.current_device())
+    return 0
 
 
 def pick_device(name: str) -> torch.device:
@@ -98,7 +108,9 @@ def pick_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise ValueError(f"unknown device {name!r}; known: {known}") from None
-    count = torch.accelerator.device_count() if found and device.type == found.type else 0
+    count = 0
+    if found and device.type == found.type:
+        count = torch.accelerator.device_count()
     if device.type != "cpu" and (device.index or 0) >= count:
         raise ValueError(
             f"device {name!r} is not available here: {count} of the kind; known: {known}"
@@ -151,7 +163,9 @@ def constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device
 
 def index_on(rows: Rows, device: torch.device) -> slice | Tensor:
     """Return what picks rows from tensors on a device."""
-    return rows if isinstance(rows, slice) else constant(rows, torch.int64, device)
+    if isinstance(rows, slice):
+        return rows
+    return constant(rows, torch.int64, device)
 
 
 @cache

@@ -59,7 +59,9 @@ class OwnRandomness:
 
 def _read() -> States:
     module = started()
-    count = torch.accelerator.device_count() if module else 0
+    count = 0
+    if module:
+        count = torch.accelerator.device_count()
     return torch.get_rng_state(), [module.get_rng_state(index) for index in range(count)]
 
 
@@ -67,13 +69,16 @@ def _write(states: States) -> None:
     torch.set_rng_state(states[0])
     for index, state in enumerate(states[1]):
         started().set_rng_state(state, index)
-    if not states[1] and (module := started()):
-        _seed(module)
+    if not states[1]:
+        module = started()
+        if module:
+            _seed(module)
 
 
 def seed_unused() -> None:
     """Let an accelerator that nobody has used yet start with the seed of torch's generator."""
-    if found := accelerator():
+    found = accelerator()
+    if found:
         _seed(torch.get_device_module(found))
 
 

@@ -121,7 +121,8 @@ class Layerwise(FedAvg):
         before = self.round.counted
         if not replies or before.keys() != {reply.node for reply in replies}:
             return
-        total, total_before = sum(reply.num_examples for reply in replies), sum(before.values())
+        total = sum(reply.num_examples for reply in replies)
+        total_before = sum(before.values())
         for reply in replies:
             count = before[reply.node]
             # another node's new number changes every share
@@ -153,7 +154,8 @@ class Layerwise(FedAvg):
         failure: Exception | None = None
         if not self.round.by_messages:
             try:
-                if (transport := open_step(grid, messages)) is not None:
+                transport = open_step(grid, messages)
+                if transport is not None:
                     self.round.messages = list(messages)
                     return self._answer(transport)
             except NodesFailedError:

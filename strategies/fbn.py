@@ -31,7 +31,8 @@ class FBN(FedAvg):
     arXiv:2405.14670, as in the public code of HBN's authors (Chen et al., ICML 2025), which
     compares with it:
 
-        client:  h' = gamma (h - mu) / sqrt(var + eps) + beta,  mu and var received;  m_k, v_k: of its mini-batches
+        client:  h' = gamma (h - mu) / sqrt(var + eps) + beta,   mu and var received;
+                 m_k, v_k: of its mini-batches
         server:  m = sum p_k m_k,   v = sum p_k (v_k + (m_k - m)^2)
                  mu <- a mu + (1 - a) m,   var <- a var + (1 - a) v,   a = `average`
 
@@ -67,7 +68,8 @@ class FBN(FedAvg):
 
     def update(self, pooled: Pooled) -> Arrays:
         """Update, and move the statistics."""
-        state, seen = super().update(pooled), pooled.groups[BATCH_MOMENTS]
+        state = super().update(pooled)
+        seen = pooled.groups[BATCH_MOMENTS]
         for name, mean in seen.items():
             if not name.endswith("running_mean"):
                 continue

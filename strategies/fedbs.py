@@ -41,7 +41,8 @@ class FedBS(FedAvg):
     ICTAI 2021.
 
         stage 1:  p_k = F_k / sum F          while std(F_1 ... F_K) > eps
-        stage 2:  p_k = 1 / K, FedProx(mu)   from the round after `patience_rounds` consecutive ones at or below eps
+        stage 2:  p_k = 1 / K, FedProx(mu)   from the round after `patience_rounds` consecutive
+                                             ones at or below eps
 
     F_k is, with `loss="local"`, the loss on all of the client's data at the model that it sends,
     with that model's running statistics. So section I defines it, F_k(w) = (1 / n_k) sum_j f_j(w;
@@ -87,7 +88,9 @@ class FedBS(FedAvg):
     ) -> None:
         super().__init__(**options)
         self.loss = loss
-        self.epsilon, self.patience_rounds, self.mu = epsilon, patience_rounds, mu
+        self.epsilon = epsilon
+        self.patience_rounds = patience_rounds
+        self.mu = mu
 
     def instruct(self, instruction: Instruction) -> Instruction:
         """Ask for the local loss in stage 1, and add the proximal term in stage 2."""
@@ -103,11 +106,9 @@ class FedBS(FedAvg):
         key = LOSSES[self.loss]
         weights = [_loss(reply, key) for reply in replies]
         if all(key not in reply.metrics for reply in replies):
-            remedy = (
-                "; name the one that holds it: ClientApp(..., loss_key=...)"
-                if key == wire.TRAIN_LOSS
-                else ""
-            )
+            remedy = ""
+            if key == wire.TRAIN_LOSS:
+                remedy = "; name the one that holds it: ClientApp(..., loss_key=...)"
             first = replies[0]
             raise CannotTrainError(
                 f"FedBS weighs by the metric {key!r}, which no node sent; node {first.node} sent "
@@ -124,7 +125,8 @@ class FedBS(FedAvg):
 
     def update(self, pooled: Pooled) -> Arrays:
         """Update; also watch for the change from stage 1 to stage 2."""
-        state, measured = self.state, self.round.measured
+        state = self.state
+        measured = self.round.measured
         measured["fedbs-stage"] = state.stage
         if state.stage == 1:
             losses = [
@@ -133,7 +135,10 @@ class FedBS(FedAvg):
                 if (loss := _loss(reply, LOSSES[self.loss])) is not None
             ]
             deviation = measured["loss-deviation"] = float(np.std(losses)) if losses else inf
-            state.calm_rounds = state.calm_rounds + 1 if deviation <= self.epsilon else 0
+            if deviation <= self.epsilon:
+                state.calm_rounds += 1
+            else:
+                state.calm_rounds = 0
             if state.calm_rounds >= self.patience_rounds:
                 state.stage = 2
                 log(INFO, "FedBS: stage 2 begins after round %d", self.round.number)
@@ -143,4 +148,6 @@ class FedBS(FedAvg):
 def _loss(reply: NodeReply, key: str) -> float | None:
     """Return a node's loss, if it can be a weight."""
     value = reply.metrics.get(key)
-    return float(value) if isinstance(value, int | float) and 0 <= value < inf else None
+    if isinstance(value, int | float) and 0 <= value < inf:
+        return float(value)
+    return None

@@ -58,7 +58,8 @@ class FedNorm(FedAvg):
         packages = super().package(nodes, arrays)
         described = self.describe(self.round.grid, list(nodes))
         for node, groups in packages.items():
-            if own := self.state.by_domain.get(described[node].domain):
+            own = self.state.by_domain.get(described[node].domain)
+            if own:
                 groups[self.arrayrecord_key] = make_record(
                     {**groups[self.arrayrecord_key], **arrays_to_record(own)}
                 )
@@ -94,10 +95,11 @@ class FedNorm(FedAvg):
             if pooled.weights[reply.node]:
                 members.setdefault(described[reply.node].domain, []).append(reply)
         for domain, replies in sorted(members.items()):
-            entries = [
-                {name: value for name, value in reply.arrays.items() if name in names}
-                for reply in replies
-            ]
+            entries = []
+            for reply in replies:
+                entries.append(
+                    {name: value for name, value in reply.arrays.items() if name in names}
+                )
             self.state.by_domain[domain] = average(
                 entries, [pooled.weights[reply.node] for reply in replies]
             )

@@ -2,20 +2,22 @@
 
 In the paper's symbols, and where it is done:
 
-    for r = 1, 2, ..., R:                                                   BaseStrategy.start
-        server sends {w_{r-1}, S_{r-1}} to all clients i                    BaseStrategy.configure_train
+    for r = 1, 2, ..., R:                                             BaseStrategy.start
+        server sends {w_{r-1}, S_{r-1}} to all clients i              BaseStrategy.configure_train
         for t = 1:
-            for l = 1, ..., L (Algorithm 2):                                take_step
+            for l = 1, ..., L (Algorithm 2):                          take_step
                 clients upload mu_i^l and (sigma_i^l)^2
-                server answers sum_i p_i mu_i^l and sum_i p_i (sigma_i^l)^2            (39), (40)
-                (`fused`: each (sigma_i^l)^2 is about the client's own mean; the server adds (mu_i^l - mu^l)^2)
-            for l = L, ..., 1 (Algorithm 3):                                take_step
+                server answers sum_i p_i mu_i^l and sum_i p_i (sigma_i^l)^2             (39), (40)
+                (`fused`: each (sigma_i^l)^2 is about the client's own mean,
+                and the server adds (mu_i^l - mu^l)^2)
+            for l = L, ..., 1 (Algorithm 3):                          take_step
                 clients upload dF_i/d(sigma_i^l)^2 and dF_i/dmu_i^l
-                server answers their sums, weighted by p_i                             (41)
-            clients update {w_i, S_i}                                       BNClient.train   (5b), (6)
-        for t = 2, ..., E: clients update {w_i, S_i}                        BNClient.train   (5b), (6)
-        clients send {w_i, S_i} to the server                               take_step
-        server: {w_r, S_r} = sum_i p_i {w_i, S_i}                           average, in `server/pooling.py`  (7)
+                server answers their sums, weighted by p_i                              (41)
+            clients update {w_i, S_i}                                 BNClient.train    (5b), (6)
+        for t = 2, ..., E: clients update {w_i, S_i}                  BNClient.train    (5b), (6)
+        clients send {w_i, S_i} to the server                         take_step
+        server: {w_r, S_r} = sum_i p_i {w_i, S_i}                     average, in
+                                                                      `server/pooling.py`  (7)
 
 Stacked clients train in `fedbn_flwr/simulation/stacked/training.py` in place of `BNClient.train`.
 `take_step` is in `fedbn_flwr/layerwise/steps.py`, and the mathematics of one layer, which is the
@@ -118,10 +120,16 @@ class FedTAN(Layerwise):
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        if not carry and (idle := {"memory", "oldest"} & self.made_with[1].keys()):
-            raise ValueError(f"{min(idle)} is an option of carried corrections, but carry is false")
-        self.carry, self.reads_replies = carry, self.reads_replies or carry
-        self.memory, self.oldest = memory, oldest
+        if not carry:
+            idle = {"memory", "oldest"} & self.made_with[1].keys()
+            if idle:
+                raise ValueError(
+                    f"{min(idle)} is an option of carried corrections, but carry is false"
+                )
+        self.carry = carry
+        self.reads_replies = self.reads_replies or carry
+        self.memory = memory
+        self.oldest = oldest
         if carry:
             self.let_send(Sent("values that carry=true keeps"))
         if self.carry and exchange != "fused":
@@ -166,9 +174,10 @@ class FedTAN(Layerwise):
                 values = reply.records.get(wire.CARRIED)
                 if values is None:
                     continue
-                if reason := self.carried.hear(
+                reason = self.carried.hear(
                     reply.node, reply.num_examples, values, self.round.number
-                ):
+                )
+                if reason:
                     log(WARNING, "Node %d goes without carried corrections: %s", reply.node, reason)
         return super().update(pooled)
 

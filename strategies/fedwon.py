@@ -72,8 +72,11 @@ class FedWon(FedAvg):
                 "gain and branch_scale are of standardized convolutions, which wsconv=false "
                 "leaves out"
             )
-        self.agc, self.clips_from = agc, {"on": 0, "auto": CLIPPING_BATCH_SIZE, "off": inf}[agc]
-        self.wsconv, self.gain, self.branch_scale = wsconv, gain, branch_scale
+        self.agc = agc
+        self.clips_from = {"on": 0, "auto": CLIPPING_BATCH_SIZE, "off": inf}[agc]
+        self.wsconv = wsconv
+        self.gain = gain
+        self.branch_scale = branch_scale
 
     @classmethod
     def own_norm(cls, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -86,7 +89,8 @@ class FedWon(FedAvg):
 
     def instruct(self, instruction: Instruction) -> Instruction:
         """Refuse a model with BN, also for clients that cannot tell."""
-        if statistics := [name for name in self.round.current if name.endswith("running_var")]:
+        statistics = [name for name in self.round.current if name.endswith("running_var")]
+        if statistics:
             made = (
                 "make it with `prepare(model, FedWon)` of fedbn_flwr.strategies, on the server "
                 "and on the nodes"

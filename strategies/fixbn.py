@@ -46,8 +46,10 @@ class FixBN(FedAvg):
 
     Zhong, Chen, Chao, Making Batch Normalization Great in Federated Deep Learning, section 6.
 
-        t <= T:  h' = gamma (h - mu_batch) / sqrt(var_batch + eps) + beta     statistics accumulated and averaged
-        t >  T:  h' = gamma (h - mu_T) / sqrt(var_T + eps) + beta             gamma and beta still learn
+        t <= T:  h' = gamma (h - mu_batch) / sqrt(var_batch + eps) + beta
+                 statistics are accumulated and averaged
+        t >  T:  h' = gamma (h - mu_T) / sqrt(var_T + eps) + beta
+                 gamma and beta still learn
 
     `freeze_round` is T: a number of rounds, a fraction of the run between 0 and 1, or `auto`, the
     sliding window of appendix B.6: client m computes Var_{Delta m,t}, the variance of the changes
@@ -115,13 +117,23 @@ class FixBN(FedAvg):
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        self.freeze_at = None if freeze_round == "auto" else moment(str(freeze_round))
+        if freeze_round == "auto":
+            self.freeze_at = None
+        else:
+            self.freeze_at = moment(str(freeze_round))
         self.reads_replies = self.reads_replies or self.freeze_at is None
         if send_frozen:
             self.let_send(Sent("frozen entries that are sent (send_frozen)"))
-        self.needs = "affine" if freeze == "affine" else "all-statistics"
-        self.freeze, self.frozen_lr, self.send_frozen = freeze, frozen_lr, send_frozen
-        self.window, self.threshold, self.latest = window, threshold, latest
+        if freeze == "affine":
+            self.needs = "affine"
+        else:
+            self.needs = "all-statistics"
+        self.freeze = freeze
+        self.frozen_lr = frozen_lr
+        self.send_frozen = send_frozen
+        self.window = window
+        self.threshold = threshold
+        self.latest = latest
 
     def instruct(self, instruction: Instruction) -> Instruction:
         """Freeze, and lower the learning rate, in the rounds of the second stage."""
@@ -133,14 +145,18 @@ class FixBN(FedAvg):
                 and (self.num_rounds or NEVER) <= self.state.frozen_after < NEVER
             ):
                 log(WARNING, LATE, type(self).__name__, self.state.frozen_after, self.num_rounds)
-        instruction, frozen_after = super().instruct(instruction), self.state.frozen_after
+        instruction = super().instruct(instruction)
+        frozen_after = self.state.frozen_after
         if frozen_after is None:
             instruction = instruction.with_rule(change_window=self.window)
         if frozen_after is None or instruction.server_round <= frozen_after:
             return replace(
                 instruction, later=",".join(filter(None, ("freeze,omit", instruction.later)))
             )
-        kept = "none" if self.send_frozen else {"both": "bn"}.get(self.freeze, self.freeze)
+        if self.send_frozen:
+            kept = "none"
+        else:
+            kept = {"both": "bn"}.get(self.freeze, self.freeze)
         instruction = replace(instruction, freeze=self.freeze, omit=kept)
         as_given = not frozen_after and "frozen_lr" not in self.made_with[1]
         if (
@@ -154,7 +170,9 @@ class FixBN(FedAvg):
                 log(WARNING, UNBOUNDED)
             return instruction
         rate = min(instruction.lr, self.frozen_lr * asked)
-        who = f"frozen-lr={self.frozen_lr:g}" if rate < instruction.lr else "the schedule"
+        who = "the schedule"
+        if rate < instruction.lr:
+            who = f"frozen-lr={self.frozen_lr:g}"
         share = rate / asked if asked else 0.0
         self.round.bound = f"by {who}: try frozen-lr below {share:g}"
         return replace(instruction, lr=rate)
@@ -184,7 +202,9 @@ class FixBN(FedAvg):
             if last > server_round - self.window
         ]
         reported = [variance for variance in recent if variance is not None]
-        variance = max(reported) if 0 < len(recent) <= 2 * len(reported) else None
+        variance = None
+        if 0 < len(recent) <= 2 * len(reported):
+            variance = max(reported)
         if variance is not None:
             self.round.measured["statistics-change-variance"] = variance
         calm = variance is not None and variance < self.threshold
@@ -193,7 +213,10 @@ class FixBN(FedAvg):
         )
         if (calm or late) and server_round != self.num_rounds:
             self.state.frozen_after = self.round.measured["frozen-after"] = server_round
-            reason = "the statistics are calm" if calm else f"{self.latest:g} of the run are over"
+            if calm:
+                reason = "the statistics are calm"
+            else:
+                reason = f"{self.latest:g} of the run are over"
             log(INFO, "FixBN: frozen after round %d, as %s", server_round, reason)
         elif server_round == self.num_rounds:
             log(
@@ -236,7 +259,10 @@ class Centralized(FixBN):
                 "of them"
             )
         if freeze_round is None and not self.freeze_bn:
-            self.needs = "none" if self.statistics == "running" else "statistics"
+            if self.statistics == "running":
+                self.needs = "none"
+            else:
+                self.needs = "statistics"
 
 
 @register_rule
@@ -309,7 +335,8 @@ def _change(before: Tensor, now: Tensor) -> Tensor:
     """Return the change of the statistics, and its squared standard error, as a row of a window,
     (1, 4, C).
     """
-    (old, old_errors), (new, new_errors) = before.chunk(2), now.chunk(2)
+    old, old_errors = before.chunk(2)
+    new, new_errors = now.chunk(2)
     return torch.cat([new - old, old_errors + new_errors])[None]
 
 

@@ -105,9 +105,11 @@ class PartialSharing(FedAvg):
         for node in nodes:
             self.state.served.pop(node, None)
         packages = self.package(nodes, arrays_to_record(self.round.current))
-        sent, again = list[Message](), list[Message]()
+        sent = list[Message]()
+        again = list[Message]()
         for message in self.round.messages:
-            if (node := message.metadata.dst_node_id) in packages:
+            node = message.metadata.dst_node_id
+            if node in packages:
                 # the rest stays as it was: it may depend on all nodes of the round
                 message.content[self.arrayrecord_key] = packages[node][self.arrayrecord_key]
                 again.append(Message(message.content, node, message.metadata.message_type))

@@ -25,7 +25,9 @@ def register_strategy(name: str) -> Callable[[type[S]], type[S]]:
 
         @register_strategy("pull")
         class Pull(FedAvg):
-            def __init__(self, *, strength: Annotated[float, "how hard clients pull"] = 0.1, **options: Any) -> None:
+            def __init__(
+                self, *, strength: Annotated[float, "how hard clients pull"] = 0.1, **options: Any
+            ) -> None:
 
     A name that another strategy has is a ValueError.
     """
@@ -54,4 +56,6 @@ def prepare(model: nn.Module, method: str | type[BaseStrategy], **options: Any) 
     )
     if own and kind not in ("", own[0]):
         raise ValueError(f"{name} sets its own normalizer {own[0]!r}, not {kind!r}")
-    return model if own is None else norm.replace(model, own[0], **own[1])
+    if own is None:
+        return model
+    return norm.replace(model, own[0], **own[1])

@@ -3,7 +3,7 @@
 Karimireddy et al., SCAFFOLD: Stochastic Controlled Averaging for Federated Learning, ICML 2020,
 algorithm 1, option II with a global step of eta_g = 1:
 
-    server:  x, c;  client i:  c_i = 0                                  so that c = (1 / N) sum_i c_i = 0
+    server:  x, c;  client i:  c_i = 0               so that c = (1 / N) sum_i c_i = 0
     for each round:
         S <- random set of clients, which get (x, c)
         for each client i in S in parallel:
@@ -96,7 +96,8 @@ class Scaffold(FedAvg):
 
     def update(self, pooled: Pooled) -> Arrays:
         """Move c by the clients' changes, and update the model."""
-        state, before = self.state, self.state.total
+        state = self.state
+        before = self.state.total
         state.total = self._weigh_all(pooled.weights)
         share = sum(pooled.weights.values()) / state.total
         for name, change in pooled.groups[wire.CONTROL_VARIATES].items():
@@ -112,10 +113,8 @@ class Scaffold(FedAvg):
         Those that nobody knows the weight of weigh as much as the others.
         """
         self.state.weights |= weights
-        known, absent = (
-            dict(self.state.weights),
-            sorted({*self.round.grid.get_node_ids()} - self.state.weights.keys()),
-        )
+        known = dict(self.state.weights)
+        absent = sorted({*self.round.grid.get_node_ids()} - self.state.weights.keys())
         # a node describes itself by its number of examples only, and may not be able to
         if self.weighting == "examples" and self.weighted_by_key == wire.NUM_EXAMPLES:
             described = self.describe(self.round.grid, absent)

@@ -1,6 +1,6 @@
 """The samples of each local step, drawn from a generator before training starts."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,7 +54,9 @@ def pass_sizes(count: int, size: int, merge_single: bool) -> list[int]:
     if merge_single and leaves_one(count, size):
         return [size] * (count // size - 1) + [size + 1]
     rest = count % size
-    return [size] * (count // size) + [rest] * bool(rest)
+    if rest:
+        return [size] * (count // size) + [rest]
+    return [size] * (count // size)
 
 
 @dataclass(frozen=True)
@@ -107,13 +109,15 @@ def augment_together(loaders: Sequence[BatchLoader], inputs: Tensor) -> Tensor:
     """Augment a mini-batch of each of several clients (clients x batch x C x H x W), where it is
     done by the batch.
     """
-    split, augmentation = loaders[0].split, parse_augmentation(loaders[0].augmentation)
+    split = loaders[0].split
+    augmentation = parse_augmentation(loaders[0].augmentation)
     if not isinstance(augmentation, Crop):
         return inputs
     if any(loader.split is not split for loader in loaders):
         each = zip(loaders, inputs.split(1), strict=True)
         return torch.cat([augment_together([loader], images) for loader, images in each])
-    count, size = inputs.shape[1], inputs.shape[-2:]
+    count = inputs.shape[1]
+    size = inputs.shape[-2:]
     # what is drawn goes to a GPU in one copy
     drawn = torch.cat([augmentation.draw(count, size, loader.generator) for loader in loaders])
     return augmentation.cut(inputs.flatten(0, 1), drawn, split.mean, split.std).view_as(inputs)
@@ -130,11 +134,11 @@ def load_groups(
     """
     first = loaders[0]
     if any(loader.split is not first.split for loader in loaders):
-        loaded = [loader.edited() for loader in loaders]
-        parts = (zip(*(next(loaded[row]) for row in rows), strict=True) for rows, _ in groups)
-        return ((torch.cat(inputs), torch.cat(targets)) for inputs, targets in parts)
+        return _joined([loader.edited() for loader in loaders], [rows for rows, _ in groups])
     members = [(row, step) for rows, step in groups for row in rows]
-    sizes = [sum(loaders[row].sizes[step] for row in rows) for rows, step in groups]
+    sizes = []
+    for rows, step in groups:
+        sizes.append(sum(loaders[row].sizes[step] for row in rows))
     chosen = [loader.samples.split(loader.sizes) for loader in loaders]
     samples = torch.cat([chosen[row][step] for row, step in members])
     edits = [loader.edits() for loader in loaders]
@@ -145,3 +149,12 @@ def load_groups(
     ]
     joined = Edits(edits[0].augmentation, torch.cat([seeds[row][step] for row, step in members]))
     return first.split.batches(samples, sizes, first.device, joined)
+
+
+def _joined(
+    loaded: Sequence[Iterator[training.Batch]], groups: Iterable[Sequence[int]]
+) -> Iterator[training.Batch]:
+    """Join the next mini-batch of each client of a group."""
+    for rows in groups:
+        inputs, targets = zip(*(next(loaded[row]) for row in rows), strict=True)
+        yield torch.cat(inputs), torch.cat(targets)

@@ -56,16 +56,22 @@ class BNClient:
     ) -> None:
         self.device = pick_device(device)
         self.model = _moved(model, self.device)
-        self.train_split, self.test_split, self.num_classes = train, test, num_classes
-        self.indices = np.arange(len(train)) if indices is None else indices
+        self.train_split = train
+        self.test_split = test
+        self.num_classes = num_classes
+        if indices is None:
+            self.indices = np.arange(len(train))
+        else:
+            self.indices = indices
         self.partition_id = partition_id
         self.memory = Memory(RecordDict() if memory is None else memory)
-        self.task = replace(task, loss=loss_function) if loss_function else task
-        self.loss_function, self.make_optimizer, self.captured = (
-            self.task.loss,
-            make_optimizer,
-            captured,
-        )
+        if loss_function:
+            self.task = replace(task, loss=loss_function)
+        else:
+            self.task = task
+        self.loss_function = self.task.loss
+        self.make_optimizer = make_optimizer
+        self.captured = captured
 
     # ---- the messages ----------------------------------------------------------------------------
 
@@ -146,10 +152,8 @@ class BNClient:
             state.load(self.model, {**self.model.state_dict(), **own})
             stays = self.memory.personal(state.group_keys(self.model, instruction.stays))
             self.memory.store(wire.STAYS, {**stays, **own})
-        splits, wanted = (
-            (self.train_split, self.test_split),
-            list(filter(None, instruction.class_metrics.split(","))),
-        )
+        splits = (self.train_split, self.test_split)
+        wanted = list(filter(None, instruction.class_metrics.split(",")))
         domains = max(
             int(split.domains.max()) + 1 if split.domains is not None else 0 for split in splits
         )
@@ -189,10 +193,13 @@ class BNClient:
     def domain(self) -> int:
         """The domain of all of the node's samples; -1 if they have several."""
         domains = self.train_split.domains
-        present = (
-            set() if domains is None else set(domains[torch.from_numpy(self.indices)].tolist())
-        )
-        return int(present.pop()) if len(present) == 1 else -1
+        if domains is None:
+            present = set()
+        else:
+            present = set(domains[torch.from_numpy(self.indices)].tolist())
+        if len(present) == 1:
+            return int(present.pop())
+        return -1
 
     # ---- the parts -------------------------------------------------------------------------------
 
@@ -214,7 +221,8 @@ class BNClient:
         def loss_of(batch: training.Batch) -> tuple[Tensor, int]:
             inputs, targets = batch
             # a class of a user's own gets the usual order
-            inputs = channels_last(inputs, self.model) if type(self) is BNClient else inputs
+            if type(self) is BNClient:
+                inputs = channels_last(inputs, self.model)
             return training.batch_loss(
                 self.model, (inputs, targets), session.instruction, self.loss_function
             )

@@ -108,7 +108,8 @@ def gradients(
     if not is_on or _BROKEN or not learned or learned[0].device.type == "cpu":
         return eager
     known = _OF_MODELS.setdefault(session.model, _Captures())
-    if reason := _why_not(session.structure or session.model, loss_function, learned[0].device):
+    reason = _why_not(session.structure or session.model, loss_function, learned[0].device)
+    if reason:
         known.say(reason)
         return eager
     return _Replaying(session, learned, loss_of, eager, tensors_of, batch_of, loss_function, known)
@@ -135,15 +136,18 @@ class _Replaying(Generic[B]):
 
     def __call__(self, batch: B) -> tuple[Tensor, int | Tensor]:
         """Set the gradients, and return the loss and the number of samples."""
-        apart, self._apart = self._apart, False
+        apart = self._apart
+        self._apart = False
         if apart:
             return self.eager(batch)
-        if (tensors := self.tensors_of(batch)) is None:
+        tensors = self.tensors_of(batch)
+        if tensors is None:
             self.known.say("clients have batches of different sizes")
             return self.eager(batch)
         shape = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors)
         if shape not in self._steps:
-            key, steps = (shape, self._state()), self.known.steps
+            key = (shape, self._state())
+            steps = self.known.steps
             if steps.get(key) is NEW and not _BROKEN:  # since an earlier session
                 result, self._steps[shape] = self._try(batch, tensors)
                 steps[key] = self._steps[shape]
@@ -152,17 +156,16 @@ class _Replaying(Generic[B]):
             if len(steps) > KEPT:
                 steps.popitem(last=False)
         step = self._steps[shape]
-        return (
-            step.replay(tensors, self.learned)
-            if isinstance(step, CapturedStep)
-            else self.eager(batch)
-        )
+        if isinstance(step, CapturedStep):
+            return step.replay(tensors, self.learned)
+        return self.eager(batch)
 
     def _state(self) -> Hashable:
         """Return all else that passes depend on: where the entries are, what learns, and how the
         layers are set.
         """
-        session, loss = self.session, self.loss_function
+        session = self.session
+        loss = self.loss_function
         own = [loss] if isinstance(loss, nn.Module) else []
         holders = [session.model, *own]
         entries = [
@@ -173,10 +176,9 @@ class _Replaying(Generic[B]):
             for module in (session.structure or session.model, *own)
             for layer in module.modules()
         ]
-        plain = [
-            [value for value in vars(layer).values() if isinstance(value, _PLAIN)]
-            for layer in layers
-        ]
+        plain = []
+        for layer in layers:
+            plain.append([value for value in vars(layer).values() if isinstance(value, _PLAIN)])
         return (
             tuple((value.data_ptr(), value.requires_grad) for value in entries),
             tuple(id(parameter) for parameter in self.learned),
@@ -193,8 +195,11 @@ class _Replaying(Generic[B]):
 
         Return what it returns, and what is known now.
         """
-        buffers, device = list(self.session.model.buffers()), tensors[0].device
-        module, stream, before = torch.get_device_module(device), _stream(device), _copies(buffers)
+        buffers = list(self.session.model.buffers())
+        device = tensors[0].device
+        module = torch.get_device_module(device)
+        stream = _stream(device)
+        before = _copies(buffers)
         drawn = torch.get_rng_state(), module.get_rng_state(device)
         stream.wait_stream(module.current_stream(device))
         with (
@@ -204,16 +209,19 @@ class _Replaying(Generic[B]):
         ):
             loss, count = self.eager(batch)
         module.current_stream(device).wait_stream(stream)
-        made, after = [parameter.grad for parameter in self.learned], _copies(buffers)
+        made = [parameter.grad for parameter in self.learned]
+        after = _copies(buffers)
         if not loss.isfinite().all():
             return (loss, count), NEW
         draws = not all(
             map(torch.equal, drawn, (torch.get_rng_state(), module.get_rng_state(device)))
         )
-        reason, step = (
-            "it draws at random" * draws or "the host waits for the device" * bool(waits),
-            None,
-        )
+        reason = ""
+        if draws:
+            reason = "it draws at random"
+        elif waits:
+            reason = "the host waits for the device"
+        step = None
         if not reason:
             try:
                 step = self._capture(tensors, loss, stream)
@@ -222,7 +230,8 @@ class _Replaying(Generic[B]):
                     value.fill_(nan)  # what is not written must not pass
                 found, _ = step.replay(tensors, self.learned)
                 ends = [loss, *_present(made), *after], [found, *_present(step.gradients), *buffers]
-                reason = "" if self._agree(*ends) else "replayed it has other values"
+                if not self._agree(*ends):
+                    reason = "replayed it has other values"
             except Exception as error:
                 reason = f"{type(error).__name__}: {error}"
         if reason:
@@ -247,7 +256,8 @@ class _Replaying(Generic[B]):
 
     def _capture(self, tensors: Batch, loss: Tensor, stream: Any) -> CapturedStep:
         """Record both passes: nothing is computed."""
-        module, inputs, targets = torch.get_device_module(loss.device), *_copies(tensors)
+        module = torch.get_device_module(loss.device)
+        inputs, targets = _copies(tensors)
         kept = [
             None if parameter.grad is None else torch.empty_like(parameter)
             for parameter in self.learned

@@ -112,14 +112,17 @@ def evaluate(
 
     There may be more domains than the split has samples of.
     """
-    domains = (
-        torch.zeros(len(split), dtype=torch.int64) if split.domains is None else split.domains.cpu()
-    )
+    if split.domains is None:
+        domains = torch.zeros(len(split), dtype=torch.int64)
+    else:
+        domains = split.domains.cpu()
     num_classes, dtype = (num_classes, torch.int64) if task.has_classes else (1, torch.float64)
     confusion = torch.zeros(
         max(int(domains.max()) + 1, num_domains), num_classes, num_classes + 1, dtype=dtype
     )
-    was_training, losses, kept = model.training, list[Tensor](), list[Tensor]()
+    was_training = model.training
+    losses = list[Tensor]()
+    kept = list[Tensor]()
     model.eval()
     try:
         sizes = batch_sizes(split, len(split), batch_size)
@@ -128,7 +131,8 @@ def evaluate(
             outputs = model(inputs)
             logits = logits_of(outputs).float()
             losses.append(output_loss(outputs, targets, task.loss))
-            kept += [logits.cpu()] if metrics else []
+            if metrics:
+                kept.append(logits.cpu())
             if not task.has_classes:
                 for domain in rows.unique().tolist():
                     here = (rows == domain).nonzero().flatten().to(logits.device)
@@ -144,10 +148,11 @@ def evaluate(
             )
     finally:
         model.train(was_training)
-    confusion = confusion if confusion[..., -1].any() else confusion[..., :-1]
-    by_class = (
-        class_metrics(metrics, torch.cat(kept), split.labels.cpu(), num_classes) if metrics else {}
-    )
+    if not confusion[..., -1].any():
+        confusion = confusion[..., :-1]
+    by_class = {}
+    if metrics:
+        by_class = class_metrics(metrics, torch.cat(kept), split.labels.cpu(), num_classes)
     scores = {name: measure(confusion.sum(0)) for name, measure in task.measures.items()}
     return Evaluation(_mean(losses, sizes), confusion, by_class, scores, task.has_classes)
 
@@ -166,7 +171,10 @@ def class_metrics(
     counts = torch.bincount(labels, minlength=num_classes)
     measured = {}
     for name in names:
-        present = (counts > 0) & (counts < len(labels)) if name == "auc" else counts > 0
+        if name == "auc":
+            present = (counts > 0) & (counts < len(labels))
+        else:
+            present = counts > 0
         measure = getattr(classification, CLASS_METRICS[name])
         values = measure(logits.softmax(1), labels, num_classes=logits.shape[1], average=None)[
             :num_classes
@@ -188,7 +196,8 @@ def mean_loss(
     batch_size: int = 500,
 ) -> float:
     """Return the mean loss on some samples, under the running statistics that the model holds."""
-    was_training, losses = model.training, list[Tensor]()
+    was_training = model.training
+    losses = list[Tensor]()
     model.eval()
     try:
         sizes = batch_sizes(split, len(indices), batch_size)
@@ -214,8 +223,10 @@ def shares(
 
     Float targets count as one class.
     """
-    chosen, labels = torch.from_numpy(indices), split.labels
-    labels = torch.zeros(len(labels), dtype=torch.int64) if labels.is_floating_point() else labels
+    chosen = torch.from_numpy(indices)
+    labels = split.labels
+    if labels.is_floating_point():
+        labels = torch.zeros(len(labels), dtype=torch.int64)
     classes = torch.bincount(labels[chosen].cpu(), minlength=num_classes).double()
     if split.domains is None:
         return torch.ones(1, dtype=torch.float64), classes / classes.sum()

@@ -14,7 +14,9 @@ ANY_ORDER = {
 _OPEN_PACKAGES = ("fedbn_flwr.models.", "timm.", "torchvision.")
 #: what the order pays for (docs/benchmarks.md, "The order of images"): the smallest side of an
 #: image, the largest number of weights of a convolution, and the smallest number of its channels
-_SMALLEST_SIDE, _MOST_WEIGHTS, _FEWEST_CHANNELS = 32, 500_000, 8
+_SMALLEST_SIDE = 32
+_MOST_WEIGHTS = 500_000
+_FEWEST_CHANNELS = 8
 
 
 def channels_last(images: Tensor, model: nn.Module) -> Tensor:
@@ -30,7 +32,8 @@ def channels_last(images: Tensor, model: nn.Module) -> Tensor:
 
 
 def _pays(model: nn.Module) -> bool:
-    layers, open_kinds = list(model.modules()), {*ANY_ORDER, nn.Dropout}
+    layers = list(model.modules())
+    open_kinds = {*ANY_ORDER, nn.Dropout}
     leaves = [layer for layer in layers if not layer._modules]
     convolutions = [layer for layer in leaves if isinstance(layer, nn.Conv2d)]
     return (

@@ -46,7 +46,9 @@ class LearningTask:
     @property
     def basic_score(self) -> str:
         """The score that each evaluation has: the accuracy, or the error by its name."""
-        return "accuracy" if self.has_classes else self.metric
+        if self.has_classes:
+            return "accuracy"
+        return self.metric
 
     def check_augmentation(self, spec: str) -> None:
         """Refuse an augmentation that would change the images and leave their targets where they
@@ -89,9 +91,11 @@ class Objective:
         values = logits_of(outputs)
         if targets.is_floating_point():
             dtype = torch.promote_types(values.dtype, targets.dtype)
-            values, targets = values.to(dtype), targets.to(dtype)
+            values = values.to(dtype)
+            targets = targets.to(dtype)
             # or (N, 1) and (N,) would become (N, N)
-            values = values.reshape(targets.shape) if values.numel() == targets.numel() else values
+            if values.numel() == targets.numel():
+                values = values.reshape(targets.shape)
         return self.function(values, targets).mean()
 
 
@@ -109,7 +113,9 @@ def task_of(name: str, objective: str = "") -> LearningTask:
     function = OBJECTIVES.get(objective) or import_function("objective", objective, OBJECTIVES)
     if task.has_classes and objective in OBJECTIVES:
         raise ValueError(f"objective {objective!r} is for float targets, not for {name}")
-    error = objective if objective in OBJECTIVES else "loss"
+    error = "loss"
+    if objective in OBJECTIVES:
+        error = objective
     return replace(
         task, loss=Objective(function), metric=task.metric if task.has_classes else error
     )
@@ -136,10 +142,11 @@ def mean_iou(confusion: Tensor) -> float:
     """
     with extra("cli"):
         from torchmetrics.classification import (
-            MulticlassJaccardIndex,
-        )  # imported here because it takes seconds
+            MulticlassJaccardIndex,  # imported here because it takes seconds
+        )
 
-    (classes, width), nothing = confusion.shape, torch.zeros(0, dtype=torch.int64)
+    classes, width = confusion.shape
+    nothing = torch.zeros(0, dtype=torch.int64)
     metric = MulticlassJaccardIndex(width, ignore_index=classes)
     metric.update(nothing, nothing)  # one that has never been updated warns
     metric.merge_state({"confmat": F.pad(confusion, (0, 0, 0, width - classes))})

@@ -13,7 +13,8 @@ from fedbn_flwr.wire import STAYS, Record
 NAMESPACE = "fedbn-flwr"
 #: where a site names the folder for states: in its SuperNode's node configuration, or in the
 #: environment of its ClientApps
-NODE_KEY, STATE_VARIABLE = "state-dir", "FEDBN_FLWR_STATE"
+NODE_KEY = "state-dir"
+STATE_VARIABLE = "FEDBN_FLWR_STATE"
 
 
 def state_folder(context: Context) -> Path | None:
@@ -39,11 +40,9 @@ class Memory:
 
     def personal(self, names: Collection[str]) -> State:
         """The personal entries of the model among these names; empty at a node's first message."""
-        return (
-            {name: value for name, value in self.recall(STAYS).items() if name in names}
-            if names
-            else {}
-        )
+        if names:
+            return {name: value for name, value in self.recall(STAYS).items() if name in names}
+        return {}
 
     def keep(self, name: str, record: Record) -> None:
         """Store a record as it is."""

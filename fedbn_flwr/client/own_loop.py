@@ -71,8 +71,11 @@ class OwnLoop:
         memory: Memory,
         exchange: Exchange | None = None,
     ) -> None:
-        self._structure, self._entries = structure, list(structure.state_dict())
-        self._instruction, self._received, self._memory = instruction, received, memory
+        self._structure = structure
+        self._entries = list(structure.state_dict())
+        self._instruction = instruction
+        self._received = received
+        self._memory = memory
         self._exchange = exchange or carried_exchange(received, instruction)
         self._thread = threading.get_ident()
         self._session: Session | None = None
@@ -82,7 +85,8 @@ class OwnLoop:
         self._local = state.group_keys(structure, instruction.stays)
         self._rules = rules_for(instruction)
         self._ahead: list[Rule] = []
-        self._undo, self._first_step = ExitStack(), ExitStack()
+        self._undo = ExitStack()
+        self._first_step = ExitStack()
         #: samples of the first mini-batch, 0 before it
         self.first_batch_size = 0
         #: the class of the first module that trained and is not the model, for the error message
@@ -133,7 +137,8 @@ class OwnLoop:
         self._session = Session(
             model, nobody, self._instruction, self._received, self._memory, self._local
         )
-        self._session.records, self._session.metrics = self.records, self.metrics
+        self._session.records = self.records
+        self._session.metrics = self.metrics
         self._ahead = [rule for rule in self._rules if rule.needs_optimizer]
         for rule in self._rules:
             if not rule.needs_optimizer:
@@ -142,9 +147,11 @@ class OwnLoop:
     def _before_forward(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         if threading.get_ident() != self._thread or not module.training:
             return
-        if self._session is None and (model := self._find_model(module)) is not None:
-            self.begin(model)
-            self._entry = module
+        if self._session is None:
+            model = self._find_model(module)
+            if model is not None:
+                self.begin(model)
+                self._entry = module
         self._passes += module is self._entry
         # modules of the data's transforms may run before the model does
         if self._session is not None and not self.first_batch_size:
@@ -234,11 +241,9 @@ class OwnLoop:
     def _require_nothing_asked(self) -> None:
         keys = set(self._instruction.binding_keys()) - {"stays", "omit", "send-personal", "later"}
         if keys:
-            trained = (
-                f"a {self._other}, whose entries are others"
-                if self._other
-                else "nothing in training mode"
-            )
+            trained = "nothing in training mode"
+            if self._other:
+                trained = f"a {self._other}, whose entries are others"
             raise RuntimeError(
                 f"cannot obey {', '.join(sorted(keys))}: the handler trained {trained}; `model` "
                 "of the ClientApp must "
@@ -273,5 +278,7 @@ class GatheringLoop(OwnLoop):
     def _before_forward(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         if self._entry is not None or threading.get_ident() != self._thread:
             return
-        if (model := self._find_model(module)) is not None:
-            self._entry, self.seen = model, self._undo.enter_context(norm.gathering(model))
+        model = self._find_model(module)
+        if model is not None:
+            self._entry = model
+            self.seen = self._undo.enter_context(norm.gathering(model))

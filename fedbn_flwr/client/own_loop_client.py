@@ -48,10 +48,13 @@ class OwnLoopClient:
     ) -> None:
         #: says which entries there are; the handler makes and trains a model of its own
         self.model = structure
-        self._handler, self._message, self._context = handler, message, context
+        self._handler = handler
+        self._message = message
+        self._context = context
         #: runs the model over the node's data without training
         self._gathering = gathering
-        self._num_examples, self._loss_key = num_examples, loss_key
+        self._num_examples = num_examples
+        self._loss_key = loss_key
         self.memory = Memory(context.state)
         self.partition_id = int(context.node_config.get("partition-id", context.node_id))
         self._loop: OwnLoop | None = None
@@ -166,7 +169,10 @@ class OwnLoopClient:
         of examples.
         """
         assert self._loop is not None
-        count = self._loop.first_batch_size if self._num_examples is None else self._num_examples
+        if self._num_examples is None:
+            count = self._loop.first_batch_size
+        else:
+            count = self._num_examples
         metrics[wire.PARTITION_ID] = self.partition_id
         return Reply(count, metrics, dict(records), {wire.OBEYED: obeyed_keys(instruction)})
 

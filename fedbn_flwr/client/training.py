@@ -42,7 +42,8 @@ def train(
     adjustments: Sequence[Adjustment] = (),
 ) -> Tensor:
     """Take one optimizer step a batch; returns the mean loss a sample over all of them."""
-    losses, counts = [], []
+    losses = []
+    counts = []
     for batch in batches:
         loss, count = gradients(batch)
         for adjust in adjustments:
@@ -96,14 +97,13 @@ def autocast(instruction: Instruction, device: torch.device) -> AbstractContextM
         raise ValueError(
             f"unknown precision {instruction.precision!r}; known: {', '.join(PRECISIONS)}"
         )
-    return (
-        torch.autocast(device.type, torch.bfloat16)
-        if instruction.precision == "bf16"
-        else nullcontext()
-    )
+    if instruction.precision == "bf16":
+        return torch.autocast(device.type, torch.bfloat16)
+    return nullcontext()
 
 
-_CUDNN, _MATMUL = cast(Any, torch.backends.cudnn), cast(Any, torch.backends.cuda.matmul)
+_CUDNN = cast(Any, torch.backends.cudnn)
+_MATMUL = cast(Any, torch.backends.cuda.matmul)
 _NEWER = [_MATMUL, _CUDNN.conv, _CUDNN.rnn] if hasattr(_MATMUL, "fp32_precision") else []
 #: torch's settings of how GPUs multiply float32: what reads and writes one, and its values for IEEE
 #: and TF32. From 2.9 on, torch raises where an older one is read and the newer ones say something
@@ -160,7 +160,8 @@ def products(instruction: Instruction) -> Iterator[None]:
 
 def require_bn(model: nn.Module, instruction: Instruction) -> None:
     """Refuse a model without the parts of BN without which the method would be another one."""
-    if lacking := norm.lacks(model, instruction.bn_needed):
+    lacking = norm.lacks(model, instruction.bn_needed)
+    if lacking:
         raise ValueError(f"the method would be another one: {lacking}")
 
 
@@ -205,8 +206,12 @@ def carried_exchange(received: Mapping[str, State], instruction: Instruction) ->
 
 def carried_records(exchange: Exchange | None) -> dict[str, State]:
     """Return the group of a client's reply with its local values, after the step."""
-    values = pack_values(exchange.requests) if isinstance(exchange, Corrected) else {}
-    return {wire.CARRIED: {name: rows[0] for name, rows in values.items()}} if values else {}
+    values = {}
+    if isinstance(exchange, Corrected):
+        values = pack_values(exchange.requests)
+    if values:
+        return {wire.CARRIED: {name: rows[0] for name, rows in values.items()}}
+    return {}
 
 
 def make_optimizer(model: nn.Module, instruction: Instruction) -> torch.optim.Optimizer:
@@ -214,7 +219,8 @@ def make_optimizer(model: nn.Module, instruction: Instruction) -> torch.optim.Op
     rate.
     """
     factors: dict[str, float] = getattr(model, "rate_factors", {})
-    lr, decay = instruction.lr, instruction.weight_decay
+    lr = instruction.lr
+    decay = instruction.weight_decay
     groups: dict[float, list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -224,9 +230,10 @@ def make_optimizer(model: nn.Module, instruction: Instruction) -> torch.optim.Op
         return SGD(
             parameters, lr=lr, momentum=instruction.momentum, weight_decay=decay, foreach=True
         )
-    if instruction.optimizer in ("adam", "adamw"):
-        kind = torch.optim.Adam if instruction.optimizer == "adam" else torch.optim.AdamW
-        return kind(parameters, lr=lr, weight_decay=decay)
+    if instruction.optimizer == "adam":
+        return torch.optim.Adam(parameters, lr=lr, weight_decay=decay)
+    if instruction.optimizer == "adamw":
+        return torch.optim.AdamW(parameters, lr=lr, weight_decay=decay)
     raise ValueError(f"unknown optimizer {instruction.optimizer!r}; known: {', '.join(OPTIMIZERS)}")
 
 

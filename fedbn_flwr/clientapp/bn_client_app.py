@@ -50,7 +50,9 @@ class NodeApp(ClientApp):
         for mod in reversed(self._outer):
             handle = _around(handle, mod)
         packed = PACKED in message.content
-        received = with_content(message, unpack(message.content)) if packed else message
+        received = message
+        if packed:
+            received = with_content(message, unpack(message.content))
         try:
             reply = handle(received, context)
         except (
@@ -60,7 +62,9 @@ class NodeApp(ClientApp):
             reply = Message(
                 Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, str(error)), reply_to=message
             )
-        return with_content(reply, pack(reply.content)) if packed and reply.has_content() else reply
+        if packed and reply.has_content():
+            return with_content(reply, pack(reply.content))
+        return reply
 
     def _answer(self, message: Message, context: Context) -> Message:
         if message.metadata.message_type == wire.LAYERWISE and SIDE_CHANNEL in message.content:
@@ -131,7 +135,10 @@ def answer(
     received, instruction = read_message(message, flowers=flowers)
     local = state.group_keys(client.model, instruction.stays)
     has_all = local <= {*received[wire.ARRAYS], *client.memory.personal(local)}
-    reply = act(received, instruction) if has_all else Reply(0, {}, report={wire.LACKS_STATE: True})
+    if has_all:
+        reply = act(received, instruction)
+    else:
+        reply = Reply(0, {}, report={wire.LACKS_STATE: True})
     return make_message(reply, message)
 
 
@@ -180,17 +187,18 @@ def make_message(reply: Reply, message: Message, copy: bool = True) -> Message:
     content = RecordDict(
         {name: state.to_record(values, copy=copy) for name, values in reply.records.items()}
     )
-    counted = {} if reply.num_examples is None else {wire.NUM_EXAMPLES: reply.num_examples}
-    # without empty lists: Flower cannot count their bytes
-    metrics, report = (
-        {key: value for key, value in values.items() if value != []}
-        for values in (reply.metrics, reply.report)
-    )
-    content[wire.METRICS], content[wire.REPORT] = (
-        MetricRecord({**counted, **metrics}),
-        ConfigRecord(report),
-    )
+    if reply.num_examples is None:
+        counted = {}
+    else:
+        counted = {wire.NUM_EXAMPLES: reply.num_examples}
+    content[wire.METRICS] = MetricRecord({**counted, **_without_empty(reply.metrics)})
+    content[wire.REPORT] = ConfigRecord(_without_empty(reply.report))
     return Message(content, reply_to=message)
+
+
+def _without_empty(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out empty lists, whose bytes Flower cannot count."""
+    return {key: value for key, value in values.items() if value != []}
 
 
 def _around(handle: ClientAppCallable, mod: Mod) -> ClientAppCallable:

@@ -105,7 +105,8 @@ def export_personal(arrays: ArrayRecord, kept: RecordDict) -> ArrayRecord:
             "of them"
         )
     model = from_record(arrays)
-    if unknown := sorted(personal.keys() - model.keys()):
+    unknown = sorted(personal.keys() - model.keys())
+    if unknown:
         raise ValueError(
             f"the node keeps {unknown[0]!r}, which is not an entry of the server's model"
         )
@@ -145,7 +146,8 @@ def count_bytes(message: Message, context: Context, call_next: ClientAppCallable
     reply = call_next(message, context)
     if reply.has_content():
         for metrics in list(reply.content.metric_records.values())[:1]:
-            metrics["bytes-down"], metrics["bytes-up"] = down, _bytes_of(reply)
+            metrics["bytes-up"] = _bytes_of(reply)
+            metrics["bytes-down"] = down
     return reply
 
 
@@ -164,11 +166,9 @@ def keep_states(message: Message, context: Context, call_next: ClientAppCallable
     Does nothing where the site names no folder.
     """
     folder = state_folder(context)
-    return (
-        keep_states_in(folder)(message, context, call_next)
-        if folder
-        else call_next(message, context)
-    )
+    if folder:
+        return keep_states_in(folder)(message, context, call_next)
+    return call_next(message, context)
 
 
 def keep_states_in(folder: Path) -> Mod:
@@ -216,7 +216,9 @@ class KeptStates:
     def recall(self) -> RecordDict:
         """Return the latest state; nothing if there is none."""
         versions = self._versions()
-        return read_records(versions[-1].path) if versions else RecordDict()
+        if versions:
+            return read_records(versions[-1].path)
+        return RecordDict()
 
     def keep(self, state: RecordDict) -> None:
         """Write the state if it has changed, and remove what no run can go on with."""

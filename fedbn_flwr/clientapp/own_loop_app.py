@@ -50,7 +50,8 @@ class ClientApp(NodeApp):
     ) -> None:
         super().__init__(client_fn, mods)
         self._make_model = model
-        self._num_examples, self._loss_key = num_examples, loss_key
+        self._num_examples = num_examples
+        self._loss_key = loss_key
         super().query("describe")(self._describe)
         #: runs the model without training
         self._gathering: Handler | None = None
@@ -98,7 +99,9 @@ class ClientApp(NodeApp):
         return decorate
 
     def _client(self, handler: Handler, message: Message, context: Context) -> OwnLoopClient:
-        weight = self._num_examples(context) if self._num_examples else None
+        weight = None
+        if self._num_examples:
+            weight = self._num_examples(context)
         return OwnLoopClient(
             self.structure, handler, message, context, weight, self._loss_key, self._gathering
         )

@@ -44,7 +44,8 @@ class ImageAugmentation:
 
         PyTorch's global stream stays as it was.
         """
-        transform, edited = self.transform(size), []
+        transform = self.transform(size)
+        edited = []
         with torch.random.fork_rng(
             devices=[]
         ):  # transforms of torchvision draw from the global stream
@@ -173,18 +174,22 @@ class Crop:
             first + torch.arange(side, device=inputs.device)
             for first, side in zip((row, column), inputs.shape[-2:], strict=True)
         )
-        columns = torch.where(mirrored[0] > 0, columns.flip(1), columns) if self.flip else columns
+        if self.flip:
+            columns = torch.where(mirrored[0] > 0, columns.flip(1), columns)
         padded = self._padded(inputs, mean, std)
         images = torch.arange(inputs.shape[0], device=inputs.device)[:, None, None, None]
         channels = torch.arange(inputs.shape[1], device=inputs.device)[None, :, None, None]
         return padded[images, channels, rows[:, None, :, None], columns[:, None, None, :]]
 
     def _border(self, side: int) -> int:
-        return max(1, side // 8) if self.padding is None else self.padding
+        if self.padding is None:
+            return max(1, side // 8)
+        return self.padding
 
     def _padded(self, inputs: Tensor, mean: Channels, std: Channels) -> Tensor:
         height, width = inputs.shape[-2:]
-        above, left = self._border(height), self._border(width)
+        above = self._border(height)
+        left = self._border(width)
         if isinstance(self.fill, str):
             return F.pad(inputs, (left, left, above, above))
         fill = torch.full((1, inputs.shape[1], 1, 1), self.fill, device=inputs.device)
@@ -220,5 +225,6 @@ def parse_augmentation(spec: str) -> Augmentation:
     name, *items = spec.split(":")
     if name not in AUGMENTATIONS:
         raise UsageError(f"unknown augmentation {name!r}; {did_you_mean(name, AUGMENTATIONS)}")
-    owner, make = f"augmentation {name!r}", AUGMENTATIONS[name]
+    owner = f"augmentation {name!r}"
+    make = AUGMENTATIONS[name]
     return make(**read_options(owner, options_of(make), read_pairs(owner, items)))

@@ -63,7 +63,9 @@ class DecodeRequest:
 
     def _image(self, source: Source, raw: bool) -> Tensor:
         image = read_image(source)
-        return pixels(image if raw else fitted(image, source, self.size, self.fit))
+        if not raw:
+            image = fitted(image, source, self.size, self.fit)
+        return pixels(image)
 
     def _map(self, source: Source, raw: bool) -> Tensor:
         from torchvision import tv_tensors
@@ -72,9 +74,9 @@ class DecodeRequest:
         assert self.classes is not None
         if len(image.getbands()) > 1:
             raise UnreadableImageError(f"{name_of(source)} is not a label map: it has colours")
-        values = np.asarray(
-            image if raw else fitted(image, source, self.size, self.fit, smooth=False)
-        )
+        if not raw:
+            image = fitted(image, source, self.size, self.fit, smooth=False)
+        values = np.asarray(image)
         classes: Tensor = tv_tensors.Mask(self.classes[torch.from_numpy(values.astype(np.int64))])
         return classes
 
@@ -86,7 +88,9 @@ def read_image(source: Source) -> "Image":
     """
     image = _opened(source)
     if image.mode[0] not in "IF":
-        return image if image.mode == "RGB" else image.convert("RGB")
+        if image.mode == "RGB":
+            return image
+        return image.convert("RGB")
     from PIL.Image import fromarray
 
     values = np.asarray(image).astype(np.float32) / np.float32(DEEPEST)
@@ -112,13 +116,17 @@ def _opened(source: Source) -> "Image":
 
 def name_of(source: Source) -> str:
     """Return a file's path, or a description of bytes."""
-    return f"an image of {len(source)} bytes" if isinstance(source, bytes) else source
+    if isinstance(source, bytes):
+        return f"an image of {len(source)} bytes"
+    return source
 
 
 def pixels(image: "Image") -> Tensor:
     """Return an RGB image as bytes, 3 x H x W; one of floats as floats."""
     values = torch.from_numpy(np.array(image))
-    return values.expand(3, -1, -1) if image.mode == "F" else values.permute(2, 0, 1)
+    if image.mode == "F":
+        return values.expand(3, -1, -1)
+    return values.permute(2, 0, 1)
 
 
 def _alike(images: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -146,5 +154,6 @@ def fitted(image: "Image", source: Source, size: Size, fit: Fit, smooth: bool = 
         factor = max(height * 8 / 7 / image.height, width * 8 / 7 / image.width)
         scaled = max(round(image.width * factor), width), max(round(image.height * factor), height)
         image = image.resize(scaled, how)
-    left, top = (image.width - width) // 2, (image.height - height) // 2
+    left = (image.width - width) // 2
+    top = (image.height - height) // 2
     return image.crop((left, top, left + width, top + height))

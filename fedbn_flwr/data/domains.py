@@ -92,7 +92,8 @@ def digits_domains() -> Data:
     upscaled = F.interpolate(small, size=(SIDE, SIDE), mode="bicubic").clamp(0, 1)
     splits = []
     for role, chosen, fonts in (("train", ~test, TRAIN_FONTS), ("test", test, TEST_FONTS)):
-        originals, original_labels = upscaled[chosen], torch.from_numpy(labels[chosen])
+        originals = upscaled[chosen]
+        original_labels = torch.from_numpy(labels[chosen])
         parts = {
             name: (
                 draw(originals, torch_generator(0, "digits-domains", name, role)),
@@ -114,10 +115,8 @@ def image_domains(name: str, data: Data) -> Data:
         parts = []
         for place, (domain, draw) in enumerate(REAL_DOMAINS.items()):
             chosen = slice(place, None, len(REAL_DOMAINS))
-            originals, generator = (
-                split.inputs[chosen].float() / 255,
-                torch_generator(0, name, domain, role),
-            )
+            originals = split.inputs[chosen].float() / 255
+            generator = torch_generator(0, name, domain, role)
             parts.append((draw(originals, generator), split.labels[chosen]))
         splits.append(_stack(parts))
     return Data(name, splits[0], splits[1], data.num_classes, tuple(REAL_DOMAINS))
@@ -139,7 +138,8 @@ def photos(originals: Tensor, generator: torch.Generator) -> Tensor:
         from sklearn.datasets import load_sample_images
 
     photographs = torch.from_numpy(np.stack(load_sample_images().images))  # channels last
-    count, (height, width) = len(originals), photographs.shape[1:3]
+    count = len(originals)
+    height, width = photographs.shape[1:3]
     which = torch.randint(len(photographs), (count, 1, 1), generator=generator)
     rows = (
         torch.randint(height - SIDE, (count, 1, 1), generator=generator)
@@ -216,12 +216,11 @@ def _warp(
     def uniform(low: float, high: float) -> Tensor:
         return torch.rand(len(images), generator=generator) * (high - low) + low
 
-    angle, slope, size = (
-        uniform(-degrees, degrees).deg2rad(),
-        uniform(-shear, shear),
-        uniform(*scale),
-    )
-    cos, sin = angle.cos() / size, angle.sin() / size
+    angle = uniform(-degrees, degrees).deg2rad()
+    slope = uniform(-shear, shear)
+    size = uniform(*scale)
+    cos = angle.cos() / size
+    sin = angle.sin() / size
     # the matrix maps the place of a pixel in the result to its place in the original
     matrix = torch.stack(
         [

@@ -34,7 +34,8 @@ class ImageFiles:
     """
 
     def __init__(self, root: Path, names: Iterable[str]) -> None:
-        self._root, self._names = root, np.array([os.fsencode(name) for name in names])
+        self._root = root
+        self._names = np.array([os.fsencode(name) for name in names])
 
     def __call__(self, rows: NDArray[np.int64]) -> list[Source]:
         """Return the paths of the images in these rows."""
@@ -112,14 +113,23 @@ class FileSplit(Split):
         edits: Edits | None = None,
     ) -> Iterator[Batch]:
         """Decode batches of these sizes, a few ahead of the one that is used."""
-        chosen, device = indices.split(list(sizes)), torch.device(device)
-        seeds = [()] * len(chosen) if edits is None else edits.seeds.split(list(sizes))
+        chosen = indices.split(list(sizes))
+        device = torch.device(device)
+        if edits is None:
+            seeds = [()] * len(chosen)
+        else:
+            seeds = edits.seeds.split(list(sizes))
         requests = (
             self._request(part, edits, own) for part, own in zip(chosen, seeds, strict=True)
         )
         for part, (pixels, maps) in zip(chosen, decode(requests, self.workers), strict=True):
-            targets = gather(self.labels, part, device) if maps is None else maps.to(device)
-            into = mapped(pixels.shape) if device.type == "cpu" else None
+            if maps is None:
+                targets = gather(self.labels, part, device)
+            else:
+                targets = maps.to(device)
+            into = None
+            if device.type == "cpu":
+                into = mapped(pixels.shape)
             yield normalize(pixels.to(device), self.mean, self.std, into=into), targets
 
     def select(self, indices: NDArray[np.int64]) -> Self:

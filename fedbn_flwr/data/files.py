@@ -42,7 +42,8 @@ def from_torchvision(name: str, root: Path, elsewhere: bool = True) -> Data:
     kind, num_classes = TORCHVISION[name]
     if name in mnist.FOLDERS:
         places = mnist.places(name, root, elsewhere)
-        if not (home := mnist.home_of(places)):
+        home = mnist.home_of(places)
+        if not home:
             _read(name, root, "train", elsewhere, places)  # brings the files of both
             home = root / kind / "raw"
         train, test = (Split(*mnist.read_split(home, role)) for role in mnist.FILES)
@@ -68,23 +69,26 @@ def from_folder(path: Path, side: int | None, workers: int = 0) -> Data:
     fit: Fit = "squash" if side else "exact"
     files = [listed.split(size, fit, workers=workers) for listed in lists]
     fits = 3 * size * size * sum(map(len, lists)) <= MOST_IN_MEMORY
-    splits = [split.in_memory() for split in files] if fits else files
+    splits: list[Split] = [split.in_memory() for split in files] if fits else [*files]
     if (
         splits[0].inputs.dtype != splits[1].inputs.dtype
     ):  # of 8 and of 16 bits; mini-batches from files are floats
-        splits = files
+        splits = [*files]
     train, test = splits
     return Data(path.name, train, test, len(classes), tuple(domains), tuple(classes))
 
 
 def list_folder(path: Path) -> tuple[list[FileList], list[str], list[str]]:
     """List the files of both splits, the classes, and the domains if there are several."""
-    names, roles = folders(require(path, "the folder that folder:PATH names")), ["train", "test"]
-    domains = (
-        [] if "train" in names else [name for name in names if (path / name / "train").is_dir()]
-    )
+    names = folders(require(path, "the folder that folder:PATH names"))
+    roles = ["train", "test"]
+    if "train" in names:
+        domains = []
+    else:
+        domains = [name for name in names if (path / name / "train").is_dir()]
     if not domains and "train" not in names:
-        domains, roles = [name for name in names if folders(path / name)], [""]
+        domains = [name for name in names if folders(path / name)]
+        roles = [""]
     homes = domains or ["."]
     classes = sorted({name for home in homes for name in folders(path / home / roles[0])})
     if not classes:
@@ -92,8 +96,14 @@ def list_folder(path: Path) -> tuple[list[FileList], list[str], list[str]]:
             f"folder:{path}: found neither train/CLASS/ nor DOMAIN/train/CLASS/ nor DOMAIN/CLASS/ "
             "in it"
         )
-    lists = [_list(path, [os.path.join(home, role) for home in homes], classes) for role in roles]
-    divided = lists if len(lists) > 1 else _divided(lists[0], 2 if domains else 1)
+    lists = []
+    for role in roles:
+        places = [os.path.join(home, role) for home in homes]
+        lists.append(_list(path, places, classes))
+    if len(lists) > 1:
+        divided = lists
+    else:
+        divided = _divided(lists[0], 2 if domains else 1)
     return divided, classes, domains if len(domains) > 1 else []
 
 
@@ -106,7 +116,8 @@ def _divided(listed: FileList, depth: int) -> list[FileList]:
     strata: dict[tuple[int, int | None], list[str]] = {}
     for name, label, domain in zip_longest(listed.names, listed.labels, listed.domains):
         strata.setdefault((label, domain), []).append(name)
-    train, test = FileList(listed.root), FileList(listed.root)
+    train = FileList(listed.root)
+    test = FileList(listed.root)
     for (label, domain), names in strata.items():
         ordered = sorted(names, key=lambda name: fingerprint(os.sep.join(Path(name).parts[depth:])))
         count = max(round(HELD_OUT * len(names)), len(names) > 1)
@@ -158,14 +169,18 @@ def _read_split(name: str, root: Path, role: str, download: bool = False) -> tup
         inputs = inputs.unsqueeze(1)
     elif inputs.shape[-1] == 3:  # channels last
         inputs = inputs.permute(0, 3, 1, 2)
-    labels = dataset.labels if kind == "SVHN" else dataset.targets
+    if kind == "SVHN":
+        labels = dataset.labels
+    else:
+        labels = dataset.targets
     return inputs.contiguous(), torch.as_tensor(labels, dtype=torch.int64)
 
 
 def _list(path: Path, homes: list[str], classes: list[str]) -> FileList:
     listed = FileList(path)
     for home in homes:
-        if unknown := sorted(set(folders(path / home)) - set(classes)):
+        unknown = sorted(set(folders(path / home)) - set(classes))
+        if unknown:
             raise ValueError(
                 f"{path / home} has a class that no training folder has: {', '.join(unknown)}"
             )

@@ -38,11 +38,13 @@ from fedbn_flwr.randomness import torch_generator
 
 #: standard deviations of the prototypes' pixels and of the noise upon them, in grey levels around
 #: 128
-SPREAD, NOISE = 32.0, 64.0
+SPREAD = 32.0
+NOISE = 64.0
 #: number of samples drawn at a time, so that no float copy of the whole data set exists
 CHUNK = 4096
 #: environment variable with the folder of data sets in files, and the folder without the variable
-ROOT_VARIABLE, DEFAULT_ROOT = "FEDBN_FLWR_DATA", "~/.cache/fedbn-flwr"
+ROOT_VARIABLE = "FEDBN_FLWR_DATA"
+DEFAULT_ROOT = "~/.cache/fedbn-flwr"
 #: held while loading; reentrant, because a user's function may call `load`
 _loading = RLock()
 #: the data set of a run for which every site of a deployment has data of its own
@@ -64,7 +66,9 @@ class DatasetRequest:
         """Return the argument's path as a folder; without one, the folder of this name in
         `root`.
         """
-        return Path(self.path).expanduser() if self.path else self.root / name
+        if self.path:
+            return Path(self.path).expanduser()
+        return self.root / name
 
     @property
     def path(self) -> str:
@@ -255,7 +259,8 @@ _register("cityscapes", "cityscapes", 768, cityscapes, _about)
 @register_dataset("hf")
 def _hugging_face(request: DatasetRequest) -> Data:
     """A data set of images of the Hugging Face Hub, or saved from there: `hf:NAME`."""
-    name, options = request.path, request.options_after_path(**CHOICES)
+    name = request.path
+    options = request.options_after_path(**CHOICES)
     if not name:
         raise ValueError("hf: needs a name, as in hf:uoft-cs/cifar10")
     return hugging_face(name, request.root, request.image_size, request.image_workers, options)
@@ -324,7 +329,9 @@ def _prepare(data: Data, image_size: int | None, channels: int) -> Data:
         data = data.resized(image_size)
     if channels not in (0, data.in_channels):
         data = data.repeated(channels)
-    return data if data.train.mean else data.standardized()
+    if data.train.mean:
+        return data
+    return data.standardized()
 
 
 #: for a user's own data

@@ -21,7 +21,9 @@ OwnData = Data | Callable[[], Data] | tuple[Any, Any]
 
 def own_data(given: Any) -> Data:
     """Return a user's data as `Data`; a ValueError says what is allowed."""
-    made = given() if callable(given) and not isinstance(given, Data) else given
+    made = given
+    if callable(given) and not isinstance(given, Data):
+        made = given()
     if isinstance(made, Data):
         return made
     if not isinstance(made, tuple | list) or len(made) != 2:
@@ -36,11 +38,14 @@ def own_data(given: Any) -> Data:
     if train.labels.is_floating_point():
         return Data("own data", train, test, train.labels.shape[1:].numel(), task="regression")
     labels = torch.cat([train.labels, test.labels])
-    if len(labels) and (lowest := int(labels.min())) > 0:
-        shown = f"labels are {lowest} to {int(labels.max())}, but classes are numbered from 0"
-        raise ValueError(
-            f"{shown}: give labels - {lowest}, or fedbn_flwr.data.Data if class 0 has no samples"
-        )
+    if len(labels):
+        lowest = int(labels.min())
+        if lowest > 0:
+            shown = f"labels are {lowest} to {int(labels.max())}, but classes are numbered from 0"
+            raise ValueError(
+                f"{shown}: give labels - {lowest}, or fedbn_flwr.data.Data if class 0 has no "
+                "samples"
+            )
     return Data("own data", train, test, int(labels.max()) + 1 if len(labels) else 0)
 
 
@@ -92,11 +97,12 @@ def _read(dataset: Any, name: str) -> tuple[Sequence[Any], Sequence[Any]]:
     """
     items = [dataset[place] for place in range(len(dataset))]
     first = [item[0] if isinstance(item, tuple | list) else item for item in items]
-    if others := [
+    others = [
         type(each).__name__
         for each in first
         if isinstance(each, dict) or not hasattr(each, "__len__")
-    ]:
+    ]
+    if others:
         raise TypeError(
             f"its items must be (tensor, label), not {others[0]} (PILToTensor makes tensors of "
             "images)"

@@ -18,7 +18,8 @@ from fedbn_flwr.randomness import numpy_generator
 Rows = NDArray[np.int64]
 
 #: FedBS's unbalanced case: the samples of a shard, and the largest number of shards of a client
-SHARD_SIZE, MOST_SHARDS = 50, 30
+SHARD_SIZE = 50
+MOST_SHARDS = 30
 #: how often `unbalanced` lets all clients split their shards in a new way
 SWEEPS = 32
 #: the fewest samples of a client under `dirichlet`: batch normalization cannot train on one
@@ -43,7 +44,8 @@ class PartitionRequest:
         """The class of every row; images with label maps have none of their own, and float targets
         are none.
         """
-        if targets := UNCLASSED.get(self.data.task):
+        targets = UNCLASSED.get(self.data.task)
+        if targets:
             raise ValueError(
                 f"{self.data.name} has {targets} and no labels: take iid, city, domain or union"
             )
@@ -56,7 +58,10 @@ class PartitionRequest:
 
     def number(self, position: int, default: int | None = None) -> int:
         """Return an argument that is a whole number of at least 1."""
-        text = self.arguments[position] if position < len(self.arguments) else str(default or "")
+        if position < len(self.arguments):
+            text = self.arguments[position]
+        else:
+            text = str(default or "")
         if not text.isdecimal() or int(text) < 1:
             raise ValueError(f"expected a whole number of at least 1, not {text!r}")
         return int(text)
@@ -129,11 +134,13 @@ def _dirichlet(request: PartitionRequest) -> list[Rows]:
     This is the draw that `flwr-datasets` makes of the seed. Where a client gets too few rows, all
     classes are drawn again.
     """
-    alpha, clients = request.alpha(), request.clients
+    alpha = request.alpha()
+    clients = request.clients
     fewest = request.number(1, DIRICHLET_MINIMUM)
     if fewest * clients > request.samples:
         raise ValueError(f"{request.samples} samples cannot give {clients} clients {fewest} each")
-    labels, generator = request.labels, numpy_generator(request.seed, "partition", "dirichlet")
+    labels = request.labels
+    generator = numpy_generator(request.seed, "partition", "dirichlet")
     by_class = [np.flatnonzero(labels == label) for label in np.unique(labels)]
     for _ in range(ATTEMPTS):
         pieces = []
@@ -213,7 +220,8 @@ def _classes(request: PartitionRequest) -> list[Rows]:
 
     A class is cut evenly into one piece for each of its holders.
     """
-    classes, labels = request.data.num_classes, request.labels
+    classes = request.data.num_classes
+    labels = request.labels
     per_client = request.number(0, default=min(max(-(-classes // request.clients), 2), classes))
     if per_client > classes:
         raise ValueError(f"{request.data.name} has only {classes} classes")
@@ -369,7 +377,8 @@ def partition(spec: str, data: Data, clients: int, seed: int) -> list[Rows]:
     except ValueError as error:
         raise ValueError(f"partition {spec!r} ({kind.form}): {error}") from error
     _check_share(spec, indices, clients)
-    if empty := [str(client) for client, samples in enumerate(indices) if len(samples) == 0]:
+    empty = [str(client) for client, samples in enumerate(indices) if len(samples) == 0]
+    if empty:
         raise ValueError(f"partition {spec!r}: no sample for client {', '.join(empty)}")
     return indices
 
@@ -381,13 +390,16 @@ def _check_share(spec: str, indices: list[Rows], clients: int) -> None:
             f"partition {spec!r} has samples for {len(indices)} clients, not for {clients}"
         )
     samples = np.sort(np.concatenate(indices))
-    if len(twice := samples[:-1][samples[1:] == samples[:-1]]):
+    twice = samples[:-1][samples[1:] == samples[:-1]]
+    if len(twice):
         raise ValueError(f"partition {spec!r} gives sample {twice[0]} to two clients")
 
 
 def about_absent(classes: Sequence[str], partition: str, clients: int) -> str:
     """Return a sentence about classes that nobody has, though they are tested."""
-    few = ", ".join(classes[:5]) + ", ..." * (len(classes) > 5)
+    few = ", ".join(classes[:5])
+    if len(classes) > 5:
+        few += ", ..."
     return (
         f"no client has samples of {len(classes)} classes ({few}): {partition} with "
         f"{clients:.0f} clients"

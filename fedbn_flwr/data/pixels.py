@@ -40,9 +40,14 @@ def normalize(
     """
     if gathered.dtype == torch.int64:
         return gathered
-    unit = 255.0 if gathered.dtype == torch.uint8 else 1.0
+    unit = 1.0
+    if gathered.dtype == torch.uint8:
+        unit = 255.0
     center, width = _constants(mean or (0.0,), std or (1.0,), unit, gathered.dim(), gathered.device)
-    inputs = gathered.to(torch.float32) if into is None else into.copy_(gathered)
+    if into is None:
+        inputs = gathered.to(torch.float32)
+    else:
+        inputs = into.copy_(gathered)
     return inputs.sub_(center).div_(width)
 
 
@@ -90,8 +95,13 @@ def measure_bytes(parts: Iterable[Tensor]) -> tuple[Channels, Channels]:
 
 
 def _histograms(images: Tensor) -> Tensor:
-    levels = 2**16 if images.is_floating_point() else 2**8
-    values = images.mul(levels - 1).round().long() if images.is_floating_point() else images
+    if images.is_floating_point():
+        levels = 2**16
+    else:
+        levels = 2**8
+    values = images
+    if images.is_floating_point():
+        values = images.mul(levels - 1).round().long()
     return torch.stack(
         [torch.bincount(channel.flatten(), minlength=levels) for channel in values.unbind(1)]
     )

@@ -36,7 +36,8 @@ def decode(requests: Iterable[DecodeRequest], workers: int) -> Iterator[Decoded]
     if not workers or _is_spared or multiprocessing.current_process().daemon:
         yield from (request.decode() for request in requests)
         return
-    pool, waiting = _pool(os.getpid(), workers), deque[Future[Decoded]]()
+    pool = _pool(os.getpid(), workers)
+    waiting = deque[Future[Decoded]]()
     try:
         for request in requests:
             waiting.append(pool.submit(request.decode))
@@ -56,7 +57,8 @@ def decode(requests: Iterable[DecodeRequest], workers: int) -> Iterator[Decoded]
 def decoding_here() -> Iterator[None]:
     """Decode in this process, inside the block."""
     global _is_spared
-    before, _is_spared = _is_spared, True
+    before = _is_spared
+    _is_spared = True
     try:
         yield
     finally:
@@ -75,7 +77,8 @@ def _pool(process: int, workers: int) -> ProcessPoolExecutor:
 
 def _shut_down(pool: "ref[ProcessPoolExecutor]") -> None:
     """End a pool that is still there: one that another has replaced is not kept for this."""
-    if (present := pool()) is not None:
+    present = pool()
+    if present is not None:
         present.shutdown(cancel_futures=True)
 
 

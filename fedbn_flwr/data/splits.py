@@ -52,14 +52,18 @@ class Split:
     std: Channels = ()
 
     def __post_init__(self) -> None:
-        shape, dtype = tuple(self.inputs.shape), self.inputs.dtype
+        shape = tuple(self.inputs.shape)
+        dtype = self.inputs.dtype
         if len(shape) < 2 or dtype not in (torch.uint8, torch.float32, torch.int64):
             raise ValueError(
                 f"inputs must be N x C [x H x W], uint8, float32 or (for ids) int64, not {shape}, "
                 f"{dtype}"
             )
         is_float = self.labels.dtype == torch.float32 and self.labels.dim() <= 2
-        classes = None if is_float and self.labels.shape[:1] == shape[:1] else self.labels
+        if is_float and self.labels.shape[:1] == shape[:1]:
+            classes = None
+        else:
+            classes = self.labels
         for name, column in (("labels", classes), ("domains", self.domains)):
             if column is not None and (column.dtype != torch.int64 or column.shape != shape[:1]):
                 actual = f"{tuple(column.shape)}, {column.dtype}"
@@ -81,7 +85,8 @@ class Split:
         Bytes travel to a GPU as bytes, and become floats there: once with the whole split, if there
         is room for it, or from pinned memory and without blocking.
         """
-        inputs, labels = self._near(device := torch.device(device))
+        device = torch.device(device)
+        inputs, labels = self._near(device)
         return normalize(gather(inputs, indices, device), self.mean, self.std), gather(
             labels, indices, device
         )
@@ -114,9 +119,8 @@ class Split:
         """
         start = 0
         # to be sent once; images are changed on the CPU
-        indices = (
-            indices.to(self._near(torch.device(device))[0].device) if edits is None else indices
-        )
+        if edits is None:
+            indices = indices.to(self._near(torch.device(device))[0].device)
         for portion in _portions(sizes, MOST_TOGETHER // max(self.inputs[:1].numel(), 1)):
             end = start + sum(portion)
             chosen = indices[start:end]
@@ -141,7 +145,10 @@ class Split:
     def select(self, indices: NDArray[np.int64]) -> Self:
         """Return a new split with copies of the chosen samples."""
         chosen = torch.from_numpy(indices)
-        domains = None if self.domains is None else self.domains[chosen]
+        if self.domains is None:
+            domains = None
+        else:
+            domains = self.domains[chosen]
         return replace(
             self, inputs=self.inputs[chosen], labels=self.labels[chosen], domains=domains
         )
@@ -159,7 +166,9 @@ class Split:
         """Return mean and standard deviation of every channel, for pixels from 0 to 1; of ids there
         are none.
         """
-        return ((), ()) if self.has_ids else measure(self.inputs)
+        if self.has_ids:
+            return ((), ())
+        return measure(self.inputs)
 
 
 #: by device, the inputs and labels that are there
@@ -173,7 +182,8 @@ def _portions(sizes: Sequence[int], most: int) -> Iterator[list[int]]:
     for size in sizes:
         if portion and count + size > most:
             yield portion
-            portion, count = [], 0
+            portion = []
+            count = 0
         portion.append(size)
         count += size
     if portion:
@@ -203,13 +213,16 @@ class Data:
             raise ValueError(
                 f"{self.name}: {len(self.class_names)} names for {self.num_classes} classes"
             )
-        if (train := self.train.inputs.dtype) != (test := self.test.inputs.dtype):
+        train = self.train.inputs.dtype
+        test = self.test.inputs.dtype
+        if train != test:
             raise ValueError(
                 f"{self.name}: training inputs are {train}, test inputs {test}: give both in one "
                 "type"
             )
         for split in (self.train, self.test):
-            is_float, width = split.labels.is_floating_point(), split.labels.shape[1:].numel()
+            is_float = split.labels.is_floating_point()
+            width = split.labels.shape[1:].numel()
             if is_float != (self.task == "regression") or (is_float and width != self.num_classes):
                 actual = f"{tuple(split.labels.shape)}, {split.labels.dtype}"
                 raise ValueError(
@@ -225,7 +238,9 @@ class Data:
 
     def __str__(self) -> str:
         sizes = f"{len(self.train):,} training and {len(self.test):,} test samples"
-        unit = "targets" if self.task == "regression" else "classes"
+        unit = "classes"
+        if self.task == "regression":
+            unit = "targets"
         classes = f"{self.num_classes} {unit}{_listed(self.class_names)}"
         if self.train.domains is None:
             return f"{self.name}: {sizes}; {classes}"
@@ -243,7 +258,9 @@ class Data:
     @property
     def image_size(self) -> int:
         """Side of a square image, in pixels; 1 where samples have nothing but channels."""
-        return self.train.inputs.shape[-1] if self.train.inputs.dim() > 2 else 1
+        if self.train.inputs.dim() > 2:
+            return self.train.inputs.shape[-1]
+        return 1
 
     def resized(self, side: int) -> "Data":
         """Return the data with images of another size."""
@@ -271,7 +288,9 @@ class Data:
 
         Tensors are shared.
         """
-        return self if self.train.has_ids else normalized(self, *self.train.measured())
+        if self.train.has_ids:
+            return self
+        return normalized(self, *self.train.measured())
 
     def share(self) -> bool:
         """Move tensors into memory that worker processes can map; return whether they are there.
@@ -327,11 +346,10 @@ def _validation_split(data: Data, fraction: float, seed: int) -> Data:
         raise ValueError(
             f"{data.name}: a share of {fraction} of {len(split)} samples leaves one side empty"
         )
-    strata = (
-        np.zeros(len(split), np.int64)
-        if data.task == "regression"
-        else split.labels.numpy(force=True)
-    )
+    if data.task == "regression":
+        strata = np.zeros(len(split), np.int64)
+    else:
+        strata = split.labels.numpy(force=True)
     if split.domains is not None:
         strata = strata * len(data.domain_names) + split.domains.numpy(force=True)
     held_out = stratified(strata, count, numpy_generator(seed, "validation"))
@@ -340,15 +358,19 @@ def _validation_split(data: Data, fraction: float, seed: int) -> Data:
 
 
 def _listed(names: Sequence[str]) -> str:
-    return (
-        f" ({', '.join(names[:MOST_NAMES])}{', ...' * (len(names) > MOST_NAMES)})" if names else ""
-    )
+    if not names:
+        return ""
+    shown = names[:MOST_NAMES]
+    if len(names) > MOST_NAMES:
+        shown = [*shown, "..."]
+    return f" ({', '.join(shown)})"
 
 
 def _check_range(what: str, values: Tensor, count: int) -> None:
     if len(values) == 0 or values.is_floating_point():
         return
-    lowest, highest = int(values.min()), int(values.max())
+    lowest = int(values.min())
+    highest = int(values.max())
     if lowest < 0 or highest >= count:
         raise ValueError(f"{what} must be from 0 to {count - 1}, not {lowest} to {highest}")
 
@@ -400,7 +422,8 @@ def leave_out(data: Data, domain: str) -> tuple[Data, Split]:
         raise ValueError(
             f"{data.name} has no domain {domain!r}; it has {', '.join(data.domain_names) or 'none'}"
         )
-    number, train = data.domain_names.index(domain), data.train
+    number = data.domain_names.index(domain)
+    train = data.train
     assert train.domains is not None
     assert data.test.domains is not None
     here, tested = (

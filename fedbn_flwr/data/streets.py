@@ -33,7 +33,8 @@ HOOD = len(CLASSES)
 #: the value of the hood in a label map
 UNLABELLED = 255
 #: light of the darkest and of the brightest city, and how far a city's colours are from plain light
-LIGHT, TINT = (0.6, 1.3), 0.2
+LIGHT = (0.6, 1.3)
+TINT = 0.2
 #: standard deviation of the noise of a pixel, in grey levels
 NOISE = 12.0
 
@@ -97,13 +98,12 @@ def _drawing(side: int, density: float, generator: np.random.Generator) -> Drawi
 
     A city of higher density has more houses and more cars.
     """
-    width, horizon = 2 * side, int(side * generator.uniform(0.3, 0.45))
+    width = 2 * side
+    horizon = int(side * generator.uniform(0.3, 0.45))
     drawing = np.full((side, width), SKY, dtype=np.uint8)
     for _ in range(2 + int(6 * density)):
-        left, top = (
-            int(generator.uniform(-4, width - 4)),
-            int(horizon * generator.uniform(0.1, 0.8)),
-        )
+        left = int(generator.uniform(-4, width - 4))
+        top = int(horizon * generator.uniform(0.1, 0.8))
         drawing[top:horizon, max(left, 0) : left + int(width * generator.uniform(0.08, 0.25))] = (
             BUILDING
         )

@@ -53,7 +53,8 @@ class Federation:
                 raise DeploymentError(f"{host!r} is neither a host name nor an address")
         for site in self.sites:
             check_name("site", site)
-        if twice := [site for site in self.sites if self.sites.count(site) > 1]:
+        twice = [site for site in self.sites if self.sites.count(site) > 1]
+        if twice:
             raise DeploymentError(f"site {twice[0]!r} is listed twice")
         if not self.sites:
             raise DeploymentError("sites must list at least one site")
@@ -83,7 +84,9 @@ class Federation:
 
     @property
     def _host(self) -> str:
-        return f"[{self.server}]" if ":" in self.server else self.server
+        if ":" in self.server:
+            return f"[{self.server}]"
+        return self.server
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -102,11 +105,13 @@ class Federation:
     def from_mapping(cls, content: Mapping[Any, Any]) -> Self:
         """Check keys and types."""
         known = {option_key(item.name): item for item in fields(cls)}
-        if unknown := [key for key in content if key not in known]:
+        unknown = [key for key in content if key not in known]
+        if unknown:
             raise DeploymentError(f"unknown key {unknown[0]!r}; known: {', '.join(known)}")
-        if missing := [
+        missing = [
             key for key, item in known.items() if item.default is MISSING and key not in content
-        ]:
+        ]
+        if missing:
             raise DeploymentError(f"key {missing[0]!r} is missing")
         return cls(
             **{

@@ -46,7 +46,9 @@ _REFUSALS = {
     True: "the SuperNode before it still counts as connected",
     False: "the server does not know its key: it is not registered, or it was and has been revoked",
 }
-_PULL, _PUSH, _INSERT = "_pull_and_store_message", "_push_messages", "_insert_message"
+_PULL = "_pull_and_store_message"
+_PUSH = "_push_messages"
+_INSERT = "_insert_message"
 #: in the configuration of a message
 _ROUND = "server-round"
 
@@ -79,7 +81,8 @@ def come_back_noticed(client: Any) -> None:
     activate = client.ActivateNode
 
     def activate_noticed(self: Any, request: Any) -> Any:
-        end, refused = time.monotonic() + REFUSED, ""
+        end = time.monotonic() + REFUSED
+        refused = ""
         note_accepted(False)
         while True:
             try:
@@ -163,7 +166,8 @@ def guard_internals(module: ModuleType, log: SentLog, allowed: Collection[str]) 
 
     `allowed` empty is any app.
     """
-    if lacking := [name for name in (_PULL, _PUSH, _INSERT) if not hasattr(module, name)]:
+    lacking = [name for name in (_PULL, _PUSH, _INSERT) if not hasattr(module, name)]
+    if lacking:
         raise DeploymentError(
             f"this version of Flower's SuperNode has no {lacking[0]}: nothing could be recorded"
         )
@@ -197,7 +201,8 @@ def _pulling(
 
         def pull_object(run_id: int, object_id: str) -> bytes:
             content: bytes = given["pull_object"](run_id, object_id)
-            if number := round_of(object_id, content):
+            number = round_of(object_id, content)
+            if number:
                 rounds[object_id] = number
             return content
 
@@ -219,7 +224,8 @@ def _pulling(
             return message.metadata.run_id
         finally:
             for message, tree in received:
-                metadata, run = message.metadata, str(message.metadata.run_id)
+                metadata = message.metadata
+                run = str(message.metadata.run_id)
                 numbers = [
                     rounds[part.object_id]
                     for part in iterate_object_tree(tree)
@@ -243,7 +249,8 @@ def _pushing(push: Callable[..., None], log: SentLog) -> Callable[..., None]:
         def send(message: Message, *others: Any) -> Any:
             # before it leaves: what cannot be recorded is not sent
             contents = wait_for_contents(given["object_store"], message)
-            size, sent = sum(map(len, contents.values())), message
+            size = sum(map(len, contents.values()))
+            sent = message
             if not message.has_error():
                 # takes the objects out of `contents`
                 sent = cast(
@@ -271,7 +278,8 @@ class _Upload:
         send: Callable[..., tuple[set[str], str]],
         push: Callable[[int, str, str, bytes], None],
     ) -> None:
-        self._send, self._push = send, push
+        self._send = send
+        self._push = push
         self._lock = Lock()
         self._sent: tuple[Any, ...] = ()
         self._lacking: set[str] = set()
@@ -317,5 +325,7 @@ def round_of(object_id: str, content: bytes) -> int:
     if get_object_type_from_object_content(content) != ConfigRecord.__name__:
         return 0
     config = inflate_object_from_contents(object_id, {object_id: content})
-    number = config.get(_ROUND) if isinstance(config, ConfigRecord) else None
+    number = None
+    if isinstance(config, ConfigRecord):
+        number = config.get(_ROUND)
     return number if isinstance(number, int) else 0

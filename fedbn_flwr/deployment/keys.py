@@ -18,7 +18,8 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from fedbn_flwr.deployment import DeploymentError
 
 #: readable by their owner only, and by everybody
-PRIVATE, PUBLIC = 0o600, 0o644
+PRIVATE = 0o600
+PUBLIC = 0o644
 #: for containers of folders that root has made: services never run as root
 _UNPRIVILEGED = 10001
 #: years for which a CA is valid
@@ -29,14 +30,15 @@ _CLOCK_SLACK = timedelta(hours=1)
 
 def write_new(path: Path, content: bytes | str, mode: int) -> None:
     """Write a file that is not there yet; its mode is set before its content."""
-    data = content.encode() if isinstance(content, str) else content
+    if isinstance(content, str):
+        content = content.encode()
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     except FileExistsError as error:
         raise DeploymentError(f"{path} exists already, and is never overwritten") from error
     with os.fdopen(descriptor, "wb") as file:
         os.fchmod(descriptor, mode)
-        file.write(data)
+        file.write(content)
 
 
 def user_of(folder: Path) -> str:
@@ -106,7 +108,8 @@ def certificate_hosts(path: Path) -> set[str]:
 def make_node_key(private: Path, public: Path, comment: str) -> None:
     """Make a key pair of the kind that Flower's node authentication takes, in OpenSSH's format."""
     key = ec.generate_private_key(ec.SECP384R1())
-    form, none = serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
+    form = serialization.PrivateFormat.OpenSSH
+    none = serialization.NoEncryption()
     write_new(private, key.private_bytes(_PEM, form, none), PRIVATE)
     write_new(public, public_text(key) + f" {comment}\n", PUBLIC)
 

@@ -24,7 +24,8 @@ from fedbn_flwr.deployment.federation import check_name
 from fedbn_flwr.deployment.keys import PRIVATE, check_public_key
 
 #: seconds to wait for the server, and for Flower's command
-PATIENCE, COMMAND_PATIENCE = 30.0, 120.0
+PATIENCE = 30.0
+COMMAND_PATIENCE = 120.0
 #: how many runs `status` shows
 RUNS = 10
 _NO_PROXY = {"NO_PROXY": "127.0.0.1,localhost", "no_proxy": "127.0.0.1,localhost"}
@@ -56,7 +57,8 @@ class Operator:
     def register(self, key: Path) -> str:
         """Register a site's public key under the name of its file; returns the node's number."""
         check_public_key(key)
-        sites, name = self.sites(), key.stem
+        sites = self.sites()
+        name = key.stem
         check_name("site", name)
         if name in sites:
             raise DeploymentError(
@@ -88,7 +90,9 @@ class Operator:
         Revoked ones have names that no site can have.
         """
         path = self.home / "sites.json"
-        return dict(json.loads(path.read_text())) if path.exists() else {}
+        if path.exists():
+            return dict(json.loads(path.read_text()))
+        return {}
 
     def nodes(self) -> list[dict[str, Any]]:
         """Return what the SuperLink knows of each node that is registered."""
@@ -149,7 +153,9 @@ class Operator:
 
     def fetch(self, run: str, out: Path) -> list[Path]:
         """Copy the results of a run into a folder of its name; returns the files."""
-        listed = self.result(f"{run}/") if run.isdecimal() else None
+        listed = None
+        if run.isdecimal():
+            listed = self.result(f"{run}/")
         if listed is None:
             raise DeploymentError(
                 f"there are no results of run {run!r}; there are: {', '.join(self._results())}"
@@ -167,7 +173,8 @@ class Operator:
 
         Nothing if it has no results.
         """
-        config, rounds = self.result(f"{run}/config.json"), self.result(f"{run}/rounds.jsonl")
+        config = self.result(f"{run}/config.json")
+        rounds = self.result(f"{run}/rounds.jsonl")
         if config is None or rounds is None:
             return {}
         options: Mapping[str, Any] = json.loads(config)["options"]
@@ -232,7 +239,8 @@ def describe(operator: Operator) -> Iterator[str]:
             "ServerApp failed with exception: "
         )
         times = f"from {run.get('pending-at', 'N/A')} to {run.get('finished-at', 'N/A')}"
-        yield f"{'':<20} {times.removesuffix(' to N/A')}{f': {why}' * (why != 'N/A')}"
+        line = f"{'':<20} {times.removesuffix(' to N/A')}"
+        yield line if why == "N/A" else f"{line}: {why}"
 
 
 def _run(run: dict[str, Any], progress: dict[str, Any]) -> str:
@@ -244,5 +252,7 @@ def _run(run: dict[str, Any], progress: dict[str, Any]) -> str:
         key: last[key] for key in ("nodes", "train-loss", "accuracy") if last.get(key) is not None
     }
     shown = ", ".join(f"{key} {value:.4g}" for key, value in numbers.items())
-    shown += f", without {', '.join(map(str, last['left-out']))}" if "left-out" in last else ""
-    return f"{state} {progress['method']:<16} {progress['done']}/{progress['rounds']:<7} {shown}".rstrip()
+    if "left-out" in last:
+        shown += f", without {', '.join(map(str, last['left-out']))}"
+    done = f"{progress['done']}/{progress['rounds']:<7}"
+    return f"{state} {progress['method']:<16} {done} {shown}".rstrip()

@@ -29,7 +29,8 @@ from fedbn_flwr.deployment.provision import WRITTEN, read_env
 
 #: seconds that Flower's node authentication lets a node's clock be ahead of the server's, and
 #: behind it
-AHEAD, BEHIND = 5, 305
+AHEAD = 5
+BEHIND = 305
 #: days that a certificate should last
 DAYS = 14
 PATIENCE = 10.0
@@ -83,11 +84,9 @@ def _server(kit: Path, env: Mapping[str, str]) -> Iterator[Check]:
     yield _clock(answer.headers["Date"])
     connection.request("POST", "/v1/control/list-runs", body=b"")
     closed = connection.getresponse().status == 403
-    text = (
-        "closed to this site (403)"
-        if closed
-        else "open to this site: whoever runs the server should close it"
-    )
+    text = "open to this site: whoever runs the server should close it"
+    if closed:
+        text = "closed to this site (403)"
     yield Check("control", "ok" if closed else "warning", text)
 
 
@@ -140,7 +139,10 @@ def _folders(kit: Path, env: Mapping[str, str]) -> Iterator[Check]:
     for name in WRITTEN:
         try:
             # in a container it is mounted elsewhere
-            folder = Path("/srv", name) if _in_container() else kit / name
+            if _in_container():
+                folder = Path("/srv", name)
+            else:
+                folder = kit / name
             with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
                 if file.write(bytes(NEEDED)) < NEEDED:
                     raise OSError(ENOSPC, os.strerror(ENOSPC))
@@ -179,7 +181,8 @@ def _clock(date: str) -> Check:
 
 
 def _key(kit: Path, env: Mapping[str, str]) -> Iterator[Check]:
-    path, public = kit / "node.key", kit / f"{env['FEDBN_SITE']}.pub"
+    path = kit / "node.key"
+    public = kit / f"{env['FEDBN_SITE']}.pub"
     if not path.exists():
         raise DeploymentError(f"there is none: `fedbn-flwr site init {kit}` makes one")
     key = load_node_key(path)
@@ -219,8 +222,11 @@ def _gpu(_: Path, env: Mapping[str, str]) -> Iterator[Check]:
     from fedbn_flwr.device import accelerator_name
 
     wanted = env.get("COMPOSE_PROFILES") == "site-gpu"
-    if name := accelerator_name():
-        unused = "" if wanted else "; COMPOSE_PROFILES=site-gpu would use it"
+    name = accelerator_name()
+    if name:
+        unused = "; COMPOSE_PROFILES=site-gpu would use it"
+        if wanted:
+            unused = ""
         text = f"{name}, {torch.accelerator.device_count()} in all{unused}"
         yield Check("gpu", "ok" if wanted else "warning", text)
     else:
@@ -242,11 +248,10 @@ def _data(_: Path, env: Mapping[str, str]) -> Iterator[Check]:
     if _in_container():
         folder = Path(os.environ["FEDBN_FLWR_DATA"])
     _require_readable(folder)
-    homes = (
-        [folder]
-        if (folder / "train").is_dir()
-        else sorted(path.parent for path in folder.glob("*/train"))
-    )
+    if (folder / "train").is_dir():
+        homes = [folder]
+    else:
+        homes = sorted(path.parent for path in folder.glob("*/train"))
     if not homes:
         names = sorted(path.name for path in folder.iterdir())
         text = (

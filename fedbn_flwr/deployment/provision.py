@@ -4,13 +4,16 @@ each site.
 A site itself completes its kit with its keys and secret.
 
 ```
-ca/        ca.key                                the CA's private key: needed to renew, best kept offline
-server/    .env docker-compose.yml ca.crt server.crt server.key superexec.secret state/ results/ code/ weights/
-           nginx.conf operator.conf              the doors for sites and for the operator
-operator/  config.toml operator.key ca.crt       Flower's own configuration (FLWR_HOME), and who is registered
+ca/        ca.key: the CA's private key, needed to renew and best kept offline
+server/    .env docker-compose.yml ca.crt server.crt server.key superexec.secret
+           state/ results/ code/ weights/
+           nginx.conf operator.conf: the doors for sites and for the operator
+operator/  config.toml operator.key ca.crt: Flower's own configuration (FLWR_HOME),
+           and who is registered
 .env       for all of it on one machine
-sites/S/   .env docker-compose.yml ca.crt *.service state/ models/ log/ code/ weights/   the kit of site S
-numbers.json                                     the sites' numbers, also of sites that were removed
+sites/S/   the kit of site S: .env docker-compose.yml ca.crt *.service
+           state/ models/ log/ code/ weights/
+numbers.json    the sites' numbers, also of sites that were removed
 ```
 
 A folder that exists is completed: new sites get their kits, and no file is overwritten but
@@ -45,7 +48,8 @@ _TEMPLATES = Path(__file__).parent / "templates"
 _INNER_HOSTS = ("superlink", "proxy", "localhost", "127.0.0.1")
 #: folders of a kit that the containers write to, and those that they read, which the server has,
 #: too
-WRITTEN, READ = ("log", "state", "models"), ("code", "weights")
+WRITTEN = ("log", "state", "models")
+READ = ("code", "weights")
 #: lines of `.env` that are not the federation's
 _OWN = ("FEDBN_DATA", "FEDBN_USER", "COMPOSE_PROFILES")
 
@@ -55,9 +59,13 @@ def provision(federation: Federation, out: Path) -> list[str]:
 
     Return lines about new files and old kits.
     """
-    before = {path for path in out.rglob("*") if path.is_file()} if out.exists() else set()
+    if out.exists():
+        before = {path for path in out.rglob("*") if path.is_file()}
+    else:
+        before = set()
     _make_folders(federation, out)
-    certificate, in_use = out / "ca" / "ca.crt", out / "server" / "ca.crt"
+    certificate = out / "ca" / "ca.crt"
+    in_use = out / "server" / "ca.crt"
     if in_use.exists():
         # the CA may be offline by now: a new one would sign nothing that the server shows
         _write_missing(certificate, in_use.read_text())
@@ -91,7 +99,10 @@ def _numbers(federation: Federation, out: Path) -> dict[str, int]:
 
 def _other_lines(env: Path, text: str) -> list[str]:
     """Return the federation's lines of a text that `.env` does not have, if it is there."""
-    have = env.read_text().splitlines() if env.exists() else text.splitlines()
+    if env.exists():
+        have = env.read_text().splitlines()
+    else:
+        have = text.splitlines()
     return [
         line for line in text.splitlines() if line not in have and not line.startswith(("#", *_OWN))
     ]
@@ -147,7 +158,8 @@ def _provision_server(federation: Federation, out: Path) -> None:
         "OUT": out.resolve(),
         "KEY": (out / "operator" / "operator.key").read_text().strip(),
     }
-    if other := _other_lines(server / ".env", settings := fill("server.env", values)):
+    other = _other_lines(server / ".env", settings := fill("server.env", values))
+    if other:
         made = (
             "server/.env",
             "server/nginx.conf",
@@ -209,9 +221,11 @@ def _provision_site(
     for unit in ("fedbn-node.service", "fedbn-exec.service"):
         _write_missing(kit / unit, fill(unit, values))
     hand_over(kit)
+    if not other:
+        return []
     return [
         f"the kit of {site} is out of date; its .env, here and at the site, needs {' '.join(other)}"
-    ] * bool(other)
+    ]
 
 
 def read_env(kit: Path) -> dict[str, str]:
@@ -252,7 +266,8 @@ def init_site(kit: Path) -> Path:
 
 
 def _make_certificate(federation: Federation, out: Path) -> None:
-    server, key = out / "server", out / "ca" / "ca.key"
+    server = out / "server"
+    key = out / "ca" / "ca.key"
     if not key.exists():
         raise DeploymentError(f"{key} is not there: put the CA's key back to make a certificate")
     make_server_certificate(out / "ca" / "ca.crt", key, _hosts(federation), federation.days, server)

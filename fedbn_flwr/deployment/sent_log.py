@@ -45,7 +45,8 @@ class SentLog:
     """Appends to a file; without a file it records nothing."""
 
     def __init__(self, path: Path | None) -> None:
-        self._path, self._lock = path, Lock()
+        self._path = path
+        self._lock = Lock()
         #: what is not answered yet, by the message's id, and the latest step that takes the side
         #: channel
         self.asked: dict[str, Asked] = {}
@@ -133,7 +134,10 @@ def _packed_names(layout: object) -> list[str]:
 
 
 def _is_entry(name: object, dtype: object, shape: object) -> bool:
-    lengths = shape if isinstance(shape, list) else [None]
+    if isinstance(shape, list):
+        lengths = shape
+    else:
+        lengths = [None]
     return (
         isinstance(name, str)
         and isinstance(dtype, str)
@@ -148,7 +152,10 @@ def rows_of(lines: Iterable[Mapping[str, Any]]) -> list[str]:
     """
     rounds: dict[tuple[str, int, str, str], list[Mapping[str, Any]]] = {}
     for line in lines:
-        kind = "side channel" if line["message"].startswith("side channel") else line["message"]
+        if line["message"].startswith("side channel"):
+            kind = "side channel"
+        else:
+            kind = line["message"]
         rounds.setdefault((line["run"], line["round"], kind, line["app"]), []).append(line)
     return [_spoken(*key, rows) for key, rows in rounds.items()]
 

@@ -29,7 +29,8 @@ EXCHANGE_VARIABLE = "FEDBN_EXCHANGE"
 #: the exit code when the SuperNode stopped taking part
 STOPPED = 1
 #: the file for what leaves the site, and the hashes of the apps that may run here
-LOG_VARIABLE, APPS_VARIABLE = "FEDBN_SITE_LOG", "FEDBN_APPS"
+LOG_VARIABLE = "FEDBN_SITE_LOG"
+APPS_VARIABLE = "FEDBN_APPS"
 #: the SHA-256 of an app's bundle
 _HASH = re.compile("[0-9a-f]{64}")
 
@@ -42,7 +43,8 @@ def main() -> None:
         _guard(log)
     except DeploymentError as error:
         sys.exit(f"the SuperNode does not start: {error}")
-    if target := os.environ.get(EXCHANGE_VARIABLE):
+    target = os.environ.get(EXCHANGE_VARIABLE)
+    if target:
         # where the SuperNode listens for the apps of its site
         hosts = [
             "127.0.0.1",
@@ -61,7 +63,8 @@ def main() -> None:
 def _guard(log: SentLog) -> None:
     """Let Flower's functions keep the log, and refuse apps as the environment says."""
     apps = os.environ.get(APPS_VARIABLE, "").replace(",", " ").split()
-    if wrong := [app for app in apps if not _HASH.fullmatch(app)]:
+    wrong = [app for app in apps if not _HASH.fullmatch(app)]
+    if wrong:
         raise DeploymentError(
             f"{APPS_VARIABLE} must be hashes of 64 hexadecimal digits, got {wrong[0]!r}"
         )

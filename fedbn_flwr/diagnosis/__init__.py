@@ -124,7 +124,8 @@ def check_model(model: nn.Module) -> None:
     """Refuse, with a ValueError, a model without BN layers or with variants of BN such as batch
     renormalization.
     """
-    if lacking := lacks(model, "bn"):
+    lacking = lacks(model, "bn")
+    if lacking:
         raise ValueError(f"there is nothing to diagnose: {lacking}")
     check_layers(model)
 
@@ -144,11 +145,9 @@ def _measure(
     loss_function: LossFunction,
     seed: int,
 ) -> Measurement:
-    squares, distances, by_draw = (
-        defaultdict[str, list[Tensor]](list),
-        LayerDistances(shares),
-        list[float](),
-    )
+    squares = defaultdict[str, list[Tensor]](list)
+    distances = LayerDistances(shares)
+    by_draw = list[float]()
     for index, draw in enumerate(draws):
         step = partial(
             _gradients, model, draw, shares, loss_function, derive(seed, "diagnosis", index)
@@ -191,7 +190,8 @@ def _gradients(
     """
 
     def step(batch: Batch, exchange: Exchange) -> Tensor:
-        shared, other = partial(_shared_only, kinds, exchange), replica(model)
+        shared = partial(_shared_only, kinds, exchange)
+        other = replica(model)
         # not final: running statistics stay as they are, and a client may have one value a channel
         with shared_statistics(other, shared, final=False):
             loss = loss_function(other(batch[0]), batch[1])
@@ -211,11 +211,9 @@ def replica(model: nn.Module) -> nn.Module:
 
 
 def _shared_only(kinds: Collection[Kind], exchange: Exchange, requests: Requests) -> Answer:
-    return (
-        exchange(requests)
-        if requests.kind in kinds
-        else Answer(requests.tensor, requests.counts[0])
-    )
+    if requests.kind in kinds:
+        return exchange(requests)
+    return Answer(requests.tensor, requests.counts[0])
 
 
 def _shuffled(draw: Sequence[Batch], generator: torch.Generator) -> list[Batch]:
@@ -252,7 +250,9 @@ class LayerDistances:
 
     def __call__(self, requests: Requests) -> None:
         """Add one exchange: the requests of all clients."""
-        kind, layer, values = requests.kind, requests.layer, where_exact(requests.tensor).double()
+        kind = requests.kind
+        layer = requests.layer
+        values = where_exact(requests.tensor).double()
         pooled = combine(kind, values, self._shares)
         if kind == "statistics":
             self._variances[layer] = pooled[1]
@@ -269,16 +269,15 @@ class LayerDistances:
             )
 
     def _add(self, layer: str, what: str, differences: Tensor, unit: Tensor) -> None:
-        sums, nothing = self._sums.setdefault(layer, {}), torch.zeros(1)
+        sums = self._sums.setdefault(layer, {})
+        nothing = torch.zeros(1)
         part, whole = sums.get(what, (nothing, nothing))
         sums[what] = part + _squares(differences), whole + _squares(unit)
 
     def layers(self) -> list[Layer]:
         """Return the distances of all layers, in the order of the forward pass."""
-        ratios = {
-            layer: {what: _root_ratio(*of_both) for what, of_both in sums.items()}
-            for layer, sums in self._sums.items()
-        }
-        return [
-            Layer(layer, **{"gradients": [], **distances}) for layer, distances in ratios.items()
-        ]
+        layers = []
+        for layer, sums in self._sums.items():
+            distances = {what: _root_ratio(*of_both) for what, of_both in sums.items()}
+            layers.append(Layer(layer, **{"gradients": [], **distances}))
+        return layers

@@ -39,11 +39,14 @@ AUTOMATIC = -1
 #: seconds of training for each second that the last of these checkpoints took
 TRAINING_PER_SAVING = 30
 
-PREFIX, SERVER, NODES = "checkpoint-", "server.pt", "nodes"
+PREFIX = "checkpoint-"
+SERVER = "server.pt"
+NODES = "nodes"
 #: where the nodes of Flower's simulation keep their states
 STATES = "states"
 #: not yet, and no longer, checkpoints
-PARTIAL, OLD = f"{PREFIX}partial", f"{PREFIX}old"
+PARTIAL = f"{PREFIX}partial"
+OLD = f"{PREFIX}old"
 
 #: what is to be raised after the present round, since a signal has asked this process to end
 STOPPING: list[type[KeyboardInterrupt]] = []
@@ -74,7 +77,8 @@ def write_checkpoint(
     The folder gets its name when everything is on the disk. So a whole checkpoint is there wherever
     the process ends. `save_states` writes the nodes' states into a folder.
     """
-    partial, path = run / PARTIAL, run / f"{PREFIX}{checkpoint.server_round}"
+    partial = run / PARTIAL
+    path = run / f"{PREFIX}{checkpoint.server_round}"
     shutil.rmtree(partial, ignore_errors=True)
     (partial / NODES).mkdir(parents=True)
     if save_states:
@@ -106,7 +110,8 @@ def read_checkpoint(run: Path) -> Checkpoint:
     except Exception as error:  # whatever torch finds in a file that is damaged or another one
         reason = str(error).partition(". ")[0] or type(error).__name__
         raise UsageError(f"the checkpoint {path / SERVER} cannot be read: {reason}") from error
-    if (sizes := _sizes(path / NODES)) != checkpoint.nodes:
+    sizes = _sizes(path / NODES)
+    if sizes != checkpoint.nodes:
         name = min(
             name
             for name in {*sizes, *checkpoint.nodes}
@@ -125,8 +130,9 @@ def remove_checkpoints(run: Path, but: Path | None = None) -> None:
     # half a checkpoint that an earlier process left goes first: its name is needed for the others
     for path in sorted(run.glob(f"{PREFIX}*"), key=lambda path: path.name != OLD):
         if path != but:
-            # first the name: half a checkpoint must not look like one
-            shutil.rmtree(path if path.name == OLD else path.rename(run / OLD))
+            if path.name != OLD:  # first the name: half a checkpoint must not look like one
+                path = path.rename(run / OLD)
+            shutil.rmtree(path)
 
 
 def clear(run: Path) -> None:
@@ -137,16 +143,18 @@ def clear(run: Path) -> None:
 
 def refuse_other_model(run: Path, checkpoint: Checkpoint, model: Arrays) -> None:
     """Refuse a checkpoint whose arrays are not those of the model."""
-    before, now = (
-        {name: (tuple(value.shape), str(value.dtype)) for name, value in state.items()}
-        for state in (checkpoint.model, model)
-    )
+    before = _forms(checkpoint.model)
+    now = _forms(model)
     for name in (*before, *now):
         if before.get(name) != now.get(name):
             raise UsageError(
                 f"{run} cannot be resumed: its model's entry {name!r} is {before.get(name)}, not "
                 f"{now.get(name)}"
             )
+
+
+def _forms(arrays: Arrays) -> dict[str, tuple[tuple[int, ...], str]]:
+    return {name: (tuple(value.shape), str(value.dtype)) for name, value in arrays.items()}
 
 
 def checkpoint_round(run: Path) -> int:
@@ -156,12 +164,11 @@ def checkpoint_round(run: Path) -> int:
 
 
 def _latest(run: Path) -> Path:
-    if not (latest := checkpoint_round(run)):
-        reason = (
-            "the run is complete"
-            if (run / "summary.json").exists()
-            else "`checkpoint-every` makes some"
-        )
+    latest = checkpoint_round(run)
+    if not latest:
+        reason = "`checkpoint-every` makes some"
+        if (run / "summary.json").exists():
+            reason = "the run is complete"
         raise UsageError(f"{run} cannot be resumed: it has no checkpoint ({reason})")
     return run / f"{PREFIX}{latest}"
 
@@ -201,13 +208,18 @@ class Saver:
     def __init__(
         self, folder: Path, config: Config, grid: Grid, strategy: BaseStrategy, standing: Standing
     ) -> None:
-        self._folder, self._config = folder, config
-        self._grid, self._strategy, self._standing = grid, strategy, standing
+        self._folder = folder
+        self._config = config
+        self._grid = grid
+        self._strategy = strategy
+        self._standing = standing
         #: where nodes keep their states themselves, None
         self._local = grid if isinstance(grid, LocalGrid) else None
-        self._history, self._last = History((), str(grid.run.run_id)), 0
+        self._history = History((), str(grid.run.run_id))
+        self._last = 0
         #: when the latest checkpoint was complete, and the seconds that it took
-        self._ended, self._took = monotonic(), 0.0
+        self._ended = monotonic()
+        self._took = 0.0
         #: the configurations of messages to nodes that keep their states themselves
         self._configs: list[ConfigRecord] = []
 
@@ -255,7 +267,9 @@ class Saver:
 
         Nodes elsewhere keep theirs.
         """
-        strategy, grid, folder = self._strategy, self._local, self._folder / PERSONAL
+        strategy = self._strategy
+        grid = self._local
+        folder = self._folder / PERSONAL
         if not (strategy.personal and grid):
             return
         own: dict[int, State] = {}

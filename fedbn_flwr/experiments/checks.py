@@ -30,7 +30,8 @@ def checked_material(experiment: Experiment, strategy: BaseStrategy) -> Material
 
     Return what the run works with; None if all of it is at sites.
     """
-    config, drawn = experiment.config, experiment.config.clients_in_round()
+    config = experiment.config
+    drawn = experiment.config.clients_in_round()
     check_sinks(config.log_to)
     if (
         config.init_from not in ("", models.PRETRAINED)
@@ -86,8 +87,10 @@ def check_task(config: Config, loaded: data.Data) -> None:
         )
     if task.has_classes and loaded.num_classes == 1:
         raise UsageError(f"{loaded.name} has one class only, {', '.join(loaded.class_names) or 0}")
-    if config.class_metrics and (targets := UNCLASSED.get(loaded.task)):
-        raise UsageError(f"class-metrics are of labels, and {loaded.name} has {targets}")
+    if config.class_metrics:
+        targets = UNCLASSED.get(loaded.task)
+        if targets:
+            raise UsageError(f"class-metrics are of labels, and {loaded.name} has {targets}")
     task.check_augmentation(config.augmentation)
     entry = models.MODELS.get(config.model)
     if entry is not None and task_of(entry.task).placed != task.placed:
@@ -113,7 +116,8 @@ def refuse_percent(config: Config, metric: str) -> None:
 
 def check_model(material: Material, strategy: BaseStrategy) -> None:
     """Refuse a model that does not fit the data, or with which the method would be another one."""
-    config, model = material.config, material.model.train()
+    config = material.config
+    model = material.model.train()
     functional = check_shapes(material)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageError(
@@ -137,7 +141,8 @@ def check_shapes(material: Material) -> bool:
     Return whether its forward pass calls `F.batch_norm` by itself. The model stays as it was.
     """
     # some models write their buffers in every pass
-    loaded, material = material.data, replace(material, model=deepcopy(material.model))
+    loaded = material.data
+    material = replace(material, model=deepcopy(material.model))
     if not len(loaded.test):
         raise UsageError(f"{loaded.name} has no test samples")
     functional = [
@@ -148,7 +153,9 @@ def check_shapes(material: Material) -> bool:
 
 
 def _check_inputs(material: Material, split: data.Split, role: str) -> bool:
-    config, loaded, model = material.config, material.data, material.model
+    config = material.config
+    loaded = material.data
+    model = material.model
     shape = tuple(split.inputs.shape[1:])
     if len(shape) != 3 and config.augmentation != "none":
         raise UsageError(
@@ -204,12 +211,14 @@ def check_simulation(experiment: Experiment) -> Material:
         )
     names = material.data.class_names
     plain = ["".join(name.casefold().split()) for name in names]
-    if alike := [name for name, short in zip(names, plain, strict=True) if plain.count(short) > 1]:
+    alike = [name for name, short in zip(names, plain, strict=True) if plain.count(short) > 1]
+    if alike:
         warn_once(
             "classes differ only by upper case or spaces, and count as different ones: "
             f"{', '.join(alike)}"
         )
-    if classes := absent_classes(material.data, material.partition):
+    classes = absent_classes(material.data, material.partition)
+    if classes:
         warn_once(about_absent(classes, config.partition, config.clients))
     return material
 
@@ -228,9 +237,10 @@ def refuse_own_nodes(config: Config) -> None:
     its own.
     """
     if config.state_dir or config.workers > 1:
-        given = (
-            f"state-dir {config.state_dir!r}" if config.state_dir else f"workers={config.workers}"
-        )
+        if config.state_dir:
+            given = f"state-dir {config.state_dir!r}"
+        else:
+            given = f"workers={config.workers}"
         raise UsageError(
             f"{given} only works with the engines 'stacked' and 'inprocess': Flower has its own "
             "nodes"

@@ -39,12 +39,11 @@ class Choice:
 
     def combinations(self) -> dict[str, dict[str, Any]]:
         """Return every combination of values by its text."""
-        chosen = [
-            dict(zip(self.grid, values, strict=True)) for values in product(*self.grid.values())
-        ]
-        return {
-            ",".join(f"{key}={value}" for key, value in values.items()): values for values in chosen
-        }
+        named = {}
+        for combination in product(*self.grid.values()):
+            values = dict(zip(self.grid, combination, strict=True))
+            named[",".join(f"{key}={value}" for key, value in values.items())] = values
+        return named
 
     def summary(self) -> dict[str, Any]:
         """Return what the summary of a run says of it."""

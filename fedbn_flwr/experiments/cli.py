@@ -148,9 +148,9 @@ def _parser(others: Mapping[str, str], everything: bool = False) -> argparse.Arg
         "--seeds", default="1", metavar="N", help="runs per method, with seeds from --seed on [1]"
     )
     text = "choose on held-out data, e.g. lr=0.03,0.1"
-    several.add_argument(
-        "--grid", action="append", metavar="KEY=A,B", help=text + "; may be repeated" * everything
-    )
+    if everything:
+        text += "; may be repeated"
+    several.add_argument("--grid", action="append", metavar="KEY=A,B", help=text)
     _add_runs(several, everything)
     _add_engine(several, everything)
     _add_shared(several, everything, skip=("method", "resume"))
@@ -257,20 +257,23 @@ def _add_kept(parser: argparse.ArgumentParser, everything: bool) -> None:
 def _add_runs(parser: argparse.ArgumentParser, everything: bool) -> None:
     """Add the options of commands that have several runs."""
     _add_kept(parser, everything)
-    text = f"runs of a grid's values [{SEEDS}]" if everything else argparse.SUPPRESS
+    if everything:
+        text = f"runs of a grid's values [{SEEDS}]"
+    else:
+        text = argparse.SUPPRESS
     parser.add_argument("--grid-seeds", dest="grid-seeds", metavar="N", help=text)
     text = "show what would run, and how many steps"
     parser.add_argument("--dry-run", dest="dry-run", action="store_true", default=False, help=text)
-    text = (
-        "methods that run at once in their settings, each in a process [1]"
-        if everything
-        else argparse.SUPPRESS
-    )
+    if everything:
+        text = "methods that run at once in their settings, each in a process [1]"
+    else:
+        text = argparse.SUPPRESS
     parser.add_argument("--side-by-side", dest="side-by-side", metavar="N", help=text)
 
 
 def _add_engine(parser: argparse.ArgumentParser, everything: bool) -> None:
-    engine, verbose = f"{', '.join(ENGINES)} [stacked]", "show Flower's own log"
+    engine = f"{', '.join(ENGINES)} [stacked]"
+    verbose = "show Flower's own log"
     parser.add_argument("--engine", help=engine if everything else argparse.SUPPRESS)
     parser.add_argument(
         "--verbose",
@@ -286,9 +289,10 @@ def _add_shared(parser: argparse.ArgumentParser, everything: bool, skip: Sequenc
     parser.add_argument(
         "--help-all", action="help", help="show all options" if everything else argparse.SUPPRESS
     )
-    parser._option_string_actions["--help"].help = (
-        "show common options" if everything else argparse.SUPPRESS
-    )
+    if everything:
+        parser._option_string_actions["--help"].help = "show common options"
+    else:
+        parser._option_string_actions["--help"].help = argparse.SUPPRESS
     group: Any = parser.add_argument_group("shared options") if everything else parser
     for key, option in options_of(Config).items():
         if key not in skip:
@@ -310,15 +314,24 @@ def _add_option(
 ) -> None:
     texts = []
     for option, names in forms.items():
-        about, default = (
-            option.help.partition(";")[0] if brief else option.help,
-            as_value(option.default),
-        )
-        whose = "all strategies" if len(names) == len(REGISTRY) else ", ".join(names)
-        texts.append(
-            about + f" [{default}]" * (default not in ("", None)) + f" ({whose})" * bool(names)
-        )
-    text = "; ".join(texts).replace("%", "%%") if shown else argparse.SUPPRESS
+        if brief:
+            about = option.help.partition(";")[0]
+        else:
+            about = option.help
+        default = as_value(option.default)
+        if len(names) == len(REGISTRY):
+            whose = "all strategies"
+        else:
+            whose = ", ".join(names)
+        if default not in ("", None):
+            about += f" [{default}]"
+        if names:
+            about += f" ({whose})"
+        texts.append(about)
+    if shown:
+        text = "; ".join(texts).replace("%", "%%")
+    else:
+        text = argparse.SUPPRESS
     group.add_argument(
         f"--{key}", dest=key, metavar="X" if brief else key.replace("-", "_").upper(), help=text
     )
@@ -332,10 +345,8 @@ def _run(options: dict[str, Any]) -> None:
 
 
 def _compare(options: dict[str, Any]) -> None:
-    methods, folder = (
-        split_methods(str(options.pop("methods"))),
-        options.pop("results-dir", Config.results_dir),
-    )
+    methods = split_methods(str(options.pop("methods")))
+    folder = options.pop("results-dir", Config.results_dir)
     asked: dict[str, Any] = {
         "seeds": whole_number("--seeds", options.pop("seeds")),
         "grid_seeds": whole_number("--grid-seeds", options.pop("grid-seeds", SEEDS)),
@@ -352,7 +363,8 @@ def _compare(options: dict[str, Any]) -> None:
     if any("failed" not in summary for summary in results.summaries):
         draw_or_warn(results.plot, results.folder / "curves.png")
     errors = {method for method, _ in results.failures}
-    if failed := [method for method in methods if method in errors]:
+    failed = [method for method in methods if method in errors]
+    if failed:
         raise CannotTrainError(
             f"{len(failed)} of {len(methods)} methods failed: {', '.join(failed)}"
         )

@@ -81,7 +81,8 @@ def describe_data(context: Context) -> SiteData:
         tuple(np.bincount(split.labels, minlength=data.num_classes).tolist())
         for split in (data.train, data.test)
     )
-    site, shape = int(context.node_config["partition-id"]), tuple(data.train.inputs.shape[1:])
+    site = int(context.node_config["partition-id"])
+    shape = tuple(data.train.inputs.shape[1:])
     return SiteData(site, data.class_names, train, test, shape, mean, variance)
 
 
@@ -132,7 +133,9 @@ def _given(context: Context) -> dict[str, Any]:
     """Return the run's options; a site with data of its own does not read the run's to see how they
     are split.
     """
-    own = {"partition": "union"} if context.node_config.get(DATA_KEY) else {}
+    own = {}
+    if context.node_config.get(DATA_KEY):
+        own = {"partition": "union"}
     return {**context.run_config, **own}
 
 

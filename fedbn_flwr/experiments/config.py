@@ -256,15 +256,18 @@ class Config:
                     f"unknown {name} {getattr(self, name)!r}; "
                     f"{did_you_mean(getattr(self, name), known)}"
                 )
-        if unknown := [name for name in self.class_metrics if name not in CLASS_METRICS]:
+        unknown = [name for name in self.class_metrics if name not in CLASS_METRICS]
+        if unknown:
             raise UsageError(
                 f"unknown metric {unknown[0]!r} in class-metrics; known: {', '.join(CLASS_METRICS)}"
             )
-        if doubled := [name for name in self.classes if self.classes.count(name) > 1]:
+        doubled = [name for name in self.classes if self.classes.count(name) > 1]
+        if doubled:
             raise UsageError(f"classes names {doubled[0]!r} twice")
         parse_augmentation(self.augmentation)
         if bool(self.mean) != bool(self.std) or any(number <= 0 for number in self.std):
-            mean, std = as_value(self.mean), as_value(self.std)
+            mean = as_value(self.mean)
+            std = as_value(self.std)
             raise UsageError(
                 f"mean and std must be given together, and std must be above 0, got mean={mean!r} "
                 f"and std={std!r}"
@@ -273,7 +276,8 @@ class Config:
             raise UsageError(
                 f"min-nodes must be at most clients, got {self.min_nodes} of {self.clients}"
             )
-        if twice := [name for name in self.sites if self.sites.count(name) > 1]:
+        twice = [name for name in self.sites if self.sites.count(name) > 1]
+        if twice:
             raise UsageError(f"sites names {twice[0]!r} twice")
         if self.sites and self.clients not in (0, len(self.sites)):
             raise UsageError(f"sites names {len(self.sites)} sites, but clients is {self.clients}")
@@ -297,7 +301,8 @@ class Config:
     def from_mapping(cls, values: Mapping[str, Any]) -> Self:
         """Read kebab-case keys whose values are of the right type or text."""
         known = options_of(cls)
-        if others := sorted(set(values) - set(known)):
+        others = sorted(set(values) - set(known))
+        if others:
             meant = did_you_mean(others[0], known, shown=ALL_OPTIONS)
             raise UsageError(f"unknown option {others[0]!r}; {meant}")
         return cls(**{known[key].name: known[key].read(value) for key, value in values.items()})

@@ -51,7 +51,8 @@ AS_TRAINED = (
 
 def show_diagnosis(diagnosis: Diagnosis, title: str, advice: str, folder: Path) -> None:
     """Print distances by layer, errors by mismatch, and the suggestion."""
-    actual, shuffled = diagnosis.actual, diagnosis.shuffled
+    actual = diagnosis.actual
+    shuffled = diagnosis.shuffled
     table = new_table(
         f"{title}: clients' distance from the global values",
         "BN layer",
@@ -85,16 +86,22 @@ def show_diagnosis(diagnosis: Diagnosis, title: str, advice: str, folder: Path) 
 
 def _overall(diagnosis: Diagnosis, layer: Any, what: str) -> float:
     values: Sequence[float] = getattr(layer, what)
-    return overall(diagnosis.weights, values) if values else float("nan")
+    if values:
+        return overall(diagnosis.weights, values)
+    return float("nan")
 
 
 def _relative(diagnosis: Diagnosis, measurement: Measurement, what: str) -> float:
     value = overall(diagnosis.weights, getattr(measurement, what))
-    return value / measurement.gradient_norm if measurement.gradient_norm else float("nan")
+    if measurement.gradient_norm:
+        return value / measurement.gradient_norm
+    return float("nan")
 
 
 def _both(actual: float, chance: float) -> str:
-    return "-" if isnan(actual) else f"{actual:.3f} ({chance:.3f})"
+    if isnan(actual):
+        return "-"
+    return f"{actual:.3f} ({chance:.3f})"
 
 
 def run_diagnosis(options: dict[str, Any]) -> None:
@@ -132,7 +139,8 @@ def run_diagnosis(options: dict[str, Any]) -> None:
 
 
 def _model(material: Material) -> nn.Module:
-    config, model = material.config, material.model.to(material.device).train()
+    config = material.config
+    model = material.model.to(material.device).train()
     with refusing(f"cannot diagnose {config.model} with norm {config.norm!r}: "):
         check_model(model)
     return model
@@ -147,7 +155,8 @@ def participants(config: Config) -> list[int]:
 
 def mini_batches(material: Material, client: int, count: int) -> list[Batch]:
     """Return the first mini-batches that a client would train on."""
-    config, split = material.config, material.data.train
+    config = material.config
+    split = material.data.train
     indices = torch.from_numpy(material.partition[client])
     instruction = Instruction(
         local_steps=count, batch_size=config.batch_size, replacement=config.replacement
@@ -163,19 +172,23 @@ def mini_batches(material: Material, client: int, count: int) -> list[Batch]:
 
 def count_domains(material: Material, clients: Sequence[int]) -> int:
     """Return how many domains the clients have if each client has exactly one; else 0."""
-    domains, parts = material.data.train.domains, material.partition
+    domains = material.data.train.domains
+    parts = material.partition
     own = [
         set() if domains is None else set(domains[torch.from_numpy(parts[client])].tolist())
         for client in clients
     ]
-    return len(set.union(*own)) if all(len(each) == 1 for each in own) else 0
+    if all(len(each) == 1 for each in own):
+        return len(set.union(*own))
+    return 0
 
 
 def excess(diagnosis: Diagnosis) -> float:
     """Return what the clients' differences add to the error of FedAvg with BN: squares of errors
     add up.
     """
-    actual, chance = diagnosis.actual.errors["nothing"], diagnosis.shuffled.errors["nothing"]
+    actual = diagnosis.actual.errors["nothing"]
+    chance = diagnosis.shuffled.errors["nothing"]
     return sqrt(max(actual**2 - chance**2, 0.0))
 
 
@@ -196,7 +209,8 @@ def suggestion(
 
     `domains` is as in `count_domains`.
     """
-    size, error = median(diagnosis.batch_sizes), excess(diagnosis)
+    size = median(diagnosis.batch_sizes)
+    error = excess(diagnosis)
     if size <= TINY_BATCH:
         reason = f"Mini-batches of {size:g} samples are too small for statistics of their own."
         new = (

@@ -78,7 +78,8 @@ def count_workers(material: Material, layerwise: bool = False) -> int:
         return min(config.workers, config.clients)
     if SIDE_BY_SIDE.is_set():  # each of the runs has one
         return 1
-    if gpus := visible_gpus(config):
+    gpus = visible_gpus(config)
+    if gpus:
         return min(len(gpus), config.clients_in_round())
     if material.device.type != "cpu" or min(count_cores(), config.clients_in_round()) <= 1:
         return 1
@@ -90,7 +91,8 @@ def count_workers(material: Material, layerwise: bool = False) -> int:
 
 def useful_workers(material: Material, layerwise: bool, cores: int) -> int:
     """Return how many processes on CPUs with so many cores make a round faster."""
-    clients, cpu = material.config.clients_in_round(), torch.device("cpu")
+    clients = material.config.clients_in_round()
+    cpu = torch.device("cpu")
     stacks = largest_useful_stack(material.model, cpu, lambda: one_step(material), layerwise) > 1
     return max(min(cores, clients // (CLIENTS_PER_WORKER if stacks else 1)), 1)
 
@@ -101,9 +103,12 @@ def visible_gpus(config: Config) -> list[str]:
     """
     if config.device not in ("auto", "cuda") or not torch.cuda.is_available():
         return []
-    named, count = os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.device_count()
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = torch.cuda.device_count()
     # a name of none hides those after it
-    return named.split(",")[:count] if named else [str(number) for number in range(count)]
+    if named:
+        return named.split(",")[:count]
+    return [str(number) for number in range(count)]
 
 
 def one_step(material: Material) -> StepMemory:
@@ -118,7 +123,8 @@ def count_multiplications(material: Material) -> int:
     """Return the multiplications of convolutions and linear layers in the forward pass of one
     sample.
     """
-    model, total = material.model, 0
+    model = material.model
+    total = 0
 
     def count(layer: nn.Module, _: object, output: Tensor) -> None:
         nonlocal total
@@ -145,7 +151,9 @@ def _weighting_if_averaged(config: Config, strategy: BaseStrategy) -> str:
     """
     single = config.record_dynamics or strategy.needs_single_replies
     # a user's own hooks may look at whatever they like
-    return "" if single or is_foreign(type(strategy)) else strategy.weighting
+    if single or is_foreign(type(strategy)):
+        return ""
+    return strategy.weighting
 
 
 def open_grid(
@@ -158,7 +166,8 @@ def open_grid(
     the environment its workers are on the cluster that is there. What is `bound_here` cannot be
     sent to others.
     """
-    config, layerwise = material.config, isinstance(strategy, Layerwise)
+    config = material.config
+    layerwise = isinstance(strategy, Layerwise)
     make_grid = partial(
         node_grid, layerwise, folder.resolve(), engine, _weighting_if_averaged(config, strategy)
     )
@@ -185,7 +194,10 @@ def open_on_cluster(
         from fedbn_flwr.simulation.processes import ray_worker
     with ExitStack() as stack:
         has = stack.enter_context(ray_worker.joined(_cluster()))
-        gpus = 0 if config.device == "cpu" else int(has.get("GPU", 0))
+        if config.device == "cpu":
+            gpus = 0
+        else:
+            gpus = int(has.get("GPU", 0))
         cores = int(has.get("CPU", 0)) // max(config.threads, 1)
         workers = (
             config.workers
@@ -213,7 +225,8 @@ def node_grid(
     partitions: Sequence[int],
 ) -> InProcessGrid:
     """Make the grid that trains the clients of these partitions, in stacks or one after another."""
-    config, max_steps = material.config, 0
+    config = material.config
+    max_steps = 0
     set_up_process(config)
     if layerwise and len(partitions) > message_client.MAX_STEPS:
         # further clients replay the step; the other clients may be in other processes of this
@@ -225,7 +238,8 @@ def node_grid(
         partition_id, _ = place_of(context)
         return material.client(partition_id, partition_id=partition_id, memory=context.state)
 
-    app, state_dir = client_app(client_fn, max_steps=max_steps), state_folder(config, folder)
+    app = client_app(client_fn, max_steps=max_steps)
+    state_dir = state_folder(config, folder)
     if engine == "inprocess":
         return OneByOneGrid(app, config.clients, partitions=partitions, state_dir=state_dir)
     keep_freed_memory()
@@ -276,11 +290,11 @@ def run_with_grid(
     """Run with one client after another (`inprocess`) or with stacks of clients (`stacked`): no
     network.
     """
-    material, strategy = (
-        check_simulation(experiment),
-        experiment.make_strategy(experiment.config.clients),
-    )
-    saved = read_checkpoint(folder) if experiment.config.resume else None
+    material = check_simulation(experiment)
+    strategy = experiment.make_strategy(experiment.config.clients)
+    saved = None
+    if experiment.config.resume:
+        saved = read_checkpoint(folder)
     initial = to_record(material.model.state_dict())  # before a step is tried with it
     with open_grid(material, strategy, folder, engine, bool(experiment.bound_here)) as grid:
         return play(
@@ -310,13 +324,13 @@ def run_on_ray(experiment: Experiment, folder: Path, progress: Progress | None =
     # otherwise Ray hides the GPU from workers that reserve no part of it
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
-    config, server, summaries = experiment.config, ServerApp(), []
+    config = experiment.config
+    server = ServerApp()
+    summaries = []
     # Flower keeps its nodes' states out of reach
-    mods = (
-        [keep_states_in(folder.resolve() / STATES)]
-        if config.checkpoint_every or config.resume
-        else None
-    )
+    mods = None
+    if config.checkpoint_every or config.resume:
+        mods = [keep_states_in(folder.resolve() / STATES)]
 
     @server.main()
     def main(grid: Grid, context: Context) -> None:
@@ -358,9 +372,8 @@ def prepare(engine: Engine, experiment: Experiment, elsewhere: bool = False) -> 
     With `elsewhere` the run itself is in another process.
     """
     config = experiment.config
-    if (bound := experiment.bound_here) and (
-        config.workers > 1 or elsewhere or engine is run_on_ray
-    ):
+    bound = experiment.bound_here
+    if bound and (config.workers > 1 or elsewhere or engine is run_on_ray):
         raise UsageError(
             f"{bound} stays in this process, so workers and side-by-side must be 1, and the "
             "engine not ray; put it "

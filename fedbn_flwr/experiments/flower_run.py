@@ -37,7 +37,9 @@ RESULTS_VARIABLE = "FEDBN_FLWR_RESULTS"
 LEAST_BATCH = 32
 #: the engine by the method, the name of a deployment's nodes, which is no choice, and the engines
 #: with our workers
-AUTO, DEPLOYED, OWN = "auto", "flower", ("stacked", "inprocess")
+AUTO = "auto"
+DEPLOYED = "flower"
+OWN = ("stacked", "inprocess")
 
 
 def serve(grid: Grid, run_config: Mapping[str, Any], run_id: int = 0) -> Summary:
@@ -106,18 +108,25 @@ def choose_engine(grid: Grid, given: str, experiment: Experiment, folder: Path) 
         refuse_own_nodes(experiment.config)
         return DEPLOYED
     refuse_sites(experiment.config)
-    before = read_config(folder).get("asked", {}).get("engine") if has_results(folder) else None
+    before = None
+    if has_results(folder):
+        before = read_config(folder).get("asked", {}).get("engine")
     cluster = os.environ.get("RAY_ADDRESS")
     if given != AUTO:
-        engine, why = given, "as asked for"
+        engine = given
+        why = "as asked for"
     elif before:
-        engine, why = before, "as the run began"
+        engine = before
+        why = "as the run began"
     elif cluster:
-        engine, why = "ray", "the default with RAY_ADDRESS"
+        engine = "ray"
+        why = "the default with RAY_ADDRESS"
     elif issubclass(experiment.strategy_class, Layerwise):
-        engine, why = "stacked", "the default with exchanges at every BN layer"
+        engine = "stacked"
+        why = "the default with exchanges at every BN layer"
     else:
-        engine, why = "ray", "the default without exchanges at every BN layer"
+        engine = "ray"
+        why = "the default without exchanges at every BN layer"
     if engine == "stacked" and cluster:
         raise UsageError(
             f"engine='stacked' with RAY_ADDRESS={cluster}: Flower's own Ray takes that cluster's "
@@ -166,4 +175,6 @@ def with_side_channel(grid: Grid, experiment: Experiment) -> Grid:
         options = SideChannelOptions.of(
             config.exchange_port, config.exchange_address, config.connect_timeout
         )
-    return grid if options is None else SideChannelGrid(grid, options)
+    if options is None:
+        return grid
+    return SideChannelGrid(grid, options)

@@ -135,7 +135,8 @@ def run(
     """Train with one method; arguments are as in `compare`. A run that fails raises an error."""
     with quiet(verbose):
         given = given_options(model, data, folder, options)
-        given |= {} if method is None else {"method": method_of(method)}
+        if method is not None:
+            given["method"] = method_of(method)
         label = str(given.get("method", Config.method))
         resumed = given.get("resume")
         if resumed and anew:
@@ -156,7 +157,10 @@ def run(
             if not anew:
                 one.refuse_other_run()
             study_folder = one.folder.parent
-            held = study_folder if (study_folder / STUDY).exists() or not resumed else one.folder
+            if (study_folder / STUDY).exists() or not resumed:
+                held = study_folder
+            else:
+                held = one.folder
             with (
                 # whoever names the folder of a run to go on with vouches for its code
                 keeping(held, [one], reuse or bool(resumed), anew) if is_kept else nullcontext(),
@@ -177,14 +181,19 @@ def given_options(
     """
     given = {option_key(key): as_given(value) for key, value in options.items()}
     import_plugins(str(given.get("plugins", "")))
-    if callable(objective := given.get("objective")):
+    objective = given.get("objective")
+    if callable(objective):
         name = getattr(objective, "__name__", type(objective).__name__)
         given["objective"] = Named(name, objective)
     if data is not UNSET and "dataset" in given:
         raise UsageError("data and dataset mean the same: give one of them")
-    given |= {} if model is UNSET else {"model": model_of(model)}
-    given |= {} if data is UNSET else {"dataset": dataset_of(data)}
-    return given | ({} if folder is None else {RESULTS: str(folder)})
+    if model is not UNSET:
+        given["model"] = model_of(model)
+    if data is not UNSET:
+        given["dataset"] = dataset_of(data)
+    if folder is not None:
+        given[RESULTS] = str(folder)
+    return given
 
 
 def model_of(given: Model) -> str:
@@ -230,7 +239,8 @@ def comparison(
     engine_named(engine)
     if isinstance(methods, str) or not isinstance(methods, Sequence) or not methods:
         raise UsageError(f"methods must be a list of at least one method, got {methods!r}")
-    seeds, grid_seeds = whole_number("seeds", seeds), whole_number("grid_seeds", grid_seeds)
+    seeds = whole_number("seeds", seeds)
+    grid_seeds = whole_number("grid_seeds", grid_seeds)
     whole_number("side_by_side", side_by_side)
     if not isinstance(grid, Mapping):
         raise UsageError(f"grid must be a mapping of options to lists of values, got {grid!r}")
@@ -244,14 +254,17 @@ def comparison(
             "by itself"
         )
     texts = [method_of(method) for method in methods]
-    if twice := [text for text in texts if texts.count(text) > 1]:
+    twice = [text for text in texts if texts.count(text) > 1]
+    if twice:
         raise UsageError(f"methods names {twice[0]!r} twice")
     _refuse_ignored(texts, {**given, **grid})
     if given.get("unseen") == EACH:
         given = {key: value for key, value in given.items() if key != "unseen"}
         data = data_here(resolve({**given, "method": texts[0]}).config)
         # the runs refuse `each` as a domain that there is not, or say that the data are not here
-        names = data.domain_names if data and data.domain_names else [EACH]
+        names = [EACH]
+        if data and data.domain_names:
+            names = [*data.domain_names]
         texts = [f"{text}:unseen={name}" for name in names for text in texts]
     return Study(
         {text: text for text in texts}, [Setting({}, given)], seeds, grid, grid_seeds, engine
@@ -265,7 +278,8 @@ def _refuse_ignored(methods: Sequence[str], given: Mapping[str, Any]) -> None:
     """
     strategies = [parse(method).strategy for method in methods]
     for key in given:
-        if (names := owners(key)) and not set(names) & set(strategies):
+        names = owners(key)
+        if names and not set(names) & set(strategies):
             raise UsageError(
                 f"{key} is an option of {', '.join(names)}; {', '.join(strategies)} would ignore it"
             )

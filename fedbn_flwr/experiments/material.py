@@ -62,7 +62,9 @@ class Material:
         A UsageError says why this cannot be.
         """
         loaded = loaded or load_data(config)
-        partition = make_partition(config, loaded, config.clients) if config.clients else []
+        partition = []
+        if config.clients:
+            partition = make_partition(config, loaded, config.clients)
         return cls(
             config,
             loaded,
@@ -73,7 +75,9 @@ class Material:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # at each sending, because a handle of the memory is good for one process
-        shared = bytes(ForkingPickler.dumps(self.data)) if self.data.share() else None
+        shared = None
+        if self.data.share():
+            shared = bytes(ForkingPickler.dumps(self.data))
         return _take, (self.config, shared)
 
     @property
@@ -108,11 +112,13 @@ def load_data(config: Config) -> Data:
     test data.
     """
     loaded = read_data(config)
-    loaded = data.renumbered(loaded, config.classes) if config.classes else loaded
-    loaded = (
-        loaded.validation_split(config.validation, VALIDATION_SEED) if config.validation else loaded
-    )
-    return data.normalized(loaded, config.mean, config.std) if config.mean else loaded
+    if config.classes:
+        loaded = data.renumbered(loaded, config.classes)
+    if config.validation:
+        loaded = loaded.validation_split(config.validation, VALIDATION_SEED)
+    if config.mean:
+        return data.normalized(loaded, config.mean, config.std)
+    return loaded
 
 
 def unlabeled_inputs(material: Material) -> dict[str, list[Tensor]]:
@@ -121,25 +127,19 @@ def unlabeled_inputs(material: Material) -> dict[str, list[Tensor]]:
 
     There are none where other data are tested, or if the model has no BN statistics.
     """
-    config, train = material.config, material.data.train
+    config = material.config
+    train = material.data.train
     if not config.unseen or config.validation or norm.lacks(material.model, "statistics"):
         return {}
     _, split = data.leave_out(read_data(replace(config, unseen="")), config.unseen)
-    split, counts = (
-        replace(split, mean=train.mean, std=train.std),
-        {"20": 20, "100": 100, "all": len(split)},
-    )
+    split = replace(split, mean=train.mean, std=train.std)
     rows = torch.randperm(len(split), generator=torch_generator(config.seed, "unlabeled"))
-    return {
-        name: [
-            inputs
-            for inputs, _ in split.batches(
-                rows[:count], batch_sizes(split, count, 500), material.device
-            )
-        ]
-        for name, count in counts.items()
-        if count <= len(split)
-    }
+    batches = {}
+    for name, count in {"20": 20, "100": 100, "all": len(split)}.items():
+        if count <= len(split):
+            loaded = split.batches(rows[:count], batch_sizes(split, count, 500), material.device)
+            batches[name] = [inputs for inputs, _ in loaded]
+    return batches
 
 
 def normalization(used: Config | Split) -> dict[str, Channels]:
@@ -165,15 +165,16 @@ def make_partition(config: Config, loaded: Data, clients: int) -> list[NDArray[n
 
 def node_names(loaded: Data, partition: Sequence[NDArray[np.int64]]) -> list[int | str]:
     """Return the clients' domains if each has one that no other client has, else their numbers."""
-    if (domains := loaded.train.domains) is None:
+    domains = loaded.train.domains
+    if domains is None:
         return list(range(len(partition)))
     held = [
         domain for part in partition for domain in domains[torch.from_numpy(part)].unique().tolist()
     ]
     is_own = len(set(held)) == len(held) == len(partition)
-    return (
-        [loaded.domain_names[domain] for domain in held] if is_own else list(range(len(partition)))
-    )
+    if is_own:
+        return [loaded.domain_names[domain] for domain in held]
+    return list(range(len(partition)))
 
 
 def fresh_model(config: Config, form: Form) -> nn.Module:
@@ -229,5 +230,6 @@ def set_up_process(config: Config) -> None:
     """Set torch's threads in this process and, before its first use, the accelerator."""
     if config.threads:
         torch.set_num_threads(config.threads)
-    if (device := pick_device(config.device)).type != "cpu":
+    device = pick_device(config.device)
+    if device.type != "cpu":
         set_up_accelerator(device, config.deterministic)

@@ -51,7 +51,9 @@ BOUND_NORMS = {"hbn": "hbn", "static-bn": "heterofl"}
 SHARED = ("lr_schedule", "seed", "patience", "exchange_timeout", "evaluate_every")
 #: keys of a run configuration that are no options of a run's own: its engine, and what becomes of
 #: results
-ENGINE, REUSE, ANEW = "engine", "reuse", "anew"
+ENGINE = "engine"
+REUSE = "reuse"
+ANEW = "anew"
 #: a side of images that two cores can train networks of timm with
 SMALL_SIZE = 64
 #: the clients of a run that brings its own, where neither options nor domains say how many
@@ -114,10 +116,8 @@ class Experiment:
 
         Empty if there is nothing.
         """
-        strategy, named = (
-            self.strategy_class,
-            {key: getattr(self.config, key) for key in ("model", "objective")},
-        )
+        strategy = self.strategy_class
+        named = {key: getattr(self.config, key) for key in ("model", "objective")}
         if is_foreign(strategy) and (not self.config.plugins or not is_importable(strategy)):
             return f"the strategy {strategy.__name__}"
         bound = (
@@ -134,15 +134,24 @@ class Experiment:
 
     def make_strategy(self, nodes: int) -> BaseStrategy:
         """The strategy for a federation of so many nodes."""
-        config, personal = self.config, self.strategy_class.personal
-        evaluating = 1.0 if personal or config.dataset == SITES else config.fraction_evaluate
+        config = self.config
+        personal = self.strategy_class.personal
+        if personal or config.dataset == SITES:
+            evaluating = 1.0
+        else:
+            evaluating = config.fraction_evaluate
         if config.fraction_evaluate not in (0.0, evaluating):
             raise UsageError(
                 f"method {config.method!r}: all nodes evaluate, whatever fraction-evaluate says"
             )
         # every accuracy, also that of the mean of what nodes keep; sites are not asked to send it
-        reported = personal and "mean-personal" in own_options(self.strategy_class)
-        alone = config.dataset == SITES
+        options = self.options
+        if (
+            personal
+            and config.dataset != SITES
+            and "mean-personal" in own_options(self.strategy_class)
+        ):
+            options = {"mean_personal": True, **options}
         with refusing(f"method {config.method!r}: "):
             return self.strategy_class(
                 lr_schedule=config.lr_schedule,
@@ -155,7 +164,7 @@ class Experiment:
                 min_train_nodes=1,
                 min_evaluate_nodes=1 if evaluating else 0,
                 min_available_nodes=config.min_nodes or nodes,
-                **{**({"mean_personal": True} if reported and not alone else {}), **self.options},
+                **options,
             )
 
     def to_mapping(self) -> dict[str, Value]:
@@ -224,8 +233,10 @@ def resolve(values: Mapping[str, Any], federation: bool = False, read_from: str 
         refuse_code(read_from, plugins.split(","))
     import_plugins(plugins)
     text = str(values.get("method", Config.method))
-    method, owned = parse(text), all_options()
-    own, shared = own_options(REGISTRY[method.strategy]), options_of(Config)
+    method = parse(text)
+    owned = all_options()
+    own = own_options(REGISTRY[method.strategy])
+    shared = options_of(Config)
     # the others say what is run, and not how
     inside = {
         **own,
@@ -265,24 +276,30 @@ def resolve(values: Mapping[str, Any], federation: bool = False, read_from: str 
     config = _with_clients(_with_images(config), federation)
     config = _with_norm(config, REGISTRY[method.strategy], options, method.norm)
     experiment = Experiment(config, method.strategy, options)
-    return _pooled(experiment, method) if experiment.strategy_class.one_node else experiment
+    if experiment.strategy_class.one_node:
+        return _pooled(experiment, method)
+    return experiment
 
 
 def read_data(config: Config) -> Data:
     """Return the data set as it is read: the same arguments give the same object."""
-    size, root = config.image_size or None, config.data_root or None
+    size = config.image_size or None
+    root = config.data_root or None
     workers = config.image_workers
     loaded = load(
         config.dataset, image_size=size, channels=config.channels, root=root, image_workers=workers
     )
-    return leave_out(loaded, config.unseen)[0] if config.unseen else loaded
+    if config.unseen:
+        return leave_out(loaded, config.unseen)[0]
+    return loaded
 
 
 def _with_images(config: Config) -> Config:
     """Return the options with the images that the library of the model trained it with, where they
     are not given.
     """
-    if (images := published(config.model)) is None:
+    images = published(config.model)
+    if images is None:
         return config
     size = images.image_size
     if not config.image_size and size > SMALL_SIZE:
@@ -290,7 +307,8 @@ def _with_images(config: Config) -> Config:
         warn_once(
             f"{config.model}: images have {size}x{size} pixels, as it was trained with; {less}"
         )
-    config = config if config.mean else replace(config, mean=images.mean, std=images.std)
+    if not config.mean:
+        config = replace(config, mean=images.mean, std=images.std)
     return replace(
         config, image_size=config.image_size or size, channels=config.channels or images.channels
     )
@@ -305,8 +323,13 @@ def _with_clients(config: Config, federation: bool) -> Config:
     )
     known = data_here(config) if unknown else None
     train = known.train if known else None
-    domains = 0 if train is None or train.domains is None else len(train.domains.unique())
-    classed = "iid" if train is not None and train.labels.is_floating_point() else "classes"
+    if train is None or train.domains is None:
+        domains = 0
+    else:
+        domains = len(train.domains.unique())
+    classed = "classes"
+    if train is not None and train.labels.is_floating_point():
+        classed = "iid"
     partition = config.partition or ("domain" if domains else classed)
     clients = config.clients or len(config.sites) or (0 if federation else domains or CLIENTS)
     return replace(config, partition=partition, clients=clients)
@@ -400,7 +423,10 @@ def method_of(given: Method) -> str:
     """
     if isinstance(given, str):
         return given
-    strategy = given if isinstance(given, type) else type(given)
+    if isinstance(given, type):
+        strategy = given
+    else:
+        strategy = type(given)
     if not issubclass(strategy, BaseStrategy):
         raise UsageError(
             "a method must be a name, or a strategy of fedbn_flwr.strategies or a subclass of "
@@ -408,7 +434,10 @@ def method_of(given: Method) -> str:
             f"{strategy.__module__}.{strategy.__qualname__}"
         )
     name = _registered(strategy)
-    pairs = {} if isinstance(given, type) else _arguments(given)
+    if isinstance(given, type):
+        pairs = {}
+    else:
+        pairs = _arguments(given)
     text = ":".join([name, *(f"{key}={value}" for key, value in pairs.items())])
     if parse(text).options != pairs:
         raise UsageError(
@@ -437,7 +466,8 @@ def _registered(strategy: type[BaseStrategy]) -> str:
 
 def _arguments(strategy: BaseStrategy) -> dict[str, str]:
     """Return the options that a strategy was made with, as they are written in a method."""
-    (positional, named), signature = strategy.made_with, inspect.signature(type(strategy))
+    positional, named = strategy.made_with
+    signature = inspect.signature(type(strategy))
     given = dict[str, Any]()
     for name, value in signature.bind(*positional, **named).arguments.items():
         given |= (
@@ -445,9 +475,11 @@ def _arguments(strategy: BaseStrategy) -> dict[str, str]:
             if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
             else {name: value}
         )
-    known, texts = own_options(type(strategy)), dict[str, str]()
+    known = own_options(type(strategy))
+    texts = dict[str, str]()
     for name, value in given.items():
-        key, value = option_key(name), as_given(value)
+        key = option_key(name)
+        value = as_given(value)
         if value is None and key in known and known[key].default is None:
             continue
         if not isinstance(value, bool | int | float | str):
@@ -456,9 +488,10 @@ def _arguments(strategy: BaseStrategy) -> dict[str, str]:
                 "subclass can set it "
                 "in its constructor"
             )
-        texts[key] = (
-            str(as_value(value)).lower() if isinstance(value, bool) else str(as_value(value))
-        )
+        if isinstance(value, bool):
+            texts[key] = str(as_value(value)).lower()
+        else:
+            texts[key] = str(as_value(value))
     return texts
 
 
@@ -529,7 +562,10 @@ def _pooled(experiment: Experiment, method: Parsed) -> Experiment:
             f"method {config.method!r} needs clients: the number of clients whose data it unites"
         )
     # `batch-size` inside the method's own text is meant for the one node
-    together = 1 if "batch-size" in method.options else config.clients_in_round()
+    if "batch-size" in method.options:
+        together = 1
+    else:
+        together = config.clients_in_round()
     pooled = replace(
         config,
         clients=1,

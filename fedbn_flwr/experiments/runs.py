@@ -103,13 +103,14 @@ def asked_of(experiment: Experiment, engine: str) -> dict[str, Any]:
     if experiment.asked is not None:
         return dict(experiment.asked)
     choice = experiment.choice
-    hidden = {*FREE, *(choice.grid if choice else ())}
+    hidden = {*FREE}
+    if choice:
+        hidden |= {*choice.grid}
     options = {key: value for key, value in experiment.to_mapping().items() if key not in hidden}
-    grid = {"grid": choice.text} if choice else {}
-    asked: dict[str, Any] = json.loads(
-        as_json({"options": options, "engine": engine, "files": experiment.files, **grid})
-    )
-    return asked
+    asked: dict[str, Any] = {"options": options, "engine": engine, "files": experiment.files}
+    if choice:
+        asked["grid"] = choice.text
+    return dict(json.loads(as_json(asked)))
 
 
 def setting_name(labels: Mapping[str, str]) -> str:
@@ -137,7 +138,9 @@ def finished_summary(path: Path) -> Summary | None:
     failed.
     """
     summary = read_json(path / SUMMARY)
-    return summary if isinstance(summary, dict) and "failed" not in summary else None
+    if isinstance(summary, dict) and "failed" not in summary:
+        return summary
+    return None
 
 
 @dataclass(frozen=True)
@@ -215,7 +218,9 @@ class Run:
         ]
         differing = [f"its {key} is {then.get(key)!r}, not {now.get(key)!r}" for key in keys]
         if differing:
-            more = f"; and {len(differing) - NAMED} more" if len(differing) > NAMED else ""
+            more = ""
+            if len(differing) > NAMED:
+                more = f"; and {len(differing) - NAMED} more"
             reason = f"{'; '.join(differing[:NAMED])}{more}"
             if self.experiment.config.resume:
                 raise UsageError(f"{self.folder} cannot be resumed: {reason}")
@@ -285,7 +290,9 @@ class Run:
 
 def _flat(asked: Mapping[str, Any], versions: Mapping[str, Any]) -> dict[str, Any]:
     files = {f"content of {key}": value for key, value in asked.get("files", {}).items()}
-    known = {f"version of {name}": versions.get(name) for name in VERSIONS} if versions else {}
+    known = {}
+    if versions:
+        known = {f"version of {name}": versions.get(name) for name in VERSIONS}
     return {
         **asked["options"],
         "engine": asked["engine"],
@@ -300,17 +307,16 @@ def resume(given: Mapping[str, Any], engine: str | None) -> Run:
     options given.
     """
     folder = Path(str(given["resume"])).expanduser()
-    if len(runs := [path.parent for path in folder.glob(f"*/{CONFIG}")]) == 1:
+    runs = [path.parent for path in folder.glob(f"*/{CONFIG}")]
+    if len(runs) == 1:
         (folder,) = runs  # of a study with one run
     read_checkpoint(folder)  # says why there is none
     config = read_config(folder)
     if "options" not in config or not {"options", "engine"} <= config.get("asked", {}).keys():
         raise UsageError(f"{folder} cannot be resumed: its {LOST}")
     # what was chosen is among the options only
-    saved, asked = (
-        {**config["options"], **config["asked"]["options"], "results-dir": str(folder)},
-        config["asked"],
-    )
+    saved = {**config["options"], **config["asked"]["options"], "results-dir": str(folder)}
+    asked = config["asked"]
     engine = engine or str(asked["engine"])
     changed = {**saved, **given, "results-dir": str(folder)}
     before, now = (
@@ -320,7 +326,9 @@ def resume(given: Mapping[str, Any], engine: str | None) -> Run:
         before, asked["engine"]
     ):  # as it was asked, but with today's files
         try:
-            choice = Choice(**asked["choice"]) if "choice" in asked else None
+            choice = None
+            if "choice" in asked:
+                choice = Choice(**asked["choice"])
         except TypeError as error:
             raise UsageError(f"{folder} cannot be resumed: its {LOST}") from error
         now = replace(now, choice=choice, asked={**asked, "files": now.files})
@@ -375,7 +383,9 @@ def progress_of(runs: Sequence[Run]) -> str:
     Empty if none has results.
     """
     finished = [run for run in runs if run.finished() is not None]
-    parts = [f"{len(finished)} of {len(runs)} runs finished"] if finished else []
+    parts = []
+    if finished:
+        parts = [f"{len(finished)} of {len(runs)} runs finished"]
     for run in runs:
         if run not in finished and has_results(run.folder):
             done = checkpoint_round(run.folder)
@@ -424,7 +434,8 @@ def keeping(
     """
     with alone_in(folder), stoppable(at_once=any(run.engine == "ray" for run in runs)):
         settle(every(runs), reuse, anew)
-        if had := progress_of(runs):
+        had = progress_of(runs)
+        if had:
             print(f"{folder}: {had}")
         try:
             yield
@@ -450,7 +461,9 @@ def stoppable(at_once: bool = False) -> Iterator[None]:
         return
 
     def stop(number: int, _: object) -> None:
-        error = Terminated if number == signal.SIGTERM else KeyboardInterrupt
+        error = KeyboardInterrupt
+        if number == signal.SIGTERM:
+            error = Terminated
         if at_once or STOPPING:
             raise error
         STOPPING.append(error)
@@ -458,7 +471,9 @@ def stoppable(at_once: bool = False) -> Iterator[None]:
             print("fedbn-flwr: stops after this round; once more stops it now", file=sys.stderr)
 
     # a terminal sends Ctrl-C to all processes, and those that this one has started obey its SIGTERM
-    numbers = (signal.SIGTERM,) if SIDE_BY_SIDE.is_set() else (signal.SIGINT, signal.SIGTERM)
+    numbers = [signal.SIGTERM]
+    if not SIDE_BY_SIDE.is_set():
+        numbers.append(signal.SIGINT)
     before = {number: signal.signal(number, stop) for number in numbers}
     try:
         yield

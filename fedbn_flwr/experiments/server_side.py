@@ -61,7 +61,9 @@ def run(
     config = experiment.config
     strategy = experiment.make_strategy(config.clients)
     material = checked_material(experiment, strategy)
-    saved = read_checkpoint(folder) if config.resume else None
+    saved = None
+    if config.resume:
+        saved = read_checkpoint(folder)
     nodes = count_nodes(grid, config)
     strategy.min_available_nodes = config.min_nodes or nodes
     if material is None:
@@ -95,7 +97,8 @@ def play(
     config = setup.config
     set_up_process(config)
     experiment = replace(experiment, config=config)
-    standing, arrays = Standing(), setup.initial
+    standing = Standing()
+    arrays = setup.initial
     saver = Saver(folder, config, setup.grid, strategy, standing)
     if saved:
         refuse_other_model(folder, saved, arrays_of(arrays))
@@ -139,7 +142,8 @@ def play(
             log(INFO, "The run ends early: %s", standing.stopped_by)
         elif standing.round < config.rounds:
             raise STOPPING[0]
-    summary, arrays = journal.summary(experiment, setup.about), after_round.arrays
+    summary = journal.summary(experiment, setup.about)
+    arrays = after_round.arrays
     saver.save_personal(arrays)
     # what is kept of entries that stay on the nodes is their mean after the last round
     files.finish(summary, arrays_to_record({**arrays_of(arrays), **strategy.state.personal}))
@@ -163,14 +167,14 @@ class AfterRound:
 
     def __call__(self, now: Round) -> bool:
         """Take a round that has ended; return whether the run ends with it."""
-        config, scorer = self.setup.config, self.setup.scorer
-        self.arrays, self.standing.round = now.after, now.number
+        config = self.setup.config
+        scorer = self.setup.scorer
+        self.arrays = now.after
+        self.standing.round = now.number
         with products(instruction_of(config)):
-            score = (
-                scorer.score(self.strategy, now.after)
-                if self.strategy.evaluates(now.number)
-                else {}
-            )
+            score = {}
+            if self.strategy.evaluates(now.number):
+                score = scorer.score(self.strategy, now.after)
         self.journal.record(now, score)
         self.standing.take(now.number, score, scorer.metric, config)
         if self.progress:
@@ -201,7 +205,8 @@ class Setup:
 
 def set_up_here(grid: Grid, material: Material, initial: ArrayRecord) -> Setup:
     """Return the setup of a run whose data are here."""
-    loaded, parts = material.data, material.partition
+    loaded = material.data
+    parts = material.partition
     config = rounds_within_budget(material.config, len(parts), len(loaded.train))
     scorer = Scorer(material)
     about = {"clients": len(parts), **normalization(loaded.train), "image-size": loaded.image_size}
@@ -231,10 +236,8 @@ def set_up_at_sites(grid: Grid, config: Config, nodes: int, before: Mapping[str,
     config = rounds_within_budget(agreement.config, nodes, agreement.samples)
     initial = state.to_record(fresh_model(config, agreement.form).state_dict())
     sites_grid = SitesGrid(grid, agreement)
-    scorer, table = (
-        SiteScorer(config.classes, config.class_metrics, sites_grid),
-        agreement.table(sites_grid.names),
-    )
+    scorer = SiteScorer(config.classes, config.class_metrics, sites_grid)
+    table = agreement.table(sites_grid.names)
     about = {"clients": nodes, **normalization(config), "image-size": agreement.form.image_size}
     about |= {"class-names": config.classes, "metric": scorer.metric}
     return Setup(config, sites_grid, initial, scorer, about, agreement.to_config(), table)
@@ -245,7 +248,10 @@ def instruction_of(config: Config) -> Instruction:
     # `class_metrics` is of evaluations
     names = {item.name for item in fields(Instruction)} - {"class_metrics"}
     shared = {name: value for name, value in vars(config).items() if name in names}
-    work = {"local_steps": 0} if config.local_epochs else {"local_epochs": 1}
+    if config.local_epochs:
+        work = {"local_steps": 0}
+    else:
+        work = {"local_epochs": 1}
     return Instruction(**{**shared, **work, "dynamics_window": config.record_dynamics})
 
 
@@ -268,17 +274,18 @@ def count_nodes(grid: Grid, config: Config) -> int:
     With `min_nodes` the run starts without the clients that are still absent after `node_timeout`
     seconds.
     """
-    wanted, fewest = (
-        max(config.clients, config.min_nodes, 1),
-        config.min_nodes or max(config.clients, 1),
-    )
+    wanted = max(config.clients, config.min_nodes, 1)
+    fewest = config.min_nodes or max(config.clients, 1)
     try:
         nodes = len(wait_for_nodes(grid, wanted, config.node_timeout, fewest))
     except CannotTrainError as error:
         front = passing(grid)
-        there = {front.names.get(node) for node in grid.get_node_ids()} if front else set()
-        others = ", ".join(site for site in config.sites if site not in there)
-        raise CannotTrainError(f"{error}{f'; not connected: {others}' * bool(others)}") from None
+        names = front.names if front else {}
+        there = {names.get(node) for node in grid.get_node_ids()}
+        missing = [site for site in config.sites if site not in there]
+        if missing:
+            raise CannotTrainError(f"{error}; not connected: {', '.join(missing)}") from None
+        raise
     if nodes > config.clients > 0:
         raise UsageError(
             f"the federation has {nodes} nodes, the experiment {config.clients} clients: they "

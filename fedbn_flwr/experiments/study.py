@@ -45,7 +45,8 @@ VALIDATION_SHARE = 0.2
 #: options that a study sets for all methods alike
 COMMON = ("seed", "validation", "results-dir")
 #: what was asked for, and the folder of the runs by which values are chosen
-STUDY, TRIED = "study.json", "grid"
+STUDY = "study.json"
+TRIED = "grid"
 #: seconds between two looks whether runs in other processes are to stop
 LOOK = 0.5
 #: evaluation is the server's; `run_simulation` is the only way to start a simulation from Python;
@@ -123,13 +124,17 @@ class Study:
 
     def _runs_of(self, setting: Setting, label: str, folder: Path) -> list[Run]:
         method = self.methods[label]
-        if common := [key for key in parse(method).options if key in COMMON]:
+        common = [key for key in parse(method).options if key in COMMON]
+        if common:
             raise UsageError(
                 f"method {method!r}: {common[0]} is the same for all methods of a comparison"
             )
-        choice, tried = self.choice(method), dict[str, list[Run]]()
-        for text, values in choice.combinations().items() if choice else ():
-            changes, named = {**values, "validation": VALIDATION_SHARE}, f"{label}, {text}"
+        choice = self.choice(method)
+        tried = dict[str, list[Run]]()
+        combinations = choice.combinations() if choice else {}
+        for text, values in combinations.items():
+            changes = {**values, "validation": VALIDATION_SHARE}
+            named = f"{label}, {text}"
             experiments = [
                 self.experiment(setting, label, seed, changes) for seed in range(self.grid_seeds)
             ]
@@ -160,7 +165,10 @@ class Study:
         folder.
         """
         base = int(convert("seed", setting.options.get("seed", 0), int))
-        automatic = {} if self.engine == "ray" else {"checkpoint-every": AUTOMATIC}
+        if self.engine == "ray":
+            automatic = {}
+        else:
+            automatic = {"checkpoint-every": AUTOMATIC}
         own = {"method": self.methods[label], "seed": base + seed}
         return resolve({**automatic, **setting.options, **own, **changes}, read_from=self.read_from)
 
@@ -175,7 +183,9 @@ class Study:
             for key, values in self.grid.items()
             if key not in named and key not in others
         }
-        return Choice(grid, self.grid_seeds) if grid else None
+        if grid:
+            return Choice(grid, self.grid_seeds)
+        return None
 
     def content(self) -> dict[str, Any]:
         """Return a study with one setting as a recipe's file has it."""
@@ -284,7 +294,8 @@ def _run_cell(runs: Sequence[Run], announce: Announce) -> Iterator[tuple[Run, Su
     """Run one method in one setting with every seed, with the best values of the grid if there is
     one.
     """
-    choice, failure = runs[0].experiment.choice, ""
+    choice = runs[0].experiment.choice
+    failure = ""
     if choice and any(run.finished() is None for run in runs):
         choice, failure = _chosen(choice, runs[0].tried, announce)
     for run in runs:
@@ -310,7 +321,9 @@ def _chosen(
 
     Values with which a run fails are out.
     """
-    scores, failure, metric = dict[str, float | None](), "", ""
+    scores = dict[str, float | None]()
+    failure = ""
+    metric = ""
     for text, runs in tried.items():
         results = list[float]()
         for run in runs:
@@ -321,18 +334,25 @@ def _chosen(
                 break
             metric = metric_of(summary)
             results.append(float(score))
-        scores[text] = fmean(results) if len(results) == len(runs) else None
+        if len(results) == len(runs):
+            scores[text] = fmean(results)
+        else:
+            scores[text] = None
     best = max(
         scores, key=lambda text: -inf if (score := scores[text]) is None else merit(metric, score)
     )
-    values = {} if scores[best] is None else choice.combinations()[best]
+    if scores[best] is None:
+        values = {}
+    else:
+        values = choice.combinations()[best]
     return replace(choice, values=values, scores=scores), failure
 
 
 def _with_values(run: Run, choice: Choice) -> Run:
     """Return a run with the values that were chosen: as they were tried, on all training data."""
     best = next(text for text, values in choice.combinations().items() if values == choice.values)
-    tried, own = run.tried[best][0].experiment, run.experiment.config
+    tried = run.tried[best][0].experiment
+    own = run.experiment.config
     config = replace(tried.config, seed=own.seed, validation=own.validation)
     asked = {
         **(run.experiment.asked or {}),
@@ -347,7 +367,8 @@ def _in_processes(cells: Sequence[Sequence[Run]], count: int) -> Iterator[tuple[
     Return each run with its result, in the order in which they end.
     """
     preload(NEEDED)
-    ahead, running = deque(cells), dict[Connection, tuple[Sequence[Run], BaseProcess]]()
+    ahead = deque(cells)
+    running = dict[Connection, tuple[Sequence[Run], BaseProcess]]()
     told = False
     try:
         while running or (ahead and not STOPPING):
@@ -375,10 +396,8 @@ def _start(cell: Sequence[Run]) -> tuple[Connection, BaseProcess]:
     # never a copy of this process, in which torch may have started threads
     context = get_context("forkserver")
     here, there = context.Pipe()
-    plugins, verbose = (
-        cell[0].experiment.config.plugins,
-        logging.getLogger("flwr").level <= logging.INFO,
-    )
+    plugins = cell[0].experiment.config.plugins
+    verbose = logging.getLogger("flwr").level <= logging.INFO
     process = context.Process(target=_work, args=(there, plugins, cell, verbose), daemon=False)
     process.start()
     there.close()
@@ -393,7 +412,9 @@ def _result(
     except EOFError:
         process.join()
         reason = f"its process ended with exit code {process.exitcode}"
-        return [] if STOPPING else [(run, run.finished() or run.failed(reason, {})) for run in cell]
+        if STOPPING:
+            return []
+        return [(run, run.finished() or run.failed(reason, {})) for run in cell]
     finally:
         connection.close()
 

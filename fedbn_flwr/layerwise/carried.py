@@ -113,7 +113,10 @@ Examples = Mapping[int, float]
 
 #: what is corrected
 KINDS: tuple[Kind, Kind] = ("statistics", "gradients")
-LAYERS, SIZES, EXAMPLES, ROUND = "layers", "sizes", "examples", "round"
+LAYERS = "layers"
+SIZES = "sizes"
+EXAMPLES = "examples"
+ROUND = "round"
 #: the trust region: standard deviations that offsets have at most, and ratios of variances, as in
 #: batch renormalization
 TRUST = 3.0
@@ -147,7 +150,8 @@ def correction(kind: Kind, values: Tensor, pooled: Tensor) -> Tensor:
     """
     if kind == "gradients":
         return pooled - values
-    (mean, variance), (pooled_mean, pooled_variance) = values.unbind(-2), pooled
+    mean, variance = values.unbind(-2)
+    pooled_mean, pooled_variance = pooled
     return torch.stack([(pooled_mean - mean) / variance.sqrt(), pooled_variance / variance], -2)
 
 
@@ -177,7 +181,8 @@ class Corrected:
     def __call__(self, requests: Requests) -> Answer:
         """Return the clients' values, corrected where there is a correction of the layer."""
         correction = self._corrections.get(requests.kind, {}).get(requests.layer)
-        values, added = requests.tensor, torch.zeros_like(requests.tensor)
+        values = requests.tensor
+        added = torch.zeros_like(requests.tensor)
         if requests.kind == "statistics":
             added[:, 1] = max(requests.eps, _LEAST)
         self.requests[requests.kind][requests.layer] = replace(requests, tensor=values + added)
@@ -198,20 +203,19 @@ class CorrectedClients:
     """
 
     def __init__(self, received: Mapping[str, Tensor], clients: int) -> None:
-        self._received, self._clients = read_corrections(received), clients
+        self._received = read_corrections(received)
+        self._clients = clients
         self._parts: list[tuple[Rows, Corrected]] = []
 
     def exchange(self, rows: Rows = slice(None)) -> Corrected:
         """Return the exchange of the clients in these rows."""
-        exchange = Corrected(
-            {
-                kind: {
-                    layer: Answer(answer.tensor[index_on(rows, answer.tensor.device)], answer.count)
-                    for layer, answer in by_layer.items()
-                }
-                for kind, by_layer in self._received.items()
-            }
-        )
+        own: dict[Kind, dict[str, Answer]] = {}
+        for kind, by_layer in self._received.items():
+            own[kind] = {}
+            for layer, answer in by_layer.items():
+                part = answer.tensor[index_on(rows, answer.tensor.device)]
+                own[kind][layer] = Answer(part, answer.count)
+        exchange = Corrected(own)
         self._parts.append((rows, exchange))
         return exchange
 
@@ -234,28 +238,22 @@ def pack_values(requests: Mapping[Kind, Mapping[str, Requests]]) -> dict[str, Te
     """Return the entries for clients' requests, given by kind and layer, with a row for each
     client.
     """
-    statistics, gradients = (requests[kind] for kind in KINDS)
+    statistics = requests["statistics"]
     if not statistics:
         return {}
     layers = sorted(statistics)
     clients = len(statistics[layers[0]].counts)
-    counts = [statistics[layer].counts[0] for layer in layers]
-    widths = [
-        [each[layer].tensor.shape[-1] if layer in each else 0 for layer in layers]
-        for each in (statistics, gradients)
-    ]
-    names, sizes = bytearray("\n".join(layers).encode()), torch.tensor([counts, *widths])
-    return {
-        **{
-            kind: torch.cat(
-                [requests[kind][layer].tensor for layer in layers if layer in requests[kind]], -1
-            )
-            for kind in KINDS
-            if requests[kind]
-        },
-        LAYERS: torch.frombuffer(names, dtype=torch.uint8).expand(clients, -1),
-        SIZES: sizes.expand(clients, -1, -1),
-    }
+    values: dict[str, Tensor] = {}
+    sizes = [[statistics[layer].counts[0] for layer in layers]]
+    for kind in KINDS:
+        tensors = {layer: own.tensor for layer, own in requests[kind].items()}
+        sizes.append([tensors[layer].shape[-1] if layer in tensors else 0 for layer in layers])
+        if tensors:
+            values[kind] = torch.cat([tensors[layer] for layer in layers if layer in tensors], -1)
+    names = bytearray("\n".join(layers).encode())
+    values[LAYERS] = torch.frombuffer(names, dtype=torch.uint8).expand(clients, -1)
+    values[SIZES] = torch.tensor(sizes).expand(clients, -1, -1)
+    return values
 
 
 def read_corrections(received: Mapping[str, Tensor]) -> Corrections:
@@ -265,17 +263,16 @@ def read_corrections(received: Mapping[str, Tensor]) -> Corrections:
     # the layers and the pool are the same for all clients of a stack
     layers = received[LAYERS][0].numpy(force=True).tobytes().decode(errors="replace").split("\n")
     counts, *widths = received[SIZES][0].tolist()
-    return {
-        kind: {
-            layer: Answer(part, count)
-            for layer, count, part in zip(
-                layers, counts, received[kind].split(channels, -1), strict=True
-            )
-            if part.shape[-1]
-        }
-        for kind, channels in zip(KINDS, widths, strict=True)
-        if kind in received
-    }
+    corrections: dict[Kind, dict[str, Answer]] = {}
+    for kind, channels in zip(KINDS, widths, strict=True):
+        if kind not in received:
+            continue
+        corrections[kind] = {}
+        parts = received[kind].split(channels, -1)
+        for layer, count, part in zip(layers, counts, parts, strict=True):
+            if part.shape[-1]:
+                corrections[kind][layer] = Answer(part, count)
+    return corrections
 
 
 # ---- the server ----------------------------------------------------------------------------------
@@ -313,7 +310,9 @@ class CarriedValues:
         combiner: Combiner = combine,
         kept: Kept | None = None,
     ) -> None:
-        self.memory, self.oldest, self.combiner = memory, oldest, combiner
+        self.memory = memory
+        self.oldest = oldest
+        self.combiner = combiner
         self.kept = kept or Kept()
 
     def hear(
@@ -328,7 +327,8 @@ class CarriedValues:
         """
         before = self.kept.by_node.pop(node, None)
         now = {name: np.array(value) for name, value in values.items()}
-        if reason := why_not_carried(now):
+        reason = why_not_carried(now)
+        if reason:
             return reason
         if before is not None and _form(before) == _form(now):
             share = self.memory ** max(server_round - before[ROUND].item(), 1)
@@ -387,11 +387,9 @@ class CarriedValues:
         forms = {node: _form(values) for node, values in heard.items()}
         common = Counter(forms.values()).most_common(1)
         heard = {node: values for node, values in heard.items() if forms[node] == common[0][0]}
-        weights = (
-            weigh({node: values[EXAMPLES].item() for node, values in heard.items()})
-            if heard
-            else []
-        )
+        if not heard:
+            return {}
+        weights = weigh({node: values[EXAMPLES].item() for node, values in heard.items()})
         if not sum(weights) > 0:
             return {}
         first = next(iter(heard.values()))
@@ -429,8 +427,10 @@ def why_not_carried(values: Mapping[str, np.ndarray]) -> str:
     if not _are_of_layers(values):
         return "its carried values are not of BN layers"
     for kind in KINDS:
-        if kind in values and (fault := why_unusable(kind, torch.from_numpy(values[kind]))):
-            return f"the {kind} of its BN layers {fault.words}"
+        if kind in values:
+            fault = why_unusable(kind, torch.from_numpy(values[kind]))
+            if fault:
+                return f"the {kind} of its BN layers {fault.words}"
     return ""
 
 
@@ -438,7 +438,9 @@ def _are_of_layers(values: Mapping[str, np.ndarray]) -> bool:
     """Return whether the entries are there, with the dtypes and shapes of values of BN layers."""
     if not {LAYERS, SIZES, "statistics"} <= values.keys() <= {LAYERS, SIZES, *KINDS}:
         return False
-    layers, sizes, statistics = values[LAYERS], values[SIZES], values["statistics"]
+    layers = values[LAYERS]
+    sizes = values[SIZES]
+    statistics = values["statistics"]
     gradients = values.get("gradients", np.zeros((2, 0), statistics.dtype))
     return (
         layers.dtype == np.uint8

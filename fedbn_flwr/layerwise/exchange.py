@@ -48,12 +48,16 @@ class Requests:
     @property
     def clients(self) -> int:
         """The number of clients."""
-        return sum(pool.clients for pool in self.pools) if self.pools else len(self.counts)
+        if self.pools:
+            return sum(pool.clients for pool in self.pools)
+        return len(self.counts)
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the clients' values."""
-        return self.pools[0].dtype if self.pools else self.tensor.dtype
+        if self.pools:
+            return self.pools[0].dtype
+        return self.tensor.dtype
 
     @classmethod
     def of_client(cls, kind: Kind, layer: str, values: Tensor, count: int) -> "Requests":
@@ -95,7 +99,8 @@ NOT_FINITE = Fault("is not finite", Why.INFINITE)
 TOO_LARGE = Fault("is too large to be pooled", Why.INFINITE)
 #: the largest number that a node may send, in any dtype, and the most examples: float64 holds all
 #: counts up to it
-LARGEST, MOST = torch.finfo(torch.float32).max, 2**53
+LARGEST = torch.finfo(torch.float32).max
+MOST = 2**53
 
 #: sends requests, and returns the answer; where exchanges are messages, it waits for the slowest
 #: node
@@ -117,7 +122,9 @@ class ExchangeError(ValueError):
 
     def __init__(self, client: int, reason: str, why: Why = Why.OTHER) -> None:
         super().__init__(f"client {client}: {reason}")
-        self.client, self.reason, self.why = client, reason, why
+        self.client = client
+        self.reason = reason
+        self.why = why
 
 
 class OrderError(ExchangeError):
@@ -141,9 +148,11 @@ def join(parts: Sequence[Requests], order: Sequence[int] | None = None) -> Reque
         raise ValueError(
             f"there are requests of {len(positions)} clients where {len(order)} are expected"
         )
-    positions = positions if order is None else list(order)
+    if order is not None:
+        positions = list(order)
     clients = [part_of[position] for position in positions]
-    name, form = _most_common(_name, parts), _most_common(_form, parts)
+    name = _most_common(_name, parts)
+    form = _most_common(_form, parts)
     for row, part in enumerate(clients):
         if _name(part) != name:
             raise OrderError(row, f"is at the {_name(part)} where the others are at the {name}")
@@ -183,7 +192,8 @@ def pool_requests(requests: Requests, weights: Sequence[float]) -> Requests:
     check_requests(requests)
     weight = sum(weights)
     # nobody counts: the row has no weight, but must be there
-    weights = weights if weight > 0 else [1.0] * len(weights)
+    if not (weight > 0):
+        weights = [1.0] * len(weights)
     tensor = combine(requests.kind, requests.tensor.double(), weights)
     pools = (Pool(len(weights), weight, requests.dtype),)
     return Requests(
@@ -246,9 +256,12 @@ def why_unusable(kind: Kind, values: Tensor) -> Fault | None:
     largest = min(
         torch.finfo(values.dtype).max, LARGEST
     )  # float64 has room for more than anybody may send
-    variances = (
-        values if kind == "variance" else values[..., 1, :] if kind == "statistics" else values[:0]
-    )
+    if kind == "variance":
+        variances = values
+    elif kind == "statistics":
+        variances = values[..., 1, :]
+    else:
+        variances = values[:0]
     # one pass over the values: below this norm all of them are finite, and small enough
     small = torch.linalg.vector_norm(values) < largest**0.5 / 4
     if small.logical_and((variances >= 0).all()).item():  # for which a GPU is waited for once
@@ -259,7 +272,9 @@ def why_unusable(kind: Kind, values: Tensor) -> Fault | None:
         return TOO_LARGE._replace(
             words=f"{TOO_LARGE.words} in {str(values.dtype).removeprefix('torch.')}"
         )
-    return None if (variances >= 0).all() else Fault("has a negative variance")
+    if (variances >= 0).all():
+        return None
+    return Fault("has a negative variance")
 
 
 def _magnitudes(kind: Kind, values: Tensor) -> Tensor:

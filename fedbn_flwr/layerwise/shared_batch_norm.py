@@ -58,11 +58,9 @@ class Use:
 
     def gradients(self, local: Tensor, count: int) -> Tensor:
         """Return the gradients by mean and variance with which the client goes on, (2, C)."""
-        return (
-            local
-            if self.mode in ("forward", "forward-paper")
-            else self._ask("gradients", local, count).tensor
-        )
+        if self.mode in ("forward", "forward-paper"):
+            return local
+        return self._ask("gradients", local, count).tensor
 
     def _ask(self, kind: Kind, tensor: Tensor, count: int) -> Answer:
         rows = where_exact(tensor.unflatten(-1, (self.clients, -1)).movedim(-2, 0))
@@ -73,7 +71,8 @@ class Use:
             # an answer for each client
             return Answer(answer.tensor.to(tensor).movedim(0, -2).flatten(-2), answer.count)
         if answer.tensor.shape != rows[0].shape:
-            asked, got = tuple(rows[0].shape), tuple(answer.tensor.shape)
+            asked = tuple(rows[0].shape)
+            got = tuple(answer.tensor.shape)
             raise ValueError(
                 f"BN layer {self.layer!r}: the answer to its {kind} is {got}, not {asked}"
             )
@@ -114,7 +113,10 @@ class SharedBatchNorm(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The outputs, and the global mean, biased variance and count."""
         mean, variance, count = use.statistics(inputs)
-        dtype = mean.dtype if weight is None else weight.dtype
+        if weight is None:
+            dtype = mean.dtype
+        else:
+            dtype = weight.dtype
         outputs = F.batch_norm(inputs, mean.to(dtype), variance.to(dtype), weight, bias, eps=eps)
         return outputs, mean, variance, torch.tensor(count, dtype=torch.float64)
 

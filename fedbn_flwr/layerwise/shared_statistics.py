@@ -81,9 +81,10 @@ class _SharedForward:
             return self.plain(inputs)
         layer._check_input_dim(inputs)
         self.uses += 1
-        use = (
-            self.use if self.uses == 1 else replace(self.use, layer=f"{self.use.layer}#{self.uses}")
-        )
+        if self.uses == 1:
+            use = self.use
+        else:
+            use = replace(self.use, layer=f"{self.use.layer}#{self.uses}")
         outputs, *statistics = self.apply(inputs, layer.weight, layer.bias, layer.eps, use)
         if layer.training and layer.track_running_stats and layer.running_mean is not None:
             self.seen.append((statistics[0], statistics[1], statistics[2]))

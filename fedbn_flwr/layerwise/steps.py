@@ -216,7 +216,8 @@ class Lockstep(Transport[ReplyT]):
     def __init__(
         self, stacks: Sequence[SuspendedStep[list[ReplyT]]], order: Sequence[int] | None = None
     ) -> None:
-        self._stacks, self._order = stacks, order
+        self._stacks = stacks
+        self._order = order
         self._results: list[ReplyT] = []
 
     def advance(self, answer: Answer | None = None) -> Requests | None:
@@ -230,16 +231,20 @@ class Lockstep(Transport[ReplyT]):
                 for each in outcomes
             ]
             position = sum(sizes[: outcomes.index(done[0])])
-            client = position if self._order is None else self._order.index(position)
+            if self._order is None:
+                client = position
+            else:
+                client = self._order.index(position)
             raise OrderError(
                 client, f"is at its end where others are at BN layer {requests[0].layer!r}"
             )
         if requests:
             return join(requests, self._order)
         results = [reply for outcome in done for reply in outcome.result]
-        self._results = (
-            results if self._order is None else [results[position] for position in self._order]
-        )
+        if self._order is None:
+            self._results = results
+        else:
+            self._results = [results[position] for position in self._order]
         return None
 
     def replies(self) -> list[ReplyT]:

@@ -118,7 +118,8 @@ def build(
                 load_weights(model, weights, str(init_from), num_classes)
                 weights = None
         model = norms.replace(model, norm, groups=groups, **norm_options)
-        model = norms.normalize_features(model) if normalize_features else model
+        if normalize_features:
+            model = norms.normalize_features(model)
         if weights is not None:
             load_weights(model, weights, str(init_from), num_classes)
     _choose(model, trainable)
@@ -139,8 +140,11 @@ def _choose(model: nn.Module, patterns: Sequence[str]) -> None:
     factors = dict.fromkeys(names, float(all(equals for _, equals, _ in given)))
     read = [(asked, _FACTOR.read(number) if equals else 1.0) for asked, equals, number in given]
     for asked, factor in sorted(read, key=lambda pattern: pattern[1] == 0):
-        glob = f"{names[-1].rpartition('.')[0]}.*" if asked == HEAD else asked
-        if not (matching := [name for name in names if fnmatchcase(name, glob)]):
+        glob = asked
+        if asked == HEAD:
+            glob = f"{names[-1].rpartition('.')[0]}.*"
+        matching = [name for name in names if fnmatchcase(name, glob)]
+        if not matching:
             raise ValueError(
                 f"trainable: no parameter matches {asked!r}; there are {HEAD}, "
                 f"{', '.join(names[:3])}, ..."
@@ -153,7 +157,8 @@ def _choose(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def _maker(name: str, image_size: int, pretrained: bool) -> Make:
-    if found := published(name):
+    found = published(name)
+    if found:
         return partial(make_published, found, pretrained)
     if pretrained:
         raise ValueError(

@@ -48,18 +48,18 @@ def _timm(name: str) -> Published:
     def make(num_classes: int, in_channels: int, image_size: int, pretrained: bool) -> nn.Module:
         # transformers are made for one size
         options: dict[str, Any] = {"img_size": image_size} if about.fixed_input_size else {}
-        options |= {} if pretrained else {"num_classes": num_classes}
+        if not pretrained:
+            options["num_classes"] = num_classes
         model: Any = timm.create_model(name, pretrained, in_chans=in_channels, **options)
         if num_classes != model.num_classes:
             model.reset_classifier(num_classes)
         return model  # type: ignore[no-any-return]
 
     channels, side, _ = about.input_size
-    source = (
-        f"model.safetensors of huggingface.co/{about.hf_hub_id}"
-        if about.hf_hub_id
-        else str(about.url)
-    )
+    if about.hf_hub_id:
+        source = f"model.safetensors of huggingface.co/{about.hf_hub_id}"
+    else:
+        source = str(about.url)
     return Published(side, channels, about.mean, about.std, source, "~/.cache/huggingface", make)
 
 
@@ -103,7 +103,9 @@ def published(model: str) -> Published | None:
     library.
     """
     library, _, name = model.partition(":")
-    return LIBRARIES[library](name) if library in LIBRARIES else None
+    if library in LIBRARIES:
+        return LIBRARIES[library](name)
+    return None
 
 
 def make_published(

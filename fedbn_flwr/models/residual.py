@@ -60,7 +60,9 @@ def _stage(inputs: int, outputs: int, stride: int) -> nn.Sequential:
     with extra("models"):  # takes seconds to import: only who needs it pays
         from torchvision.models.resnet import BasicBlock
 
-    shortcut = Shortcut(stride, outputs - inputs) if stride > 1 else None
+    shortcut = None
+    if stride > 1:
+        shortcut = Shortcut(stride, outputs - inputs)
     first = BasicBlock(inputs, outputs, stride, downsample=shortcut)
     return nn.Sequential(first, BasicBlock(outputs, outputs), BasicBlock(outputs, outputs))
 

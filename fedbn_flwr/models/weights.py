@@ -17,7 +17,9 @@ from fedbn_flwr.norm import bn_layers
 from fedbn_flwr.plugins import MissingExtraError, extra, warn_once
 
 #: a file may have so many times the entries and bytes of the model, and so many more
-TIMES, FEW, SMALL = 16, 1000, 2**26
+TIMES = 16
+FEW = 1000
+SMALL = 2**26
 #: under which published files hold the state dict, beside what else they hold
 NESTED = ("state_dict", "model", "model_state_dict")
 
@@ -143,7 +145,8 @@ def _read_safetensors(path: Path, limit: Limit) -> dict[str, Tensor]:
 
 
 def _read_torch(path: Path, limit: Limit) -> object:
-    size, entries = path.stat().st_size, 0
+    size = path.stat().st_size
+    entries = 0
     if zipfile.is_zipfile(path):  # which may be compressed
         with zipfile.ZipFile(path) as file:
             members = file.infolist()

@@ -86,7 +86,11 @@ def standardized(
     if "weight" not in layer._parameters:
         raise ValueError(f"layer {name!r} computes its weight, which cannot be standardized")
     new: Any = _like(layer)
-    new.eps, new.scale = 1e-12, 1.0 if gamma is None else gamma * layer.weight[0].numel() ** -0.5
+    new.eps = 1e-12
+    if gamma is None:
+        new.scale = 1.0
+    else:
+        new.scale = gamma * layer.weight[0].numel() ** -0.5
     _start_at_unit_norm(new.weight)
     gain = layer.weight.new_full((len(layer.weight), *[1] * (layer.weight.dim() - 1)), first_gain)
     if learnable:
@@ -105,7 +109,10 @@ def _like(layer: _ConvNd) -> nn.Module:
     )
     new: nn.Module = kind.__new__(kind)
     for name, value in vars(layer).items():
-        new.__dict__[name] = value.copy() if isinstance(value, dict | set) else value
+        if isinstance(value, dict | set):
+            new.__dict__[name] = value.copy()
+        else:
+            new.__dict__[name] = value
     return new
 
 

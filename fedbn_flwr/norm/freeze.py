@@ -50,7 +50,8 @@ def freeze(model: nn.Module, statistics: bool = True, affine: bool = False) -> I
     says so once.
     """
     layers = bn_layers(model)
-    if (kept := sum(map(keeps_statistics, layers.values()))) and not statistics:
+    kept = sum(map(keeps_statistics, layers.values()))
+    if kept and not statistics:
         warn_once(
             f"{kept} of {len(layers)} BN layers keep their statistics, as none of their "
             "parameters learns"
@@ -65,8 +66,8 @@ def freeze(model: nn.Module, statistics: bool = True, affine: bool = False) -> I
             holds = statistics or (keeps_statistics(layer) and layer.running_mean is not None)
             if holds and not isinstance(layer.__dict__.get("train"), _StatisticsHold):
                 undo.callback(_StatisticsHold(layer).release)
-            for name in ("weight", "bias") if affine else ():
-                if (parameter := getattr(layer, name)) is not None:
+            for parameter in (layer.weight, layer.bias):
+                if affine and parameter is not None:
                     undo.callback(parameter.requires_grad_, parameter.requires_grad)
                     parameter.requires_grad_(False)
         yield

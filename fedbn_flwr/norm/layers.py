@@ -69,12 +69,19 @@ class BatchRenorm(BatchNorm):
         self._check_input_dim(input)
         r, d = self._corrections(input)
         # gamma (z r + d) + beta is BN with the weight gamma r and the bias gamma d + beta.
-        weight = r if self.weight is None else self.weight * r
+        if self.weight is None:
+            weight = r
+        else:
+            weight = self.weight * r
         bias = d if self.weight is None else self.weight * d
-        bias = bias if self.bias is None else bias + self.bias
+        if self.bias is not None:
+            bias = bias + self.bias
         assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
-        factor = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        if self.momentum is None:
+            factor = 1 / float(self.num_batches_tracked)
+        else:
+            factor = self.momentum
         return F.batch_norm(
             input, self.running_mean, self.running_var, weight, bias, True, factor, self.eps
         )
@@ -117,9 +124,11 @@ class HybridBatchNorm(BatchNorm):
         self._check_input_dim(input)
         mean, variance = self.mixed_statistics(input)
         scale = (variance + self.eps).rsqrt()
-        scale = scale if self.weight is None else scale * self.weight
+        if self.weight is not None:
+            scale = scale * self.weight
         output = (input - along_channels(mean, input)) * along_channels(scale, input)
-        output = output if self.bias is None else output + along_channels(self.bias, input)
+        if self.bias is not None:
+            output = output + along_channels(self.bias, input)
         return output.to(input.dtype)
 
     def mixed_statistics(self, input: Tensor) -> tuple[Tensor, Tensor]:

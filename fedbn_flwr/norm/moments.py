@@ -32,11 +32,9 @@ class Moments:
 
     def running_variance(self, unbiased: bool) -> Tensor:
         """Return the value of a running variance: torch corrects the batch's by n / (n - 1)."""
-        return (
-            self.variance * (self.count / (self.count - 1))
-            if unbiased and self.count > 1
-            else self.variance
-        )
+        if unbiased and self.count > 1:
+            return self.variance * (self.count / (self.count - 1))
+        return self.variance
 
 
 def gather(
@@ -86,7 +84,10 @@ def gathering(model: nn.Module, training: bool = True) -> Iterator[dict[str, Mom
             variance = torch.linalg.vector_norm(rows - mean[:, None], dim=1) ** 2 / rows.shape[1]
         moments = Moments(rows.shape[1], mean, variance)
         name = names[layer]
-        seen[name] = _merge(seen[name], moments) if name in seen else moments
+        if name in seen:
+            seen[name] = _merge(seen[name], moments)
+        else:
+            seen[name] = moments
 
     handles = [layer.register_forward_pre_hook(record) for layer in names]
     try:
@@ -109,7 +110,10 @@ def pool_moments(records: Iterable[Mapping[str, Moments]]) -> dict[str, Moments]
     pooled: dict[str, Moments] = {}
     for record in records:
         for name, moments in record.items():
-            pooled[name] = _merge(pooled[name], moments) if name in pooled else moments
+            if name in pooled:
+                pooled[name] = _merge(pooled[name], moments)
+            else:
+                pooled[name] = moments
     return pooled
 
 
@@ -134,23 +138,25 @@ def adapt(
     with n inputs counts the model's as N samples (Schneider et al., NeurIPS 2020). A model without
     running statistics is a ValueError.
     """
-    if lacking := lacks(model, "statistics"):
+    lacking = lacks(model, "statistics")
+    if lacking:
         raise ValueError(f"adapt re-estimates BN's running statistics: {lacking}")
     if not 0 < weight <= 1:
         raise ValueError(f"adapt: weight must be above 0 and at most 1, got {weight}")
     with torch.random.fork_rng(devices=[]):  # a loader draws from torch's generator
-        batches = [
-            preprocess(_inputs_of(batch))
-            for batch in ([inputs] if isinstance(inputs, Tensor) else inputs)
-        ]
-    if (count := sum(map(len, batches))) < FEWEST:
+        given = [inputs] if isinstance(inputs, Tensor) else inputs
+        batches = [preprocess(_inputs_of(batch)) for batch in given]
+    count = sum(map(len, batches))
+    if count < FEWEST:
         if not count:
             raise ValueError("adapt: there are no inputs")
         warnings.warn(
             f"adapt: statistics of {count} inputs are noisy: give {FEWEST} or more", stacklevel=2
         )
-    adapted, known = deepcopy(model), dict[str, Moments]()
-    before, after = bn_layers(model), bn_layers(adapted)
+    adapted = deepcopy(model)
+    known = dict[str, Moments]()
+    before = bn_layers(model)
+    after = bn_layers(adapted)
 
     def put(name: str, moments: Moments, unbiased: bool) -> None:
         known[name] = moments
@@ -158,20 +164,23 @@ def adapt(
             ("running_mean", moments.mean),
             ("running_var", moments.running_variance(unbiased)),
         ):
-            if (old := getattr(before[name], entry)) is not None:
+            old = getattr(before[name], entry)
+            if old is not None:
                 getattr(after[name], entry).copy_(
                     torch.lerp(where_exact(old).double(), value, weight)
                 )
 
-    for place in range(1 if len(batches) == 1 else len(after)):
+    is_whole = len(batches) == 1
+    for place in range(1 if is_whole else len(after)):
         with torch.no_grad(), gathering(adapted, training=False) as seen:
-            # of one batch, a layer has all inputs when the pass comes to it
-            hooks = [
-                layer.register_forward_pre_hook(
-                    lambda *_, name=name: put(name, seen[name], unbiased=False)
-                )
-                for name, layer in (after.items() if len(batches) == 1 else ())
-            ]
+            hooks = []
+            if is_whole:  # of one batch, a layer has all inputs when the pass comes to it
+                hooks = [
+                    layer.register_forward_pre_hook(
+                        lambda *_, name=name: put(name, seen[name], unbiased=False)
+                    )
+                    for name, layer in after.items()
+                ]
             for batch in batches:
                 adapted(batch)
         for hook in hooks:

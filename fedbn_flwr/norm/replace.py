@@ -47,7 +47,8 @@ def replace(model: nn.Module, kind: str, *, groups: int = 2, **options: object) 
             raise ValueError(f"normalizer {kind!r} has no option {option!r}; its options: {known}")
     if "groups" in allowed:
         options["groups"] = groups
-    before, name = {*model.modules()}, type(model).__name__
+    before = {*model.modules()}
+    name = type(model).__name__
     # of normalizers as they start, both are 0
     layers = [layer for layer in model.modules() if isinstance(layer, NORMALIZERS)]
     moved = [getattr(layer, entry, None) for layer in layers for entry in ("running_mean", "bias")]
@@ -61,7 +62,9 @@ def replace(model: nn.Module, kind: str, *, groups: int = 2, **options: object) 
         for key, value in model.state_dict().items()
         if isinstance(value, Tensor) and not is_lazy(value)
     }
-    had = {key: value.clone() for key, value in kept.items()} if trained else {}
+    had = {}
+    if trained:
+        had = {key: value.clone() for key, value in kept.items()}
     root = swap(model, **options)
     state = root.state_dict()
     lost = [
@@ -93,11 +96,14 @@ def batch_norm(model: nn.Module, momentum: float | None = None) -> nn.Module:
         is_bn = issubclass(kind, _BatchNorm) and (
             kind is BatchNorm or not issubclass(kind, BatchNorm)
         )
-        return slot.layer if is_bn else BatchNorm(**_form(slot))
+        if is_bn:
+            return slot.layer
+        return BatchNorm(**_form(slot))
 
     root = swap_normalizers(model, keep)
-    for layer in bn_layers(root).values() if momentum is not None else ():
-        layer.momentum = momentum
+    if momentum is not None:
+        for layer in bn_layers(root).values():
+            layer.momentum = momentum
     return root
 
 
@@ -211,7 +217,8 @@ def normalize_features(model: nn.Module) -> nn.Module:
         if layer is not layers[-1]:
             return layer
         new = NormalizedFeatures(layer.in_features, layer.out_features, layer.bias is not None)
-        new.weight, new.bias = layer.weight, layer.bias
+        new.weight = layer.weight
+        new.bias = layer.bias
         return new.train(layer.training)
 
     return substitute(model, make)

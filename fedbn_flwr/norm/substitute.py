@@ -84,7 +84,8 @@ def _frozen_like(old: nn.Module, new: nn.Module) -> nn.Module:
     learns = {
         name: parameter.requires_grad for name, parameter in old.named_parameters(recurse=False)
     }
-    default, kept = any(learns.values()) or not learns, set(old.parameters())
+    default = any(learns.values()) or not learns
+    kept = set(old.parameters())
     for name, parameter in new.named_parameters():
         if parameter not in kept:
             parameter.requires_grad_(learns.get(name.rpartition(".")[2], default))
@@ -130,8 +131,10 @@ def _refuse_loss(slot: Slot, new: nn.Module) -> None:
     if type(layer).__module__.startswith(f"{__name__.partition('.')[0]}."):
         return
     held = [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]
-    if lost := [name for name, _ in held if name not in ENTRIES]:
-        kind, other = type(layer).__name__, type(new).__name__
+    lost = [name for name, _ in held if name not in ENTRIES]
+    if lost:
+        kind = type(layer).__name__
+        other = type(new).__name__
         raise ValueError(
             f"layer {slot.name!r} is a {kind} with {', '.join(lost)}, which {other} would drop"
         )

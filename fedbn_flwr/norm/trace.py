@@ -65,10 +65,14 @@ def wiring(model: nn.Module) -> Wiring:
     walk = _Walk(model)
     result = Wiring()
     for node in walk.nodes:
-        if node.target in _ADDITIONS and (end := walk.branch_end(node)) is not None:
-            result.branch_ends.add(str(end.target))
-        if walk.is_convolution(node) and (activation := walk.feeding_activation(node)) is not None:
-            result.activations[str(node.target)] = activation
+        if node.target in _ADDITIONS:
+            end = walk.branch_end(node)
+            if end is not None:
+                result.branch_ends.add(str(end.target))
+        if walk.is_convolution(node):
+            activation = walk.feeding_activation(node)
+            if activation is not None:
+                result.activations[str(node.target)] = activation
     return result
 
 

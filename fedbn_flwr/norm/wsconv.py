@@ -50,8 +50,12 @@ def weight_standardized(
     scale = _branch_gain(branch_scale, len(traced.branch_ends))
 
     def make(name: str, layer: nn.Module) -> nn.Module:
-        own_gamma = activation_gain(traced.activations.get(name)) if gamma is None else gamma
-        first_gain = scale if name in traced.branch_ends else 1.0
+        own_gamma = gamma
+        if gamma is None:
+            own_gamma = activation_gain(traced.activations.get(name))
+        first_gain = 1.0
+        if name in traced.branch_ends:
+            first_gain = scale
         return standardized(name, layer, own_gamma, first_gain, learnable=gain == "learnable")
 
     return substitute(model, make)
@@ -60,7 +64,9 @@ def weight_standardized(
 def _branch_gain(branch_scale: float | str, branches: int) -> float:
     if branch_scale == "auto":
         return math.sqrt(2 / max(branches, 1))
-    gain = 1.0 if branch_scale == "paper" else branch_scale
+    gain = branch_scale
+    if branch_scale == "paper":
+        gain = 1.0
     if isinstance(gain, str) or not gain > 0:
         raise ValueError(
             f"branch_scale must be auto, paper or a number above 0, got {branch_scale!r}"
@@ -115,8 +121,8 @@ def remove_normalizers(model: nn.Module) -> nn.Module:
         return nn.Identity()
 
     model = swap_normalizers(model, drop)
-    for layer in model.modules() if beta_learns else ():
-        if isinstance(layer, _ConvNd) and layer.bias is None:
+    for layer in model.modules():
+        if beta_learns and isinstance(layer, _ConvNd) and layer.bias is None:
             learns = layer.weight.requires_grad and any(beta_learns)
             layer.bias = nn.Parameter(
                 layer.weight.new_zeros(layer.out_channels), requires_grad=learns

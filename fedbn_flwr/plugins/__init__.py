@@ -92,7 +92,8 @@ def did_you_mean(name: str, known: Iterable[str], other: str = "", shown: str = 
     """
     listed = list(known)
     names = {_plain(item): item for item in listed}
-    if meant := get_close_matches(_plain(name), names, n=1, cutoff=ALIKE):
+    meant = get_close_matches(_plain(name), names, n=1, cutoff=ALIKE)
+    if meant:
         return f"did you mean {names[meant[0]]!r}?"
     if shown and len(listed) > MANY:
         listed = [
@@ -201,7 +202,10 @@ def is_foreign(thing: Any) -> bool:
     """
     home = Path(__file__).parents[1]
     # in a checkout, the strategies lie beside the package, which has a module in their place
-    ours = (home, home.parent / "strategies") if (home / "strategies.py").exists() else (home,)
+    if (home / "strategies.py").exists():
+        ours = [home, home.parent / "strategies"]
+    else:
+        ours = [home]
     file = getattr(sys.modules.get(thing.__module__), "__file__", None) or ""
     return not any(Path(file).is_relative_to(folder) for folder in ours)
 

@@ -55,7 +55,10 @@ class Range(NamedTuple):
 
     def has(self, value: float) -> bool:
         """Return whether a number is in it."""
-        above = value > self.low if self.excluded == "low" else value >= self.low
+        if self.excluded == "low":
+            above = value > self.low
+        else:
+            above = value >= self.low
         return above and (value < self.high if self.excluded == "high" else value <= self.high)
 
     def __str__(self) -> str:
@@ -109,7 +112,10 @@ def options_of(function: Callable[..., object]) -> Mapping[str, Option]:
 def _options_of(function: Callable[..., object]) -> Mapping[str, Option]:
     options = {}
     for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
-        hint = str if parameter.annotation is parameter.empty else parameter.annotation
+        if parameter.annotation is parameter.empty:
+            hint = str
+        else:
+            hint = parameter.annotation
         kind, *notes = get_args(hint) if get_origin(hint) is Annotated else (hint,)
         if parameter.default is not parameter.empty and _is_written(kind):
             text = " ".join(note for note in notes if isinstance(note, str))
@@ -155,7 +161,9 @@ def convert(key: str, value: Any, kind: Any) -> Any:
     commas.
     """
     if kind is Pairs:
-        return value if isinstance(value, tuple) else tuple(read_pairs(key, _listed(str(value))))
+        if isinstance(value, tuple):
+            return value
+        return tuple(read_pairs(key, _listed(str(value))))
     if get_origin(kind) is tuple:
         items = value if isinstance(value, tuple) else _listed(str(value))
         return tuple(convert(key, item, get_args(kind)[0]) for item in items)
@@ -182,10 +190,13 @@ def as_given(value: Any) -> Any:
     """Return a value of Python's as options have it: numbers of other libraries as Python's,
     collections as tuples.
     """
-    value = value.tolist() if hasattr(value, "tolist") else value
+    if hasattr(value, "tolist"):
+        value = value.tolist()
     if isinstance(value, Mapping):
         return tuple((str(key), as_given(item)) for key, item in value.items())
-    return tuple(map(as_given, value)) if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return tuple(map(as_given, value))
+    return value
 
 
 def as_value(value: Any) -> Value:
@@ -221,9 +232,8 @@ def _alternatives(kind: Any) -> Iterator[Any]:
 
 def _wrong(key: str, value: Any, kind: Any) -> UsageError:
     *others, last = (_SPOKEN.get(part, part) for part in _alternatives(kind))
-    return UsageError(
-        f"{key} must be {', '.join(others)}{' or ' * bool(others)}{last}, got {value!r}"
-    )
+    wanted = f"{', '.join(others)} or {last}" if others else last
+    return UsageError(f"{key} must be {wanted}, got {value!r}")
 
 
 def _listed(text: str) -> list[str]:

@@ -15,7 +15,8 @@ def load_yaml(text: str) -> Any:
 
 class _UniqueKeys(yaml.SafeLoader):
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        node, seen = super().compose_mapping_node(anchor), set[str]()
+        node = super().compose_mapping_node(anchor)
+        seen = set[str]()
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
             if key.value in seen:
                 raise yaml.YAMLError(

@@ -150,8 +150,10 @@ class BaseStrategy(FlowerFedAvg):
         """Let a method that is made of several keep what all of them keep."""
         super().__init_subclass__()
         kept = [base.state_type for base in cls.__bases__ if issubclass(base, BaseStrategy)]
-        if "state_type" not in vars(cls) and (merged := merged_type(kept)) is not cls.state_type:
-            cls.state_type = merged
+        if "state_type" not in vars(cls):
+            merged = merged_type(kept)
+            if merged is not cls.state_type:
+                cls.state_type = merged
 
     def __new__(cls, *positional: Any, **options: Any) -> Self:
         """Check what the constructors of all classes take, before they take it."""
@@ -217,9 +219,13 @@ class BaseStrategy(FlowerFedAvg):
         if not self.fraction_train:
             raise ValueError("fraction_train must be more than 0")
         self.schedule = read_schedule(lr_schedule)
-        self.seed, self.patience, self.exchange_timeout = seed, patience, exchange_timeout
-        self.evaluate_every, self.momentum_state = evaluate_every, momentum_state
-        self.clip_norm, self.clip_factor = clip_norm, clip_factor
+        self.seed = seed
+        self.patience = patience
+        self.exchange_timeout = exchange_timeout
+        self.evaluate_every = evaluate_every
+        self.momentum_state = momentum_state
+        self.clip_norm = clip_norm
+        self.clip_factor = clip_factor
         #: the size of mini-batches from which on clients clip by `clip_factor`
         self.clips_from: float = 0
         if privacy and robust != "none":
@@ -230,12 +236,13 @@ class BaseStrategy(FlowerFedAvg):
         self.averager: Averager = (
             Robust.parse(robust) if robust != "none" else privacy or Averager()
         )
-        self.optimizer = (
-            ServerOptimizer(server_optimizer, server_lr) if server_optimizer != "none" else None
-        )
-        if server_lr is not None and not self.optimizer:
+        self.optimizer: ServerOptimizer | None = None
+        if server_optimizer != "none":
+            self.optimizer = ServerOptimizer(server_optimizer, server_lr)
+        elif server_lr is not None:
             raise ValueError("server_lr is the rate of a server_optimizer, which is none")
-        self.gather_samples, self.statistics = gather_samples, statistics or self.evaluated_with[0]
+        self.gather_samples = gather_samples
+        self.statistics = statistics or self.evaluated_with[0]
         if self.statistics not in self.evaluated_with:
             known = " or ".join(self.evaluated_with)
             raise ValueError(
@@ -260,11 +267,11 @@ class BaseStrategy(FlowerFedAvg):
             for parent in reversed(type(self).__mro__)
             for sent in vars(parent).get("sends", ())
         ]
-        for sent in (
-            *named,
-            *[MOMENTUM] * (momentum_state == "global"),
-            *[GATHERED] * (self.statistics == "exact"),
-        ):
+        if momentum_state == "global":
+            named.append(MOMENTUM)
+        if self.statistics == "exact":
+            named.append(GATHERED)
+        for sent in named:
             self.let_send(sent)
         self.state = self.state_type()
         self.roster = Roster(exchange_timeout)
@@ -314,7 +321,9 @@ class BaseStrategy(FlowerFedAvg):
             instruction = instruction.with_rule(clip_norm=float(self.clip_norm))
         if self.clip_factor and instruction.batch_size >= self.clips_from:
             instruction = instruction.with_rule(clip_factor=float(self.clip_factor))
-        later = "" if self.statistics == "running" else "statistics"
+        later = "statistics"
+        if self.statistics == "running":
+            later = ""
         instruction = replace(instruction, later=later, gather_samples=self.gather_samples)
         if self.freeze_bn:
             instruction = replace(instruction, freeze="statistics", omit="statistics")
@@ -382,7 +391,8 @@ class BaseStrategy(FlowerFedAvg):
         after them. `on_round` is called with every round at its end; if it returns True, the run
         ends there.
         """
-        self.num_rounds, self.started = num_rounds, True
+        self.num_rounds = num_rounds
+        self.started = True
         log(INFO, "Starting %s strategy:", type(self).__name__)
         log_strategy_start_info(num_rounds, initial_arrays, train_config, evaluate_config)
         self.summary()
@@ -390,7 +400,9 @@ class BaseStrategy(FlowerFedAvg):
         configs = [
             ConfigRecord() if given is None else given for given in (train_config, evaluate_config)
         ]
-        arrays, result, began = initial_arrays, Result(), time.perf_counter()
+        arrays = initial_arrays
+        result = Result()
+        began = time.perf_counter()
         if evaluate_fn and not rounds_done:
             _note(
                 "Initial global evaluation results",
@@ -451,7 +463,10 @@ class BaseStrategy(FlowerFedAvg):
             raise RuntimeError(NOT_GATHERED.format(type(self).__name__))
         self.training = self._begin_round(server_round, arrays, config, grid, MessageType.TRAIN)
         nodes = self.draw_nodes(grid, server_round, self.fraction_train, self.min_train_nodes)
-        kind = wire.LAYERWISE if self.round.instruction.waits_for_others else MessageType.TRAIN
+        if self.round.instruction.waits_for_others:
+            kind = wire.LAYERWISE
+        else:
+            kind = MessageType.TRAIN
         return self._make_messages(nodes, arrays, config, kind)
 
     def aggregate_train(
@@ -461,7 +476,8 @@ class BaseStrategy(FlowerFedAvg):
 
         A round without one leaves the model as it was.
         """
-        state, now = self.state, self.round
+        state = self.state
+        now = self.round
         if now.instruction.waits_for_others and not now.was_asked:
             raise RuntimeError(NOT_ASKED.format(type(self).__name__))
         usable = now.read(replies, state, ends=not state.ever_trained)
@@ -469,19 +485,23 @@ class BaseStrategy(FlowerFedAvg):
             self.partitions |= reply.nodes
             state.obeyed |= dict.fromkeys(now.expected.binding, True)
         numbers = Counter(partition for reply in usable for partition in reply.nodes.values())
-        if shared := [number for number, count in numbers.items() if count > 1]:
+        shared = [number for number, count in numbers.items() if count > 1]
+        if shared:
             warn_once(
                 f"several nodes say that they are partition {shared[0]}: give each client its own "
                 "partition_id"
             )
-        if few := self.averager.refuse_few(len(usable), server_round):
-            now.refused, now.replies = [*few, *now.refused], []
+        few = self.averager.refuse_few(len(usable), server_round)
+        if few:
+            now.refused = [*few, *now.refused]
+            now.replies = []
         if not now.replies:
             now.lose(state)
             self.lose_round()
             return None, None
         now.refuse_infinite_losses(state)
-        state.lost, state.ever_trained = LostRounds(), True
+        state.lost = LostRounds()
+        state.ever_trained = True
         pooled = self._pool(usable)
         name_dominant(pooled.weights, "training")
         merged = arrays_to_record(self.update(pooled))
@@ -507,7 +527,11 @@ class BaseStrategy(FlowerFedAvg):
         ):
             return arrays
         trained = sorted(node for reply in now.replies for node in reply.nodes)
-        if not (asked := trained if self.gathers_always else sorted(now.grid.get_node_ids())):
+        if self.gathers_always:
+            asked = trained
+        else:
+            asked = sorted(now.grid.get_node_ids())
+        if not asked:
             return arrays
         models = {
             node: groups[self.arrayrecord_key]
@@ -542,11 +566,9 @@ class BaseStrategy(FlowerFedAvg):
             {node: count for reply in usable for node, count in reply.counts.items()}, "evaluation"
         )
         self.learn_from_evaluation(usable)
-        return (
-            self.round.mean_metrics(self.evaluate_metrics_aggr_fn, self.weighted_by_key)
-            if usable
-            else None
-        )
+        if usable:
+            return self.round.mean_metrics(self.evaluate_metrics_aggr_fn, self.weighted_by_key)
+        return None
 
     def initialize_parameters(self, client_manager: Any) -> NoReturn:
         """End the program with one line: Flower's older server asks for this first."""
@@ -579,14 +601,14 @@ class BaseStrategy(FlowerFedAvg):
         themselves.
         """
         # those who were there may come back; a first round with too few says so at once
-        fewest = self.averager.fewest_nodes if self.state.ever_trained else 0
+        fewest = 0
+        if self.state.ever_trained:
+            fewest = self.averager.fewest_nodes
         nodes = wait_for_nodes(grid, max(self.min_available_nodes, minimum, fewest), self.patience)
         count = max(int(len(nodes) * fraction), minimum)
-        return (
-            nodes
-            if count >= len(nodes)
-            else draw(self.describe(grid, nodes), count, self.seed, server_round)
-        )
+        if count >= len(nodes):
+            return nodes
+        return draw(self.describe(grid, nodes), count, self.seed, server_round)
 
     def describe(self, grid: Grid, nodes: list[int]) -> Mapping[int, Node]:
         """Ask nodes for their descriptions, once a run."""
@@ -605,17 +627,22 @@ class BaseStrategy(FlowerFedAvg):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid, kind: str
     ) -> Round:
         """Take the orders of the user and of the method, and with them what replies must hold."""
-        if isinstance(rounds := config.get(wire.NUM_ROUNDS), int):
+        rounds = config.get(wire.NUM_ROUNDS)
+        if isinstance(rounds, int):
             self.num_rounds = rounds
         self.round = now = Round.begin(server_round, arrays, config, grid)
-        trains = kind == MessageType.TRAIN
-        now.instruction = (self.instruct if trains else self.instruct_evaluation)(now.instruction)
+        required = []
+        if kind == MessageType.TRAIN:
+            now.instruction = self.instruct(now.instruction)
+            required = [group.record for group in self.groups if group.is_required]
+        else:
+            now.instruction = self.instruct_evaluation(now.instruction)
         now.expected = Expected(
             now.instruction.binding_keys(),
             now.current,
             self.arrayrecord_key,
             self.weighted_by_key,
-            [group.record for group in self.groups if group.is_required] if trains else (),
+            required,
             now.instruction.later,
         )
         return now

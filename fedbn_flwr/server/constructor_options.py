@@ -23,9 +23,9 @@ def constructor_options(strategy: Any) -> Mapping[str, Option]:
     """Return the options of a strategy's constructors, by name, but for those of Flower's."""
     options: dict[str, Option] = {}
     for owner in strategy.__mro__[: strategy.__mro__.index(FedAvg)]:
-        for option in (
-            options_of(vars(owner)["__init__"]).values() if "__init__" in vars(owner) else ()
-        ):
+        if "__init__" not in vars(owner):
+            continue
+        for option in options_of(vars(owner)["__init__"]).values():
             # a subclass may give an option another default without repeating its help
             nearest = options.setdefault(option.name, option)
             options[option.name] = nearest._replace(

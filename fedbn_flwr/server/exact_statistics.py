@@ -75,7 +75,9 @@ def with_exact_statistics(
         )
     log_refused(refused)
     kept.gathered |= bool(seen)
-    counts = {node: max(layer.count for layer in layers.values()) for node, layers in seen.items()}
+    counts = {}
+    for node, layers in seen.items():
+        counts[node] = max(layer.count for layer in layers.values())
     name_dominant(counts, "gathered statistics")
     pooled = averager.unite(list(seen.values()), now.number)
     if not pooled:
@@ -94,7 +96,8 @@ def _read_moments(arrays: Mapping[str, np.ndarray], state: Arrays) -> dict[str, 
     Moments are in float64, but the pool becomes running statistics of the model, which may be in
     float32.
     """
-    if not (seen := moments.unpack(arrays)):
+    seen = moments.unpack(arrays)
+    if not seen:
         raise RefusedError("it sent no moments")
     for layer, values in seen.items():
         entries = moments.running_statistics({layer: values})
@@ -106,6 +109,7 @@ def _read_moments(arrays: Mapping[str, np.ndarray], state: Arrays) -> dict[str, 
         if len(own) < len(entries) or values.count < 1:
             raise RefusedError(f"its moments are not of a BN layer {layer!r} of the model")
         dtype: torch.dtype = getattr(torch, str(own[0].dtype))
-        if fault := why_unusable("statistics", torch.stack(list(entries.values())).to(dtype)):
+        fault = why_unusable("statistics", torch.stack(list(entries.values())).to(dtype))
+        if fault:
             raise RefusedError(f"the statistics of BN layer {layer!r} {fault.words}", fault.why)
     return seen

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 SAY_EVERY = 60.0
 #: of the ids of messages that do not get theirs from Flower; processes may share the first, and
 #: hand over messages
-_PREFIX, _NUMBERS = uuid4(), count()
+_PREFIX = uuid4()
+_NUMBERS = count()
 
 
 def wait_for_nodes(
@@ -39,10 +40,10 @@ def wait_for_nodes(
     """
     began = said = time.monotonic()
     while len(nodes := sorted(grid.get_node_ids())) < wanted:
-        now, there = (
-            time.monotonic(),
-            f": {', '.join(f'node {node}' for node in nodes)}" * bool(nodes),
-        )
+        now = time.monotonic()
+        there = ""
+        if nodes:
+            there = f": {', '.join(f'node {node}' for node in nodes)}"
         if now > began + patience:
             if len(nodes) >= (wanted if fewest is None else fewest):
                 break
@@ -106,7 +107,8 @@ def ask_nodes(
     deadline = time.monotonic() + timeout
     while nodes:
         for reply in grid.pull_messages(list(nodes)):
-            if not (question := question_of(reply, nodes)):
+            question = question_of(reply, nodes)
+            if not question:
                 continue
             replies[nodes.pop(question)] = reply
             if reply.has_content() and isinstance(reply.content, Summed):
@@ -134,7 +136,8 @@ def question_of(reply: Message, nodes: dict[str, int]) -> str:
     """Return the id of the open message that was answered, which a node's own mod may leave out; ""
     for none.
     """
-    answered, source = reply.metadata.reply_to_message_id, reply.metadata.src_node_id
+    answered = reply.metadata.reply_to_message_id
+    source = reply.metadata.src_node_id
     if answered not in nodes:
         answered = next((message_id for message_id, node in nodes.items() if node == source), "")
     if not answered:
@@ -146,7 +149,8 @@ class PassingGrid(Grid):
     """A grid in front of another one, which may change: what is not overridden is passed on."""
 
     def __init__(self, grid: Grid) -> None:
-        self._grid, behind = grid, passing(grid)
+        self._grid = grid
+        behind = passing(grid)
         #: the names of sites by node, if a grid behind this one learns them
         self.names: dict[int, str] = behind.names if behind else {}
         #: connected nodes that a grid behind this one hides, because their data do not fit
@@ -162,7 +166,8 @@ class PassingGrid(Grid):
 
     def end_attempt(self) -> None:
         """End an attempt at a layer-wise step."""
-        if behind := passing(self._grid):
+        behind = passing(self._grid)
+        if behind:
             behind.end_attempt()
 
     def set_run(self, run: "Run") -> None:
@@ -202,11 +207,13 @@ class PassingGrid(Grid):
     ) -> Iterable[Message]:
         """Send messages and return the replies, as `outgoing` and `incoming` have them."""
         sent = self.outgoing(list(messages))
-        return (
-            self.incoming(list(self._grid.send_and_receive(sent, timeout=timeout))) if sent else []
-        )
+        if sent:
+            return self.incoming(list(self._grid.send_and_receive(sent, timeout=timeout)))
+        return []
 
 
 def passing(grid: Grid) -> PassingGrid | None:
     """Return a grid that is in front of another one; None for the grid of nodes itself."""
-    return grid if isinstance(grid, PassingGrid) else None
+    if isinstance(grid, PassingGrid):
+        return grid
+    return None

@@ -30,7 +30,9 @@ class Change:
         """Return the round after which the moment lies; none if that is a freeze that has not
         come.
         """
-        return frozen_after if self.when is None else round_of(self.when, num_rounds)
+        if self.when is None:
+            return frozen_after
+        return round_of(self.when, num_rounds)
 
     def rate(
         self, before: float, server_round: int, num_rounds: int | None, frozen_after: int | None
@@ -44,7 +46,9 @@ class Change:
         if self.kind == "cosine":
             share = (server_round - 1 - start) / (rounds_of(1.0, num_rounds) - start)
             return before * (1 + cos(pi * min(share, 1.0))) / 2
-        return self.number if self.kind == "=" else before * self.number
+        if self.kind == "=":
+            return self.number
+        return before * self.number
 
 
 def read_schedule(text: str) -> tuple[Change, ...]:
@@ -67,7 +71,9 @@ def rounds_of(fraction: float, num_rounds: int | None) -> int:
 def round_of(when: float, num_rounds: int | None) -> int:
     """Return the round after which a moment lies."""
     # a fraction of a very short run is not its start: nothing would have been trained by then
-    return max(rounds_of(when, num_rounds), 1) if 0 < when < 1 else int(when)
+    if 0 < when < 1:
+        return max(rounds_of(when, num_rounds), 1)
+    return int(when)
 
 
 def moment(text: str) -> float:

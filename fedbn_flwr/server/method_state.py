@@ -14,7 +14,8 @@ from fedbn_flwr.state import Arrays
 
 #: rounds without a usable reply that end a run: in which nodes sent numbers that are not finite, or
 #: of any kind
-LOST_ROUNDS, FRUITLESS_ROUNDS = 3, 10
+LOST_ROUNDS = 3
+FRUITLESS_ROUNDS = 10
 #: of the fields that are dictionaries by nodes' ids, which are others in another process
 BY_NODE = {"by node": True}
 
@@ -96,19 +97,23 @@ class MethodState:
         their places.
         """
         known = self.shared.keys() | self.personal.keys()
-        names = [name for name in model if name not in known] if self.ever_trained else []
+        names = []
+        if self.ever_trained:
+            names = [name for name in model if name not in known]
         if names:
-            log(WARNING, UNTRAINED, len(names), ", ".join(names[:3]) + ", ..." * (len(names) > 3))
+            shown = names[:3]
+            if len(names) > 3:
+                shown.append("...")
+            log(WARNING, UNTRAINED, len(names), ", ".join(shown))
 
 
 def merged_type(types: Sequence[type[MethodState]]) -> type[MethodState]:
     """Return a class of states with the fields of all these classes."""
-    own = [
-        kind
-        for kind in dict.fromkeys(types)
-        if not any(kind in other.__mro__[1:] for other in types)
-    ]
-    return own[0] if len(own) == 1 else dataclass(type("MergedState", tuple(own), {}))
+    parents = {parent for kind in types for parent in kind.__mro__[1:]}
+    own = [kind for kind in dict.fromkeys(types) if kind not in parents]
+    if len(own) == 1:
+        return own[0]
+    return dataclass(type("MergedState", tuple(own), {}))
 
 
 def pack_state(state: Any, partitions: Mapping[int, int]) -> dict[str, Any]:
@@ -128,14 +133,16 @@ def unpack_state(state: Any, packed: Mapping[str, Any], nodes: Mapping[int, int]
     """Fill a new state; `nodes` are the present ids by partition, and absent nodes are
     forgotten.
     """
-    if lacking := [item.name for item in fields(state) if item.name not in packed]:
+    lacking = [item.name for item in fields(state) if item.name not in packed]
+    if lacking:
         raise UsageError(
             f"another version wrote the checkpoint, which lacks {lacking[0]!r}: begin again "
             "without it"
         )
     for item in fields(state):
         value = packed[item.name]
-        if is_dataclass(present := getattr(state, item.name)):
+        present = getattr(state, item.name)
+        if is_dataclass(present):
             unpack_state(present, value, nodes)
             continue
         if "by node" in item.metadata:

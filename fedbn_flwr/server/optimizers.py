@@ -9,7 +9,9 @@ from fedbn_flwr.server.pooling import Start
 from fedbn_flwr.state import Arrays
 
 #: as in Flower's classes
-BETA_1, BETA_2, TAU = 0.9, 0.99, 1e-3
+BETA_1 = 0.9
+BETA_2 = 0.99
+TAU = 1e-3
 #: m and v
 Moments = tuple[NDArray[Any], NDArray[Any]]
 
@@ -30,7 +32,12 @@ class ServerOptimizer:
 
     def __init__(self, rule: str, rate: float | None = None) -> None:
         self.rule = rule
-        self.rate = rate if rate is not None else 1.0 if rule == "momentum" else 0.1
+        if rate is not None:
+            self.rate = rate
+        elif rule == "momentum":
+            self.rate = 1.0
+        else:
+            self.rate = 0.1
 
     def apply(self, mean: Arrays, start: Start, memory: dict[str, Any]) -> Arrays:
         """Return the new values: stepped parameters, and everything else as averaged.
@@ -51,22 +58,27 @@ class ServerOptimizer:
         self, update: NDArray[Any], moments: Moments, server_round: int
     ) -> tuple[NDArray[Any], Moments]:
         """Return the direction of the step, and the moments after it."""
-        (m, v), correction, squared = moments, 1.0, update**2
+        m, v = moments
+        correction = 1.0
+        squared = update**2
         match self.rule:
             case "momentum":
                 m = BETA_1 * m + update
             case "adagrad":
-                m, v = update, v + squared
+                m = update
+                v = v + squared
             case "adam":
-                m, v = BETA_1 * m + (1 - BETA_1) * update, BETA_2 * v + (1 - BETA_2) * squared
+                m = BETA_1 * m + (1 - BETA_1) * update
+                v = BETA_2 * v + (1 - BETA_2) * squared
                 # Flower's bias correction, one step ahead of Adam's own
                 correction = np.sqrt(1 - BETA_2 ** (server_round + 1)) / (
                     1 - BETA_1 ** (server_round + 1)
                 )
             case "yogi":
-                m, v = (
-                    BETA_1 * m + (1 - BETA_1) * update,
-                    v - (1 - BETA_2) * squared * np.sign(v - squared),
-                )
-        direction = m if self.rule == "momentum" else correction * m / (np.sqrt(v) + TAU)
+                m = BETA_1 * m + (1 - BETA_1) * update
+                v = v - (1 - BETA_2) * squared * np.sign(v - squared)
+        if self.rule == "momentum":
+            direction = m
+        else:
+            direction = correction * m / (np.sqrt(v) + TAU)
         return direction, (m, v)

@@ -127,12 +127,11 @@ def pool_groups(
 
     Nothing of a group that not all replies hold.
     """
-    states = {
-        group.record: [reply.records.get(group.record, {}) for reply in replies] for group in groups
-    }
-    return {
-        name: averager.average(each, weights) if all(each) else {} for name, each in states.items()
-    }
+    means = {}
+    for group in groups:
+        states = [reply.records.get(group.record, {}) for reply in replies]
+        means[group.record] = averager.average(states, weights) if all(states) else {}
+    return means
 
 
 def weights_by_node(
@@ -144,8 +143,10 @@ def weights_by_node(
     """
     by_node = dict[int, float]()
     for reply, weight in zip(replies, weights, strict=True):
-        counts = reply.counts if weighting == "examples" and len(reply.nodes) > 1 else {}
-        by_node |= counts or dict.fromkeys(reply.nodes, weight / len(reply.nodes))
+        if weighting == "examples" and len(reply.nodes) > 1 and reply.counts:
+            by_node |= reply.counts
+        else:
+            by_node |= dict.fromkeys(reply.nodes, weight / len(reply.nodes))
     return by_node
 
 
@@ -168,19 +169,21 @@ def average(states: Sequence[Mapping[str, NDArray[Any]]], weights: Sequence[floa
     be averaged: the largest is taken, so that a 0-d int64 counter stays one and never runs
     backwards.
     """
-    shares, flat = normalized(weights), [_flat(state) for state in states]
+    shares = normalized(weights)
+    flat = [_flat(state) for state in states]
     first = flat[0]
     if any(state.layout is not first.layout for state in flat):
-        return {name: _mean([state[name] for state in states], shares) for name in first}
-    means = {
-        dtype: _mean_run([state.buffers[dtype] for state in flat], shares)
-        for dtype in first.buffers
-    }
+        return {name: _mean((state[name] for state in states), shares) for name in first}
+    means = {}
+    for dtype in first.buffers:
+        means[dtype] = _mean_run([state.buffers[dtype] for state in flat], shares)
     return dict(FlatArrays(first.layout, means).items())
 
 
 def _flat(state: Mapping[str, NDArray[Any]]) -> FlatArrays:
-    return state if isinstance(state, FlatArrays) else FlatArrays.copy_of(state)
+    if isinstance(state, FlatArrays):
+        return state
+    return FlatArrays.copy_of(state)
 
 
 def is_floating(array: NDArray[Any]) -> bool:
@@ -190,9 +193,10 @@ def is_floating(array: NDArray[Any]) -> bool:
 
 def _mean_run(runs: Sequence[NDArray[Any]], shares: Sequence[float]) -> NDArray[Any]:
     """Of runs of numbers, by portions; number by number the same sums as of the arrays in them."""
-    return np.concatenate(
-        [_mean((run[part] for run in runs), shares) for part in portions(runs[0])] or [runs[0][:]]
-    )
+    means = []
+    for part in portions(runs[0]):
+        means.append(_mean((run[part] for run in runs), shares))
+    return np.concatenate(means or [runs[0][:]])
 
 
 def _mean(values: Iterable[NDArray[Any]], shares: Sequence[float]) -> NDArray[Any]:

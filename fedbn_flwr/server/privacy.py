@@ -68,9 +68,10 @@ class Privacy(Averager):
         assert start is not None, "everything but models is refused"
         parameters, tied = start.parameters("privacy")
         named = {name for pattern in self.unprotected for name in filter_names(states[0], pattern)}
-        if bare := sorted(
+        bare = sorted(
             name for name in states[0].keys() - parameters - named if is_floating(states[0][name])
-        ):
+        )
+        if bare:
             remedy = (
                 "keep them on the nodes (silobn, fedbn), or name them: Privacy(..., "
                 "unprotected=...)"
@@ -99,7 +100,9 @@ class Privacy(Averager):
     ) -> Arrays:
         updates = {name: state[name].astype(np.float64) - current[name] for name in names}
         length = sqrt(sum(float(np.vdot(update, update)) for update in updates.values()))
-        share = min(1.0, self.clipping_norm / length) if length else 1.0
+        share = 1.0
+        if length:
+            share = min(1.0, self.clipping_norm / length)
         moved = {
             name: np.asarray(current[name] + share * updates[name], state[name].dtype)
             for name in names

@@ -35,7 +35,8 @@ class DivergedError(CannotTrainError):
 
     def __init__(self, server_round: int, reason: str) -> None:
         super().__init__(server_round, reason)
-        self.server_round, self.reason = server_round, reason
+        self.server_round = server_round
+        self.reason = reason
 
     def __str__(self) -> str:
         return "training diverged at round {}: {}".format(*self.args)
@@ -62,7 +63,9 @@ class Refusal:
         object.__setattr__(self, "reason", wire.printable(self.reason))
 
     def __str__(self) -> str:
-        return f"node {self.node}: {self.reason}" if self.node else self.reason
+        if self.node:
+            return f"node {self.node}: {self.reason}"
+        return self.reason
 
 
 def leave_out(node: int, reason: str) -> Refusal:
@@ -76,7 +79,10 @@ def log_refused(refused: Sequence[Refusal], outcome: str = "left out of this rou
     """Say in the log why nodes are left out, each reason once."""
     for reason in dict.fromkeys(refusal.reason for refusal in refused):
         nodes = [str(refusal.node) for refusal in refused if refusal.reason == reason]
-        who = f"Node {nodes[0]} is" if len(nodes) == 1 else f"Nodes {', '.join(nodes)} are"
+        if len(nodes) == 1:
+            who = f"Node {nodes[0]} is"
+        else:
+            who = f"Nodes {', '.join(nodes)} are"
         log(WARNING, "%s %s: %s", who, outcome, reason)
 
 
@@ -90,7 +96,8 @@ def read_each(
     A node may send anything. So whatever fails here is the fault of this node, and costs no other
     one anything.
     """
-    understood, refused = dict[int, ReadT](), list[Refusal]()
+    understood = dict[int, ReadT]()
+    refused = list[Refusal]()
     for node, content in sent:
         try:
             understood[node] = read(node, content)
@@ -122,18 +129,16 @@ class NodeReply:
 
         One, unless a grid has made it of several replies.
         """
-        return (
-            self.content.nodes if isinstance(self.content, Summed) else {self.node: self.partition}
-        )
+        if isinstance(self.content, Summed):
+            return self.content.nodes
+        return {self.node: self.partition}
 
     @property
     def counts(self) -> Mapping[int, float]:
         """The number of examples of each node."""
-        return (
-            self.content.counts
-            if isinstance(self.content, Summed)
-            else {self.node: self.num_examples}
-        )
+        if isinstance(self.content, Summed):
+            return self.content.counts
+        return {self.node: self.num_examples}
 
     @property
     def arrays(self) -> Mapping[str, np.ndarray]:
@@ -187,11 +192,14 @@ def mean_metrics(replies: Sequence[NodeReply], names: Sequence[str]) -> MetricRe
     records.
     """
     weights = [reply.num_examples for reply in replies]
-    if not (total := sum(weights)):
+    total = sum(weights)
+    if not total:
         return MetricRecord()
     shares = [weight / total for weight in weights]
-    columns = {name: [reply.metrics[name] for reply in replies] for name in names}
-    return MetricRecord({name: _mean(column, shares) for name, column in columns.items()})
+    means = MetricRecord()
+    for name in names:
+        means[name] = _mean([reply.metrics[name] for reply in replies], shares)
+    return means
 
 
 def _mean(values: Sequence[Any], shares: Sequence[float]) -> Any:
@@ -210,13 +218,17 @@ def read_reply(node: int, message: Message, expected: Expected) -> NodeReply:
     content = message.content
     if lacks_state(message):
         raise RefusedError("it has lost the entries that stay on it")
-    if not isinstance(report := content.get(wire.REPORT, ConfigRecord()), ConfigRecord):
+    report = content.get(wire.REPORT, ConfigRecord())
+    if not isinstance(report, ConfigRecord):
         raise RefusedError("its report is no ConfigRecord")
-    obeyed = report.get(wire.OBEYED, [])
-    if ignored := sorted(set(expected.binding) - set(obeyed if isinstance(obeyed, list) else [])):
+    obeyed = report.get(wire.OBEYED)
+    ignored = {*expected.binding}
+    if isinstance(obeyed, list):
+        ignored -= {*obeyed}
+    if ignored:
         keys = [
             f"{expected.later}, which later rounds ask for" if key == "later" else key
-            for key in ignored
+            for key in sorted(ignored)
         ]
         raise RefusedError(
             f"it did not acknowledge {', '.join(keys)}: its client does not implement what the "
@@ -229,21 +241,28 @@ def read_reply(node: int, message: Message, expected: Expected) -> NodeReply:
     records = {name: view_arrays(record) for name, record in array_records(content).items()}
     if expected.arrays_key in records:
         records[wire.ARRAYS] = records.pop(expected.arrays_key)
-    if missing := [group for group in expected.groups if group not in records]:
+    missing = [group for group in expected.groups if group not in records]
+    if missing:
         raise RefusedError(f"it lacks {missing[0]!r}")
     for group, arrays in records.items():
         of_model = group in (wire.ARRAYS, wire.STAYS, *expected.groups)
         if of_model and expected.arrays and arrays.layout is not expected.layout:
             _check_forms(arrays, expected.arrays, is_beside=group in expected.groups)
         # of carried values, nodes do without those that cannot be used
-        if group != wire.CARRIED and (bad := unusable(arrays)):
-            raise RefusedError(f"its array {bad[0]!r} in {group!r} {bad[1].words}", bad[1].why)
-    if (key := expected.weighted_by) not in metrics:
+        if group != wire.CARRIED:
+            bad = unusable(arrays)
+            if bad:
+                raise RefusedError(f"its array {bad[0]!r} in {group!r} {bad[1].words}", bad[1].why)
+    key = expected.weighted_by
+    if key not in metrics:
         names = ", ".join(sorted(metrics.keys() - {wire.PARTITION_ID})) or "none"
         raise RefusedError(
             f"its metrics lack {key!r}, which the strategy weighs by; they are {names}"
         )
-    count = metrics[key] if isinstance(content, Summed) else read_count(metrics[key], key)
+    if isinstance(content, Summed):
+        count = metrics[key]
+    else:
+        count = read_count(metrics[key], key)
     return NodeReply(
         node, whole(metrics, wire.PARTITION_ID, node), count, metrics, records, content
     )
@@ -285,7 +304,9 @@ def whole(metrics: Mapping[str, Any], key: str, default: int | None = None) -> i
 
 def lacks_state(message: Message) -> bool:
     """Whether a node has lost the entries that stay on it, and asks for the whole model."""
-    report = message.content.get(wire.REPORT) if message.has_content() else None
+    report = None
+    if message.has_content():
+        report = message.content.get(wire.REPORT)
     return isinstance(report, ConfigRecord) and bool(report.get(wire.LACKS_STATE))
 
 
@@ -296,13 +317,17 @@ def unusable(arrays: Mapping[str, np.ndarray]) -> tuple[str, Fault] | None:
     if isinstance(arrays, FlatArrays) and all(map(_is_usable, arrays.buffers.values())):
         return None
     bad = [(name, array) for name, array in arrays.items() if not _is_usable(array.reshape(-1))]
-    return (bad[0][0], TOO_LARGE if np.isfinite(bad[0][1]).all() else NOT_FINITE) if bad else None
+    if bad:
+        return (bad[0][0], TOO_LARGE if np.isfinite(bad[0][1]).all() else NOT_FINITE)
+    return None
 
 
 def _is_usable(run: np.ndarray) -> bool:
-    # float32 holds nothing larger
-    sound = np.isfinite if run.itemsize < 8 else lambda numbers: abs(numbers) <= LARGEST
-    return run.dtype.kind not in "fc" or all(sound(run[part]).all() for part in portions(run))
+    if run.dtype.kind not in "fc":
+        return True
+    if run.itemsize < 8:  # float32 holds nothing larger
+        return all(np.isfinite(run[part]).all() for part in portions(run))
+    return all((abs(run[part]) <= LARGEST).all() for part in portions(run))
 
 
 def _check_forms(
@@ -329,7 +354,10 @@ def _with_common_entries(
     Of the other groups that are averaged, a reply may hold nothing.
     """
     required = (wire.ARRAYS, wire.METRICS, *required)
-    averaged = set.intersection(*(set(reply.metrics) for reply in replies)) if replies else set()
+    if replies:
+        averaged = set.intersection(*(set(reply.metrics) for reply in replies))
+    else:
+        averaged = set()
     for group in (*required, wire.MOMENTUM, wire.MOMENTS, wire.STAYS):
         forms = {
             reply: form
@@ -339,7 +367,10 @@ def _with_common_entries(
         votes = Counter[frozenset[Any]]()
         for reply, form in forms.items():
             votes[form] += len(reply.nodes)
-        common = votes.most_common(1)[0][0] if votes else frozenset()
+        if votes:
+            common = votes.most_common(1)[0][0]
+        else:
+            common = frozenset()
         for reply in [reply for reply, form in forms.items() if form != common]:
             example = min(entry[0] for entry in forms[reply] ^ common)
             refused += [
@@ -360,4 +391,6 @@ def _form(reply: NodeReply, group: str, averaged: Iterable[str]) -> frozenset[An
             (key, len(value) if isinstance(value, list) else -1) for key, value in values.items()
         )
     arrays = reply.records.get(group)
-    return arrays.layout.all_entries if isinstance(arrays, FlatArrays) else frozenset()
+    if isinstance(arrays, FlatArrays):
+        return arrays.layout.all_entries
+    return frozenset()

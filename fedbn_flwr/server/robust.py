@@ -36,12 +36,15 @@ class Robust(Averager):
 
     Written `median` or `NAME:NUMBER`.
 
-    - `trimmed:B`: number by number, the mean without the int(B K) smallest and the int(B K) largest,
-    - `median`: number by number, the median (both: Yin et al., Byzantine-Robust Distributed Learning, ICML 2018),
-    - `multi-krum:F`: the mean over the K - F nodes whose K - F - 2 nearest others are the nearest, in squared Euclidean
-      distance (Blanchard et al., Machine Learning with Adversaries, NeurIPS 2017),
-    - `norm:C`: the mean of r + min(1, C L / |x_k - r|) (x_k - r), array by array, L being the median of the nodes'
-      |x_k - r|. Of a model r is the state that the round started from; otherwise it is the median of the values.
+    - `trimmed:B`: number by number, the mean without the int(B K) smallest and the int(B K)
+      largest (Yin et al., Byzantine-Robust Distributed Learning, ICML 2018),
+    - `median`: number by number, the median (the same paper),
+    - `multi-krum:F`: the mean over the K - F nodes whose K - F - 2 nearest others are the nearest,
+      in squared Euclidean distance (Blanchard et al., Machine Learning with Adversaries, NeurIPS
+      2017),
+    - `norm:C`: the mean of r + min(1, C L / |x_k - r|) (x_k - r), array by array, L being the
+      median of the nodes' |x_k - r|. Of a model r is the state that the round started from;
+      otherwise it is the median of the values.
 
     Nodes count equally under every rule, because a number of samples is a node's own word.
     Floating-point entries are combined in float64 and keep their dtype; of a counter, the largest
@@ -73,13 +76,16 @@ class Robust(Averager):
             rule = cls(name, float(number))
         except ValueError:
             rule = cls(name)
-        upper, whole = (0.5, False) if name == "trimmed" else (np.inf, name != "norm")
-        if not 0 < rule.number < upper or (whole and not rule.number.is_integer()):
+        upper = 0.5 if name == "trimmed" else np.inf
+        is_count = name not in ("trimmed", "norm")
+        if not 0 < rule.number < upper or (is_count and not rule.number.is_integer()):
             raise ValueError(f"robust={name}:NUMBER needs {RULES[name]}, got {text!r}")
         return rule
 
     def __str__(self) -> str:
-        return f"{self.name}:{self.number:g}" if self.number else self.name
+        if self.number:
+            return f"{self.name}:{self.number:g}"
+        return self.name
 
     def refuse_few(self, nodes: int, server_round: int, what: str = "models") -> list[Refusal]:
         """Say in the log why values of so few nodes are not pooled, and return it.
@@ -118,14 +124,14 @@ class Robust(Averager):
         if self.name == "multi-krum" and names:
             distances = np.sum([_squared_distances(_rows(states, name)) for name in names], axis=0)
             states = [states[index] for index in self._nearest(distances)]
-        means = {
-            name: self._middle(_rows(states, name), None if start is None else start.state[name])
-            for name in names
-        }
-        counters = average(
-            [{name: state[name] for name in state if name not in means} for state in states],
-            [1.0] * len(states),
-        )
+        means = {}
+        for name in names:
+            before = None if start is None else start.state[name]
+            means[name] = self._middle(_rows(states, name), before)
+        others = []
+        for state in states:
+            others.append({name: state[name] for name in state if name not in means})
+        counters = average(others, [1.0] * len(states))
         merged = {**means, **counters}
         return {name: np.asarray(merged[name], array.dtype) for name, array in states[0].items()}
 
@@ -141,7 +147,8 @@ class Robust(Averager):
             values = values[self._nearest(_squared_distances(values))]
         if kind != "statistics":
             return torch.from_numpy(self._middle(values)).to(rows)
-        means, variances = values[:, 0], values[:, 1]
+        means = values[:, 0]
+        variances = values[:, 1]
         mean = self._middle(means)
         variance = self._middle(variances + np.square(means - mean))
         return torch.from_numpy(np.stack([mean, variance])).to(rows)
@@ -150,12 +157,10 @@ class Robust(Averager):
         """Return what takes the place of the moments of all samples together; none of fewer nodes
         than it needs.
         """
-        united = {}
-        for layer in (
-            seen[0]
-            if seen and not self.refuse_few(len(seen), server_round, "gathered statistics")
-            else ()
-        ):
+        united: dict[str, Moments] = {}
+        if not seen or self.refuse_few(len(seen), server_round, "gathered statistics"):
+            return united
+        for layer in seen[0]:
             each = [values[layer] for values in seen]
             rows = torch.stack([torch.stack([own.mean, own.variance]) for own in each])
             united[layer] = Moments(
@@ -181,7 +186,10 @@ class Robust(Averager):
             cut = int(self.number * len(rows))
             return np.asarray(np.sort(rows, axis=0)[cut : len(rows) - cut].mean(axis=0))
         if self.name == "norm":
-            start = np.median(rows, axis=0) if current is None else current.astype(np.float64)
+            if current is None:
+                start = np.median(rows, axis=0)
+            else:
+                start = current.astype(np.float64)
             updates = (rows - start).reshape(len(rows), -1)
             lengths = np.linalg.norm(updates, axis=1)
             largest = self.number * np.median(lengths)

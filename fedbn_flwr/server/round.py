@@ -80,12 +80,14 @@ class Round:
         now = cls(
             number, grid, current=arrays_of(arrays), instruction=Instruction.from_config(config)
         )
-        now.has_rate, now.other_config = "lr" in config, other_config
+        now.has_rate = "lr" in config
+        now.other_config = other_config
         return now
 
     def end(self, after: ArrayRecord) -> Self:
         """Take note of the state that the round ends with; return the round."""
-        self.after, self.seconds = after, perf_counter() - self.began
+        self.after = after
+        self.seconds = perf_counter() - self.began
         return self
 
     def read(
@@ -98,7 +100,9 @@ class Round:
         """
         self.replies, refused = parse_replies(messages, self.messages, self.expected)
         self.refused += refused
-        last_words = refused[0].reason if refused and ends and not self.replies else None
+        last_words = None
+        if refused and ends and not self.replies:
+            last_words = refused[0].reason
         log_refused([refusal for refusal in refused if refusal.reason != last_words])
         deaf = next((each for each in refused if each.why is Why.NOT_OBEYED), None)
         if deaf and not self.replies and set(self.expected.binding) - state.obeyed.keys():
@@ -170,4 +174,6 @@ class Round:
         return f"{frozen}{tried}{later}"
 
     def _count_connected(self) -> int:
-        return len(list(self.grid.get_node_ids())) if self.grid else 0
+        if self.grid:
+            return len(list(self.grid.get_node_ids()))
+        return 0

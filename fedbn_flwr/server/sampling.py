@@ -120,9 +120,11 @@ def draw(nodes: Mapping[int, Node], count: int, seed: int, server_round: int) ->
 def _read(node: int, answer: Message) -> Node:
     if answer.has_error():
         raise RefusedError(answer.error.reason or "it failed")
-    metrics, report = read_metrics(answer.content), answer.content.config_records[wire.REPORT]
+    metrics = read_metrics(answer.content)
+    report = answer.content.config_records[wire.REPORT]
     partition, domain = (whole(metrics, key) for key in (wire.PARTITION_ID, wire.DOMAIN))
-    if (count := metrics[wire.NUM_EXAMPLES]) != -1:
+    count = metrics[wire.NUM_EXAMPLES]
+    if count != -1:
         read_count(count)
     names, bn, tied = (
         _strings(key, report.get(key, [])) for key in (wire.PARAMETERS, wire.BN_ENTRIES, wire.TIED)

@@ -26,7 +26,8 @@ class SitesByName(PassingGrid):
 
     def __init__(self, grid: Grid, chosen: Sequence[str] = ()) -> None:
         super().__init__(grid)
-        self._chosen, self._idle = chosen, set[str]()
+        self._chosen = chosen
+        self._idle = set[str]()
 
     def get_node_ids(self) -> Iterable[int]:
         """Return the connected nodes that take part."""
@@ -40,9 +41,11 @@ class SitesByName(PassingGrid):
             raise UsageError(
                 f"sites={','.join(self._chosen)!r} chooses by name, and these nodes have no names"
             )
-        if self._chosen and (idle := {*there.values()} - {*self._chosen, *self._idle}):
-            self._idle |= idle
-            log(INFO, "Idle, because `sites` does not name them: %s", ", ".join(sorted(idle)))
+        if self._chosen:
+            idle = {*there.values()} - {*self._chosen, *self._idle}
+            if idle:
+                self._idle |= idle
+                log(INFO, "Idle, because `sites` does not name them: %s", ", ".join(sorted(idle)))
         there = {
             node: name for node, name in there.items() if not self._chosen or name in self._chosen
         }
@@ -55,7 +58,9 @@ def with_names(text: str, names: Mapping[int, str]) -> str:
 
     def named(match: re.Match[str]) -> str:
         name = names.get(int(match[2]))
-        return f"{name} (node {match[2]})" if name else match[0]
+        if name:
+            return f"{name} (node {match[2]})"
+        return match[0]
 
     return _NODE.sub(named, text) if names else text
 
@@ -67,7 +72,8 @@ def sites_by_name(grid: Grid, chosen: Sequence[str]) -> Iterator[SitesByName]:
 
     def rename(record: LogRecord) -> bool:
         with suppress(TypeError, ValueError):  # of arguments that do not fit, logging speaks itself
-            record.msg, record.args = with_names(record.getMessage(), sites.names), None
+            record.msg = with_names(record.getMessage(), sites.names)
+            record.args = None
         return True
 
     FLOWER_LOGGER.addFilter(rename)

@@ -7,6 +7,7 @@ own process runs.
 from abc import abstractmethod
 from collections.abc import (
     Callable,
+    Collection,
     Container,
     Iterable,
     Iterator,
@@ -105,11 +106,9 @@ class LocalGrid(Grid):
         if (
             getattr(TaskIdentity, "_run_id", 0) is None
         ):  # Flower reads these when a message is created
-            TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = (
-                self._run.run_id,
-                SUPERLINK_NODE_ID,
-                0,
-            )
+            TaskIdentity.run_id = self._run.run_id
+            TaskIdentity.node_id = SUPERLINK_NODE_ID
+            TaskIdentity.task_id = 0
 
     def set_run(self, run: Run) -> None:
         """Take the run's description."""
@@ -200,16 +199,17 @@ class InProcessGrid(LocalGrid):
         state_dir: Path | None = None,
     ) -> None:
         super().__init__()
-        self._client_app, self._run_id, self._run_config = (
-            client_app,
-            self._run.run_id,
-            dict(run_config or {}),
-        )
+        self._client_app = client_app
+        self._run_id = self._run.run_id
+        self._run_config = dict(run_config or {})
         #: by partition, the nodes' ids
         self._nodes: Sequence[int] = range(FIRST_NODE_ID, FIRST_NODE_ID + num_nodes)
-        here = range(num_nodes) if partitions is None else partitions
+        if partitions is None:
+            partitions = range(num_nodes)
         # a range knows its members without a list of them
-        self._partitions = here if isinstance(here, range) else dict.fromkeys(here)
+        self._partitions: Collection[int] = (
+            partitions if isinstance(partitions, range) else dict.fromkeys(partitions)
+        )
         #: by partition, the states that are not empty
         self._states: MutableMapping[int, RecordDict] = {}
         if state_dir is not None:
@@ -247,7 +247,11 @@ class InProcessGrid(LocalGrid):
         trained = self._train_together(messages)
         # one by one: other messages, and clients that failed together with others
         for place, (message, message_id) in enumerate(zip(messages, ids, strict=True)):
-            if reply := trained[place] if place in trained else self._answer(message):
+            if place in trained:
+                reply = trained[place]
+            else:
+                reply = self._answer(message)
+            if reply:
                 identify(reply)
                 self._replies[message_id] = reply
         return ids
@@ -268,7 +272,8 @@ class InProcessGrid(LocalGrid):
         ]
         if self._trainer is None or len(places) < 2 or not self._hands_to_clients():
             return {}
-        replies, pool = dict[int, Message | None](), ReplyPool(self._average_by)
+        replies = dict[int, Message | None]()
+        pool = ReplyPool(self._average_by)
         for start in range(0, len(places), PORTION):
             jobs = self._prepare(
                 {place: messages[place] for place in places[start : start + PORTION]}
@@ -283,9 +288,12 @@ class InProcessGrid(LocalGrid):
     def _prepare(self, messages: Mapping[int, Message]) -> list[Job]:
         """Make the clients of messages, given by place, except those that cannot be made."""
         assert isinstance(self._client_app, BNClientApp)
-        jobs, shared, nodes = list[Job](), SharedRecords(), set[int]()
+        jobs = list[Job]()
+        shared = SharedRecords()
+        nodes = set[int]()
         for place, message in messages.items():
-            if (node := message.metadata.dst_node_id) in nodes:
+            node = message.metadata.dst_node_id
+            if node in nodes:
                 continue  # a node's second message finds what the first has left
             nodes.add(node)
             with suppress(Exception):  # reported when the message is answered
@@ -342,7 +350,9 @@ class InProcessGrid(LocalGrid):
             self._states.pop(self._partition(node), None)
 
     def _partition(self, node: int) -> int:
-        partition = self._nodes.index(node) if node in self._nodes else None
+        partition = None
+        if node in self._nodes:
+            partition = self._nodes.index(node)
         if partition is None or partition not in self._partitions:
             raise KeyError(f"there is no node {node}")
         return partition

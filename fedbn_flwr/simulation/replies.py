@@ -78,10 +78,9 @@ class Trained:
     def rows(self) -> Mapping[str, State]:
         """Return the records with a row for each client, also where there is one client."""
         alone = self.replies[0].records
-        single = {
-            group: {name: value[None] for name, value in values.items()}
-            for group, values in alone.items()
-        }
+        single = {}
+        for group, values in alone.items():
+            single[group] = {name: value[None] for name, value in values.items()}
         return {**single, **self.stacked}
 
 
@@ -118,7 +117,8 @@ class ReplyPool:
         kind = trained.replies[0].report, {group: arrays.layout for group, arrays in totals.items()}
         if not _are_usable(totals) or self._kind not in (None, kind):
             return trained.messages()
-        self._first, self._kind = self._first or trained.jobs[0], kind
+        self._first = self._first or trained.jobs[0]
+        self._kind = kind
         self._nodes |= {job.node: job.client.partition_id for job in trained.jobs}
         self._counts |= {job.node: count for job, count in zip(trained.jobs, counts, strict=True)}
         self._totals = {
@@ -134,7 +134,9 @@ class ReplyPool:
         if self._first is None:
             return {}
         count = sum(self._counts.values())
-        weight = len(self._counts) if self._weighting == "uniform" else count
+        weight = count
+        if self._weighting == "uniform":
+            weight = len(self._counts)
         metrics: Any = {
             name: mean.tolist()
             for name, mean in _mean(self._totals.pop(wire.METRICS), count).items()
@@ -148,21 +150,21 @@ class ReplyPool:
             Reply(count, metrics, means, self._kind[0]), self._first.message, copy=False
         )
         message.content = content = Summed(dict(message.content))
-        content.nodes, content.counts = self._nodes, self._counts
+        content.nodes = self._nodes
+        content.counts = self._counts
         return {self._first.place: message}
 
     def _totals_of(self, trained: Trained, counts: Sequence[int]) -> dict[str, FlatArrays]:
-        weights = [1] * len(counts) if self._weighting == "uniform" else counts
+        weights = counts
+        if self._weighting == "uniform":
+            weights = [1] * len(counts)
         totals = {
             group: FlatState.sum_of(rows, tuple(weights)) for group, rows in trained.rows().items()
         }
-        columns = {
-            name: [reply.metrics[name] for reply in trained.replies]
-            for name in trained.replies[0].metrics
-        }
-        metrics = {
-            name: torch.tensor(column, dtype=torch.float64) for name, column in columns.items()
-        }
+        metrics = {}
+        for name in trained.replies[0].metrics:
+            column = [reply.metrics[name] for reply in trained.replies]
+            metrics[name] = torch.tensor(column, dtype=torch.float64)
         return {**totals, wire.METRICS: FlatState.sum_of(metrics, tuple(counts))}
 
 
@@ -178,16 +180,16 @@ def _are_usable(totals: Mapping[str, FlatArrays]) -> bool:
 def _added(arrays: FlatArrays, totals: FlatArrays | None) -> FlatArrays:
     if totals is not None:
         for dtype, total in totals.buffers.items():
-            (np.add if dtype.kind == "f" else np.maximum)(total, arrays.buffers[dtype], out=total)
+            add = np.add if dtype.kind == "f" else np.maximum
+            add(total, arrays.buffers[dtype], out=total)
     return totals or arrays
 
 
 def _mean(totals: FlatArrays, weight: float) -> FlatState:
-    runs = totals.buffers.items()
-    means = {
-        dtype: (total / weight).astype(dtype) if dtype.kind == "f" else total
-        for dtype, total in runs
-    }
+    means = dict(totals.buffers)
+    for dtype, total in totals.buffers.items():
+        if dtype.kind == "f":
+            means[dtype] = (total / weight).astype(dtype)
     return FlatState(totals.layout, means)
 
 

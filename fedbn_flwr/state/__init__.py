@@ -27,20 +27,25 @@ def to_record(state: Mapping[str, Tensor], *, copy: bool = True) -> ArrayRecord:
     With `copy=False` the record shares the memory of a `FlatState`, which nobody may change any
     more.
     """
-    flat = state if isinstance(state, FlatState) and not copy else FlatState.copy_of(state)
+    if isinstance(state, FlatState) and not copy:
+        flat = state
+    else:
+        flat = FlatState.copy_of(state)
     return record_of(FlatArrays(flat.layout, flat.buffers))
 
 
 def from_record(record: ArrayRecord) -> dict[str, Tensor]:
     """Unpack a record into tensors that own their memory."""
-    if (flat := flat_of(record)) is not None:
+    flat = flat_of(record)
+    if flat is not None:
         return {name: value.clone() for name, value in flat.tensors.items()}
     return {name: torch.from_numpy(view_array(array).copy()) for name, array in record.items()}
 
 
 def view_record(record: ArrayRecord) -> State:
     """Unpack a record into tensors that may share its memory: do not write to them."""
-    if (flat := flat_of(record)) is not None:
+    flat = flat_of(record)
+    if flat is not None:
         return flat.tensors
     return {name: torch.from_numpy(view_array(array)) for name, array in record.items()}
 
@@ -54,7 +59,8 @@ def arrays_to_record(arrays: Mapping[str, NDArray[Any]]) -> ArrayRecord:
 
 def arrays_of(packed: ArrayRecord) -> Arrays:
     """Copies of the arrays of a message."""
-    if (flat := flat_of(packed)) is not None:
+    flat = flat_of(packed)
+    if flat is not None:
         return {name: array.copy() for name, array in flat.items()}
     return {name: array.numpy() for name, array in packed.items()}
 
@@ -62,11 +68,9 @@ def arrays_of(packed: ArrayRecord) -> Arrays:
 def view_arrays(packed: ArrayRecord) -> FlatArrays:
     """The arrays of a message, without copies where they were never serialized: to be read only."""
     flat = flat_of(packed)
-    return (
-        FlatArrays.copy_of({name: view_array(array) for name, array in packed.items()})
-        if flat is None
-        else flat
-    )
+    if flat is None:
+        return FlatArrays.copy_of({name: view_array(array) for name, array in packed.items()})
+    return flat
 
 
 @torch.no_grad()
@@ -75,25 +79,30 @@ def load(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
     ValueError names an entry that is missing, unknown or of another shape.
     """
-    if target := check_fit(model, state):
+    target = check_fit(model, state)
+    if target:
         values = dict(to_device(state, target).items())
         torch._foreach_copy_(list(target.values()), [values[name] for name in target])
 
 
 def check_fit(model: nn.Module, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Compare names and shapes with the model's own state, and return the latter."""
-    target, values = model.state_dict(), dict(state.items())
-    if missing := sorted(target.keys() - values.keys()):
+    target = model.state_dict()
+    values = dict(state.items())
+    missing = sorted(target.keys() - values.keys())
+    if missing:
         raise ValueError(
             f"{len(missing)} entries of the model were not received, the first is {missing[0]!r}"
         )
-    if unknown := sorted(values.keys() - target.keys()):
+    unknown = sorted(values.keys() - target.keys())
+    if unknown:
         raise ValueError(
             f"{len(unknown)} received arrays are not of the model, the first is {unknown[0]!r}"
         )
     for name, value in target.items():
         if value.shape != values[name].shape:
-            due, shape = tuple(value.shape), tuple(values[name].shape)
+            due = tuple(value.shape)
+            shape = tuple(values[name].shape)
             raise ValueError(f"array {name!r} has shape {shape}, the model needs {due}")
     return target
 

@@ -62,7 +62,8 @@ class Flat(Mapping[str, V], Generic[V]):
     """
 
     def __init__(self, layout: Layout, buffers: Buffers) -> None:
-        self.layout, self.buffers = layout, buffers
+        self.layout = layout
+        self.buffers = buffers
 
     def __getitem__(self, name: str) -> V:
         return self._views[name]
@@ -94,10 +95,9 @@ class FlatArrays(Flat[NDArray[Any]]):
     def copy_of(cls, arrays: Mapping[str, NDArray[Any]]) -> Self:
         """Copy arrays into buffers."""
         layout = cls.layout_of(arrays)
-        buffers = {
-            dtype: np.concatenate([arrays[name].reshape(-1) for name, _, _ in entries])
-            for dtype, entries in layout.by_dtype.items()
-        }
+        buffers = {}
+        for dtype, entries in layout.by_dtype.items():
+            buffers[dtype] = np.concatenate([arrays[name].reshape(-1) for name, _, _ in entries])
         return cls(layout, buffers)
 
     @staticmethod
@@ -114,7 +114,8 @@ class FlatArrays(Flat[NDArray[Any]]):
 
     @staticmethod
     def _split(buffer: NDArray[Any], shapes: Sequence[tuple[int, ...]]) -> list[NDArray[Any]]:
-        parts, start = [], 0
+        parts = []
+        start = 0
         for shape in shapes:
             end = start + prod(shape)
             parts.append(buffer[start:end].reshape(shape))
@@ -128,7 +129,8 @@ class FlatState(Flat[Tensor]):
     @classmethod
     def copy_of(cls, state: Mapping[str, Tensor]) -> Self:
         """Copy tensors into buffers. Tensors on a GPU are joined there, and copied in one piece."""
-        layout, by_dtype = _layout_of_tensors(state), dict[torch.dtype, list[Tensor]]()
+        layout = _layout_of_tensors(state)
+        by_dtype = dict[torch.dtype, list[Tensor]]()
         for value in state.values():
             by_dtype.setdefault(value.dtype, []).append(value.detach().reshape(-1))
         joined = [_to_host(_join(values)) for values in by_dtype.values()]
@@ -141,11 +143,11 @@ class FlatState(Flat[Tensor]):
         The states share buffers.
         """
         whole = _from_rows(stacked, clients, lambda rows: rows)
-        rows = (
-            {dtype: buffer[client] for dtype, buffer in whole.buffers.items()}
-            for client in range(clients)
-        )
-        return [cls(whole.layout, buffers) for buffers in rows]
+        states = []
+        for client in range(clients):
+            rows = {dtype: buffer[client] for dtype, buffer in whole.buffers.items()}
+            states.append(cls(whole.layout, rows))
+        return states
 
     @staticmethod
     def sum_of(stacked: Mapping[str, Tensor], weights: tuple[float, ...]) -> FlatArrays:
@@ -161,10 +163,9 @@ class FlatState(Flat[Tensor]):
         """Return states of one layout as one, whose tensors have a row for each: what `copies_of`
         splits.
         """
-        rows = {
-            dtype: np.stack([state.buffers[dtype] for state in states])
-            for dtype in states[0].buffers
-        }
+        rows = {}
+        for dtype in states[0].buffers:
+            rows[dtype] = np.stack([state.buffers[dtype] for state in states])
         return FlatState(states[0].layout, rows)
 
     @staticmethod
@@ -182,7 +183,10 @@ def to_device(state: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Mappin
     device = next((value.device for value in like.values()), CPU)
     if device == CPU or all(value.device == device for value in state.values()):
         return state
-    flat = state if isinstance(state, FlatState) else FlatState.copy_of(state)
+    if isinstance(state, FlatState):
+        flat = state
+    else:
+        flat = FlatState.copy_of(state)
     moved: Any = {
         dtype: torch.from_numpy(buffer).to(device) for dtype, buffer in flat.buffers.items()
     }
@@ -212,14 +216,10 @@ def _from_rows(
     client.
     """
     layout = _layout_of_tensors({name: value[0] for name, value in stacked.items()})
-    buffers = {
-        dtype: _to_host(
-            change(
-                _join([stacked[name].reshape(clients, prod(shape)) for name, _, shape in entries])
-            )
-        )
-        for dtype, entries in layout.by_dtype.items()
-    }
+    buffers = {}
+    for dtype, entries in layout.by_dtype.items():
+        rows = [stacked[name].reshape(clients, prod(shape)) for name, _, shape in entries]
+        buffers[dtype] = _to_host(change(_join(rows)))
     return FlatArrays(layout, buffers)
 
 

@@ -63,7 +63,9 @@ class InMemoryArray(Array):
     def numpy(self) -> NDArray[Any]:
         """A copy of the numbers, as Flower's own array gives one."""
         value = self.__dict__.get("_value")
-        return super().numpy() if value is None else np.array(value, order="A")
+        if value is None:
+            return super().numpy()
+        return np.array(value, order="A")
 
     def deflate(self) -> bytes:
         """The content of a plain array: its first word is the name of a class that the receiver
@@ -93,7 +95,8 @@ def lend_record(record: ArrayRecord) -> ArrayRecord:
     """Make a record of the same arrays, whose entries can be changed without changing the first
     one's.
     """
-    if (state := flat_of(record)) is not None:
+    state = flat_of(record)
+    if state is not None:
         return record_of(state)
     lent = ArrayRecord()
     lent.__dict__["_data"] = dict(record.items())
@@ -103,7 +106,9 @@ def lend_record(record: ArrayRecord) -> ArrayRecord:
 def flat_of(record: ArrayRecord) -> FlatArrays | None:
     """Return the flat state that a record was made of, unless it was changed; only to be read."""
     members = record.__dict__["_data"]
-    return members.flat if isinstance(members, Members) else None
+    if isinstance(members, Members):
+        return members.flat
+    return None
 
 
 class Members(MutableMapping[str, Array]):
@@ -155,7 +160,8 @@ class Members(MutableMapping[str, Array]):
         return dict(self)
 
     def _unfold(self) -> None:
-        self._made, self._state = dict(self), None
+        self._made = dict(self)
+        self._state = None
 
 
 def array_records(content: RecordDict) -> dict[str, ArrayRecord]:
@@ -218,8 +224,6 @@ def payload_bytes(array: Array) -> int:
     of these are.
     """
     value: NDArray[Any] | None = array.__dict__.get("_value")
-    return (
-        max(len(array.data) - 10 - int.from_bytes(array.data[8:10], "little"), 0)
-        if value is None
-        else value.nbytes
-    )
+    if value is None:
+        return max(len(array.data) - 10 - int.from_bytes(array.data[8:10], "little"), 0)
+    return value.nbytes

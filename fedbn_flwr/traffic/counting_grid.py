@@ -58,8 +58,11 @@ class CountedTransport:
     def __init__(
         self, transport: NodesTransport, grid: "CountingGrid", messages: Sequence[Message]
     ) -> None:
-        self._transport, self._grid, self._messages = transport, grid, messages
-        self._traffic, self._before = grid.training, grid.training.copy()
+        self._transport = transport
+        self._grid = grid
+        self._messages = messages
+        self._traffic = grid.training
+        self._before = grid.training.copy()
 
     @property
     def participants(self) -> Sequence[Participant]:
@@ -77,11 +80,10 @@ class CountedTransport:
             # what goes to several nodes counts once
             self._traffic.paper += answer.tensor.nbytes
         # a row each, whichever workers have pooled
-        received = (
-            0
-            if requests is None
-            else requests.clients * requests.tensor[0].numel() * requests.dtype.itemsize
-        )
+        if requests is None:
+            received = 0
+        else:
+            received = requests.clients * requests.tensor[0].numel() * requests.dtype.itemsize
         self._traffic.payload_up += received
         self._traffic.paper += received
         return requests
@@ -113,18 +115,23 @@ class CountingGrid(PassingGrid):
     ) -> None:
         """Count into these, or from 0."""
         super().__init__(grid)
-        self.training, self.evaluation = training or Traffic(), evaluation or Traffic()
+        self.training = training or Traffic()
+        self.evaluation = evaluation or Traffic()
 
     def open_step(self, messages: Sequence[Message]) -> CountedTransport | None:
         """Open a layer-wise step that is counted, where the grid offers steps without messages."""
         step = open_step(self._grid, messages)
-        return None if step is None else CountedTransport(step, self, messages)
+        if step is None:
+            return None
+        return CountedTransport(step, self, messages)
 
     def _traffic_of(self, message: Message) -> Traffic:
         kind = message.metadata.message_type
         if kind == DESCRIBE:
             return Traffic()
-        return self.evaluation if kind.startswith("evaluate") else self.training
+        if kind.startswith("evaluate"):
+            return self.evaluation
+        return self.training
 
     def outgoing(self, messages: list[Message]) -> list[Message]:
         """Count messages."""
@@ -140,9 +147,12 @@ class CountingGrid(PassingGrid):
         """Count replies."""
         for message in replies:
             if message.has_content():
-                traffic, sizes = self._traffic_of(message), message_sizes(message)
+                traffic = self._traffic_of(message)
+                sizes = message_sizes(message)
                 # a mean of several replies counts as if each had come
-                nodes = len(message.content.nodes) if isinstance(message.content, Summed) else 1
+                nodes = 1
+                if isinstance(message.content, Summed):
+                    nodes = len(message.content.nodes)
                 traffic.payload_up += nodes * sizes.payload
                 traffic.paper += nodes * sizes.paper
         return replies
@@ -162,7 +172,8 @@ def message_sizes(message: Message) -> Sizes:
 
 
 def _record_sizes(record: ArrayRecord) -> Sizes:
-    if (flat := flat_of(record)) is not None:
+    flat = flat_of(record)
+    if flat is not None:
         return _flat_sizes(flat.layout)
     return _sum_sizes((payload_bytes(array), array.dtype) for array in record.values())
 
@@ -195,10 +206,11 @@ def paper_bytes(messages: Sequence[Message]) -> int:
 def _distinct_bytes(records: Sequence[ArrayRecord]) -> int:
     if len(records) == 1:
         return _record_sizes(records[0]).paper
-    states = [
-        flat_of(record) or {name: view_array(array) for name, array in record.items()}
-        for record in records
-    ]
+    states = []
+    for record in records:
+        states.append(
+            flat_of(record) or {name: view_array(array) for name, array in record.items()}
+        )
     total = 0
     for name in {name for state in states for name in state}:
         values = [state[name] for state in states if name in state]

@@ -73,5 +73,6 @@ class NodesFailedError(RuntimeError):
     """Nodes failed in the middle of a step."""
 
     def __init__(self, nodes: Collection[int], reasons: "Iterable[Refusal]") -> None:
-        self.nodes, self.reasons = frozenset(nodes), list(reasons)
+        self.nodes = frozenset(nodes)
+        self.reasons = list(reasons)
         super().__init__("; ".join(map(str, self.reasons)))

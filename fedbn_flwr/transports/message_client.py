@@ -92,7 +92,10 @@ def handle_layerwise_message(
     # the message brings the answer before its index, and another process may have had the messages
     # before this one
     first = held.place[1] if held else 0
-    known = read_answers(content) if held and first == position.index - 1 else step_log.answers()
+    if held and first == position.index - 1:
+        known = read_answers(content)
+    else:
+        known = step_log.answers()
     numbers = [str(number) for number in range(first, position.index)]
     received = {} if held else step_log.received(content)
     if received is None or not known.keys() >= set(numbers):
@@ -140,7 +143,8 @@ def _train(
     """Let a client train on a copy of its model: the steps of several clients alternate, and these
     may share one.
     """
-    shared, client.model = client.model, _REPLICAS.take(client.model)
+    shared = client.model
+    client.model = _REPLICAS.take(client.model)
     reply = client.train(received, instruction, exchange)
     _REPLICAS.give_back(shared, client.model)
     return reply
@@ -155,8 +159,10 @@ class StepLog:
     """
 
     def __init__(self, memory: Memory, attempt: str) -> None:
-        self._memory, self.attempt = memory, attempt
-        self._received, self._answers = f"{_PREFIX}{attempt}/received/", f"{_PREFIX}{attempt}/log/"
+        self._memory = memory
+        self.attempt = attempt
+        self._received = f"{_PREFIX}{attempt}/received/"
+        self._answers = f"{_PREFIX}{attempt}/log/"
 
     def add(self, content: RecordDict) -> None:
         """Keep the arrays and answers of a message.
@@ -169,8 +175,9 @@ class StepLog:
             size = sum(
                 payload_bytes(array) for record in received.values() for array in record.values()
             )
-            for name, record in received.items() if size <= REPLAY_LIMIT else ():
-                self._memory.keep(f"{self._received}{name}", record)
+            if size <= REPLAY_LIMIT:
+                for name, record in received.items():
+                    self._memory.keep(f"{self._received}{name}", record)
         kept: dict[str, Any] = dict(self._memory.kept(self._answers))
         for group in (ANSWERS, COUNTS):
             new: Any = content.get(group)

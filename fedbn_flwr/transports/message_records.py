@@ -30,11 +30,15 @@ from fedbn_flwr import state, wire
 from fedbn_flwr.layerwise import Answer, Kind, Requests
 from fedbn_flwr.layerwise.exchange import MOST
 
-ANSWERS, COUNTS = "answers", "answers-counts"
-POSITION, REQUEST = "position", "request"
+ANSWERS = "answers"
+COUNTS = "answers-counts"
+POSITION = "position"
+REQUEST = "request"
 #: in a report: the node must be sent the arrays of its layer-wise step again
 LACKS_ARRAYS = "lacks-arrays"
-SIDE_CHANNEL, ADDRESS, TOKEN = "side-channel", "address", "token"
+SIDE_CHANNEL = "side-channel"
+ADDRESS = "address"
+TOKEN = "token"
 UNREACHABLE = "unreachable"
 
 Content = dict[str, ArrayRecord | ConfigRecord]
@@ -82,7 +86,8 @@ def read_answers(content: Mapping[str, Any]) -> dict[str, Answer]:
 def read_request(content: Mapping[str, Any]) -> Requests:
     """Return a client's request; an error if it is none."""
     report = content[wire.REPORT]
-    kind, count = report["kind"], report["count"]
+    kind = report["kind"]
+    count = report["count"]
     ((layer, tensor),) = state.from_record(content[REQUEST]).items()
     if kind not in get_args(Kind) or not isinstance(count, int) or count > MOST:
         raise ValueError(f"{kind!r} over {count!r} values")

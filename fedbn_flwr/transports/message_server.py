@@ -78,7 +78,8 @@ class MessageTransport:
         """End the attempt; the steps that wait on nodes end with the first message of the next
         one.
         """
-        if front := passing(self.grid):
+        front = passing(self.grid)
+        if front:
             front.end_attempt()
 
     def _ask(self) -> Replies:
@@ -88,7 +89,9 @@ class MessageTransport:
         """
         number = len(self._answers)
         position = StepPosition(self.attempt, number)
-        latest = pack_answers({str(number - 1): self._answers[-1]}) if self._answers else {}
+        latest = {}
+        if self._answers:
+            latest = pack_answers({str(number - 1): self._answers[-1]})
         self.sent = self._messages(position, self.contents, latest, whole=number == 0)
         replies = ask_nodes(self.grid, self.sent, self.timeout)
         answers = {node: reply for node, reply in replies.items() if reply.has_content()}
@@ -138,7 +141,8 @@ class MessageTransport:
             ((reply.node, reply.content) for reply in usable), lambda _, it: read_request(it)
         )
         log_refused([*refused, *unread])
-        if missing := self.contents.keys() - requests.keys():
+        missing = self.contents.keys() - requests.keys()
+        if missing:
             raise NodesFailedError(missing, [*reasons, *refused, *unread])
         joined = _join(requests)
         if not self.participants:
@@ -173,7 +177,8 @@ def _join(requests: Mapping[int, Requests]) -> Requests:
     """Return all nodes' requests as one batch; NodesFailedError names every node that is in the way
     of it.
     """
-    sound, refused = dict(requests), list[Refusal]()
+    sound = dict(requests)
+    refused = list[Refusal]()
     while sound:
         try:
             joined = join(list(sound.values()))

@@ -23,10 +23,8 @@ from fedbn_flwr.wire.packed import with_content
 #: where a site names the address by which it reaches the server's side channel, in place of the
 #: server's own, and the certificates that it trusts: a file, `none` for a channel without TLS;
 #: without it, those that gRPC trusts
-SITE_ADDRESS_VARIABLE, CERTIFICATES_VARIABLE = (
-    "FEDBN_FLWR_EXCHANGE_ADDRESS",
-    "FEDBN_FLWR_EXCHANGE_CA",
-)
+SITE_ADDRESS_VARIABLE = "FEDBN_FLWR_EXCHANGE_ADDRESS"
+CERTIFICATES_VARIABLE = "FEDBN_FLWR_EXCHANGE_CA"
 #: seconds within which the server must be reached
 PATIENCE = 10.0
 
@@ -133,7 +131,8 @@ class Stream:
                 self._incoming.put(frame)
             self._incoming.put(ConnectionError("the server has ended the side channel"))
         except grpc.RpcError:
-            code, details = self._call.code(), self._call.details()
+            code = self._call.code()
+            details = self._call.details()
             over = code == grpc.StatusCode.ABORTED
             self._incoming.put(
                 AttemptOverError(details) if over else ConnectionError(f"{code.name}: {details}")
@@ -145,7 +144,9 @@ def _connect(target: str, address: str) -> Any:
     if trusted == "none":
         return grpc.insecure_channel(target, options=_OPTIONS)
     try:
-        roots = Path(trusted).read_bytes() if trusted else None
+        roots = None
+        if trusted:
+            roots = Path(trusted).read_bytes()
     except OSError as error:
         raise UnreachableError(
             f"{CERTIFICATES_VARIABLE}={trusted!r} cannot be read: {error.strerror}"
@@ -172,11 +173,9 @@ def _why_not(connection: Any) -> str:
         connection.unary_unary(f"/{frames.SERVICE}/{frames.METHOD}")(b"", timeout=1)
     except grpc.RpcError as error:
         answer: Any = error
-        return (
-            "no answer"
-            if answer.code() == grpc.StatusCode.DEADLINE_EXCEEDED
-            else str(answer.details())
-        )
+        if answer.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
+            return "no answer"
+        return str(answer.details())
     return "it is something else"
 
 

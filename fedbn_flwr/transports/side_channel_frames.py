@@ -13,21 +13,24 @@ from flwr.app import ConfigRecord, RecordDict
 from fedbn_flwr.state.record_files import pack_records, unpack_records
 
 #: the gRPC method that takes a stream of a node's frames, and answers with a stream of the server's
-SERVICE, METHOD = "fedbn.SideChannel", "Messages"
+SERVICE = "fedbn.SideChannel"
+METHOD = "Messages"
 #: in the metadata of a node's stream
 TOKEN = "token"
 #: a sign of life
 ALIVE = b""
 #: the record of a node's last frame: its `reason` says why the node failed, and is empty if its
 #: reply comes by Flower
-END, REASON = "end", "reason"
+END = "end"
+REASON = "reason"
 #: bytes of a frame: no BN layer has more than 65,536 channels, of two numbers of 8 bytes each
 FRAME_LIMIT = 2**20 + 2**13
 #: what gRPC lets through, so that a frame that is too large can be named, and not only refused
 TRANSPORT_LIMIT = 4 * FRAME_LIMIT
 #: seconds after which an end that has nothing to say says that it is there, and after which the
 #: other end is given up
-BEAT, SILENCE = 3.0, 15.0
+BEAT = 3.0
+SILENCE = 15.0
 #: characters of a reason
 _LONGEST_REASON = 500
 

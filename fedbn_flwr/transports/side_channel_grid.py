@@ -45,8 +45,10 @@ from fedbn_flwr.transports.message_records import (
 #: where a deployment's server names what a run does not: the port to listen on, the address by
 #: which sites reach it, and certificate and private key, or `none` if a proxy in front of it has
 #: them
-PORT_VARIABLE, ADDRESS_VARIABLE = "FEDBN_FLWR_EXCHANGE_PORT", "FEDBN_FLWR_EXCHANGE_ADDRESS"
-CERTIFICATE_VARIABLE, KEY_VARIABLE = "FEDBN_FLWR_EXCHANGE_CERTIFICATE", "FEDBN_FLWR_EXCHANGE_KEY"
+PORT_VARIABLE = "FEDBN_FLWR_EXCHANGE_PORT"
+ADDRESS_VARIABLE = "FEDBN_FLWR_EXCHANGE_ADDRESS"
+CERTIFICATE_VARIABLE = "FEDBN_FLWR_EXCHANGE_CERTIFICATE"
+KEY_VARIABLE = "FEDBN_FLWR_EXCHANGE_KEY"
 #: seconds after which the grid looks for Flower's replies, which may be errors of nodes that others
 #: wait for
 _LOOK = 0.25
@@ -78,7 +80,8 @@ class SideChannelOptions:
         `port` is -1 where the environment decides, and 0 for none. ValueError names what is
         missing.
         """
-        port = int(os.environ.get(PORT_VARIABLE, 0)) if port < 0 else port
+        if port < 0:
+            port = int(os.environ.get(PORT_VARIABLE, 0))
         if not port:
             return None
         address = address or os.environ.get(ADDRESS_VARIABLE, "")
@@ -131,14 +134,22 @@ class SideChannelGrid(PassingGrid):
         Those over the side channel are waited for, but not for long.
         """
         ids = list(message_ids)
-        asked = self._attempt.asked.keys() & ids if self._attempt else set[str]()
-        replies = self._attempt.pull(asked) if self._attempt and asked else []
+        if self._attempt:
+            asked = self._attempt.asked.keys() & ids
+        else:
+            asked = set[str]()
+        replies = []
+        if self._attempt and asked:
+            replies = self._attempt.pull(asked)
         others = [each for each in ids if each not in asked]
-        return [*replies, *self._grid.pull_messages(others)] if others else replies
+        if others:
+            return [*replies, *self._grid.pull_messages(others)]
+        return replies
 
     def end_attempt(self) -> None:
         """Close the side channel."""
-        attempt, self._attempt = self._attempt, None
+        attempt = self._attempt
+        self._attempt = None
         if attempt:
             attempt.end()
 
@@ -203,7 +214,8 @@ class _Attempt:
             access = ConfigRecord({ADDRESS: options.address, TOKEN: self._channel.tokens[node]})
             content = RecordDict({**message.content, SIDE_CHANNEL: access})
             invitations.append(Message(content, node, message.metadata.message_type))
-        ids, links = self._grid.push_messages(invitations), self._channel.links
+        ids = self._grid.push_messages(invitations)
+        links = self._channel.links
         self._awaited = dict(zip(ids, links, strict=True))
         deadline = time.monotonic() + options.connect_timeout
         while (
@@ -258,13 +270,15 @@ class _Attempt:
         open there.
         """
         self._channel.close()
-        if spent := self._seconds[1:]:
+        spent = self._seconds[1:]
+        if spent:
             text = "%d exchanges over the side channel in %.3f s, the median of them in %.2f ms"
             log(INFO, text, len(spent), sum(spent), 1000 * median(spent))
 
     def _reply_to(self, message: Message) -> Message | None:
         node = message.metadata.dst_node_id
-        link, by_flower = self._channel.links[node], self._by_flower.get(node)
+        link = self._channel.links[node]
+        by_flower = self._by_flower.get(node)
         if link.failure:
             return Message(
                 Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, link.failure), reply_to=message
@@ -282,10 +296,12 @@ class _Attempt:
         or cannot use it.
         """
         for reply in self._grid.pull_messages(list(self._awaited)):
-            if not (question := question_of(reply, self._awaited)):
+            question = question_of(reply, self._awaited)
+            if not question:
                 continue
             node = self._awaited.pop(question)
-            link, self._by_flower[node] = self._channel.links[node], reply
+            link = self._channel.links[node]
+            self._by_flower[node] = reply
             if reply.has_error():
                 link.fail(reply.error.reason or "it failed")
             elif why := _why_unreachable(reply):
@@ -323,7 +339,8 @@ class NodeLink:
 
     def __init__(self, changed: threading.Condition) -> None:
         self._changed = changed
-        self.is_connected, self.is_done = False, False
+        self.is_connected = False
+        self.is_done = False
         #: to the latest message
         self.reply: RecordDict | None = None
         #: why it cannot go on
@@ -349,18 +366,23 @@ class NodeLink:
     def connect(self) -> None:
         """Take note that its stream is there."""
         with self._changed:
-            self.is_connected, self._heard = True, time.monotonic()
+            self.is_connected = True
+            self._heard = time.monotonic()
             self._changed.notify_all()
 
     def hear(self, frame: bytes) -> None:
         """Take a frame; frames.FrameError if it is not one that a node may send now."""
-        content = None if frame == frames.ALIVE else frames.read_frame(frame)
+        if frame == frames.ALIVE:
+            content = None
+        else:
+            content = frames.read_frame(frame)
         with self._changed:
             self._heard = time.monotonic()
             if content is None:
                 return
             end: Any = content.config_records.get(frames.END, {})
-            if reason := end.get(frames.REASON, ""):
+            reason = end.get(frames.REASON, "")
+            if reason:
                 self.fail(str(reason))
             elif self.has_spoken:
                 raise frames.FrameError("it sent a frame where none is due")

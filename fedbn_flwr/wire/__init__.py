@@ -177,7 +177,8 @@ class Instruction:
         key, and its replies are not used (see `fedbn_flwr.client.register_rule`).
         """
         asked = {wire_key(name): value for name, value in keys.items()}
-        if clash := asked.keys() & _BY_KEY.keys():
+        clash = asked.keys() & _BY_KEY.keys()
+        if clash:
             raise ValueError(f"{min(clash)!r} is a field of Instruction: use dataclasses.replace")
         return replace(self, rule_keys=tuple(sorted((dict(self.rule_keys) | asked).items())))
 

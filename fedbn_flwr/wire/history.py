@@ -45,13 +45,11 @@ class History:
         The number of a run is the history of a run from the start.
         """
         *earlier, present = text.split(",")
-        words = [
-            [path_number(STATE_HISTORY, word) for word in part.partition(":")[::2]]
-            for part in earlier
-        ]
-        return cls(
-            tuple((str(run), last) for run, last in words), str(path_number(STATE_HISTORY, present))
-        )
+        runs = []
+        for part in earlier:
+            run, _, last = part.partition(":")
+            runs.append((str(path_number(STATE_HISTORY, run)), path_number(STATE_HISTORY, last)))
+        return cls(tuple(runs), str(path_number(STATE_HISTORY, present)))
 
     @classmethod
     def read(cls, config: ConfigRecord, context: Context) -> Self:
@@ -77,7 +75,9 @@ class History:
     @property
     def first(self) -> str:
         """The first run, by whose number states are kept."""
-        return self.earlier[0][0] if self.earlier else self.present
+        if self.earlier:
+            return self.earlier[0][0]
+        return self.present
 
     def place(self, run: str, server_round: int) -> tuple[int, int] | None:
         """Return what sorts the rounds that count; None for a round that was done again, or of a
@@ -85,5 +85,9 @@ class History:
         """
         for index, (number, last) in enumerate(self.earlier):
             if number == run:
-                return (index, server_round) if server_round <= last else None
-        return (len(self.earlier), server_round) if run == self.present else None
+                if server_round <= last:
+                    return (index, server_round)
+                return None
+        if run == self.present:
+            return (len(self.earlier), server_round)
+        return None

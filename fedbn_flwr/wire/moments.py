@@ -49,7 +49,8 @@ def own_statistics(model: nn.Module, seen: Mapping[str, Moments]) -> State:
     """Return a model's running statistics as these moments have them, by all names and in the
     model's numbers.
     """
-    entries, values = running_statistics(dict(under_all_names(model, seen))), model.state_dict()
+    entries = running_statistics(dict(under_all_names(model, seen)))
+    values = model.state_dict()
     return {name: value.to(values[name]) for name, value in entries.items()}
 
 

@@ -26,7 +26,8 @@ from fedbn_flwr.state.records import (
 PACKED = "packed"
 #: a record, its packed one, and the layout
 Packed = tuple[ArrayRecord, ArrayRecord, str]
-_ASKED, _VERSION = "asked", "version"
+_ASKED = "asked"
+_VERSION = "version"
 #: of an array of NumPy's
 _DIMENSIONS = 64
 
@@ -109,11 +110,9 @@ def _unpacked(record: object, text: str) -> ArrayRecord:
             raise ValueError("two entries have one name")
         buffers = {np.dtype(dtype): view_array(array) for dtype, array in record.items()}
         found = {dtype: (values.dtype, values.shape) for dtype, values in buffers.items()}
-        sizes = {
-            dtype: sum(prod(shape) for _, _, shape in rows)
-            for dtype, rows in layout.by_dtype.items()
-        }
-        due = {dtype: (dtype, (size,)) for dtype, size in sizes.items()}
+        due = {}
+        for dtype, rows in layout.by_dtype.items():
+            due[dtype] = (dtype, (sum(prod(shape) for _, _, shape in rows),))
         if found != due:
             raise ValueError(f"{found} where {due} are due")
     except Exception as error:  # what a node sends may be anything

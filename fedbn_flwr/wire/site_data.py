@@ -18,10 +18,16 @@ SITE_DATA = "query.data"
 PROBLEM = "problem"
 #: in the configuration of messages: the numbers that images are normalized with, as text, and an
 #: image's shape
-DATA_MEAN, DATA_STD, DATA_SHAPE = "data-mean", "data-std", "data-shape"
+DATA_MEAN = "data-mean"
+DATA_STD = "data-std"
+DATA_SHAPE = "data-shape"
 
-_CLASS_NAMES, _TRAIN, _TEST = "class-names", "train-counts", "test-counts"
-_SHAPE, _MEAN, _VARIANCE = "image-shape", "pixel-mean", "pixel-variance"
+_CLASS_NAMES = "class-names"
+_TRAIN = "train-counts"
+_TEST = "test-counts"
+_SHAPE = "image-shape"
+_MEAN = "pixel-mean"
+_VARIANCE = "pixel-variance"
 
 
 @dataclass(frozen=True)
@@ -59,15 +65,11 @@ class SiteData:
             numbers = [tuple(metrics[key]) for key in (_TRAIN, _TEST, _SHAPE, _MEAN, _VARIANCE)]
             site = cls(metrics[PARTITION_ID], tuple(report[_CLASS_NAMES]), *numbers)
             [*zip(dict.fromkeys(site.class_names), site.train, site.test, strict=True)]
-            whole, moments = (
-                (site.site, *site.train, *site.test, *site.shape),
-                (*site.mean, *site.variance),
-            )
+            whole = (site.site, *site.train, *site.test, *site.shape)
+            moments = (*site.mean, *site.variance)
             # pixels are from 0 to 1, other samples as they are; of ids there are no means
-            largest, channels = (
-                1 if len(site.shape) == 3 else LARGEST,
-                site.shape[0] if site.mean else 0,
-            )
+            largest = 1 if len(site.shape) == 3 else LARGEST
+            channels = site.shape[0] if site.mean else 0
             if not (
                 1 <= len(site.shape) <= 4
                 and all(len(name) <= 500 for name in site.class_names)

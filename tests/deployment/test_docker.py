@@ -17,6 +17,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from ipaddress import ip_network
 from pathlib import Path
@@ -643,10 +644,12 @@ def test_what_dies_comes_back_and_what_is_stopped_stays_away(
     before = {service: federation.all.state(service)["StartedAt"] for service in services}
     for service in services:
         federation.all.die(service)
+
+    def began_again(service: str) -> bool:
+        return bool(federation.all.state(service)["StartedAt"] != before[service])
+
     for service in services:
-        await_that(
-            lambda name=service: federation.all.state(name)["StartedAt"] != before[name], service
-        )  # type: ignore[misc]
+        await_that(partial(began_again, service), service)
     federation.await_healthy()
     federation.await_online(federation.sites)
     # Docker takes it for the wish to stop the service

@@ -134,7 +134,8 @@ def rules_for(instruction: Instruction) -> list[Rule]:
     """Return new rules, those that the instruction switches on, in the order in which they change
     gradients.
     """
-    rules, asked = [], instruction.values_of(_all_defaults())
+    rules = []
+    asked = instruction.values_of(_all_defaults())
     # by name and not by time: modules may be imported in any order
     for rule in sorted({*RULES.values()}, key=lambda rule: (rule.order, min(_defaults(rule)))):
         defaults = _defaults(rule)
@@ -150,7 +151,9 @@ def read_instruction(config: ConfigRecord | dict[str, Scalar], flowers: bool = T
     """
     instruction = Instruction.from_config(config, _all_defaults())
     mu = config.get(FLOWERS_MU) if flowers else None
-    return instruction.with_rule(proximal_mu=mu) if isinstance(mu, int | float) else instruction
+    if isinstance(mu, int | float):
+        return instruction.with_rule(proximal_mu=mu)
+    return instruction
 
 
 def obeyed_keys(instruction: Instruction) -> list[str]:

@@ -55,9 +55,11 @@ def _statistics(values: Tensor) -> Tensor:
     """
     variance, mean = torch.var_mean(values, dim=channel_axes(values), correction=0, keepdim=True)
     positions = tuple(range(2, values.dim()))
-    squares, means = (values - mean).square(), values
+    squares = (values - mean).square()
+    means = values
     if positions:
-        squares, means = squares.mean(positions), means.mean(positions)
+        squares = squares.mean(positions)
+        means = means.mean(positions)
     errors = torch.stack([squares, means]).var(1, correction=1) / len(values)
     return torch.cat([torch.stack([variance.flatten(), mean.flatten()]), errors])
 
@@ -73,7 +75,7 @@ class Dynamics(Rule):
 
         change    || S_t - S_j ||_1         j: the round before in which the client took part
         distance  || S_t - G_t ||_1         (a)
-        variance  sum of the channels' variances of S_i over the rounds i in t - W + 1 .. t       (b)
+        variance  sum of the channels' variances of S_i over the rounds i in t - W + 1 .. t  (b)
 
     A number that is not there yet is NaN: a change in the first round, a variance before there are
     two rounds. The node keeps the statistics of the window.
@@ -95,7 +97,8 @@ class Dynamics(Rule):
 
     def finish(self, session: Session) -> None:
         """Report each layer's three numbers, and keep this round's statistics."""
-        kept, seen = session.memory.recall(_MEMORY), self._statistics.stop()
+        kept = session.memory.recall(_MEMORY)
+        seen = self._statistics.stop()
         this = torch.tensor([session.instruction.server_round])
         rounds = torch.cat([kept.get(_ROUNDS, this[:0]), this])
         within = rounds > rounds[-1] - self.dynamics_window
@@ -104,16 +107,15 @@ class Dynamics(Rule):
             now = torch.stack([variance, mean])
             window = torch.cat([kept.get(name, now[None][:0]), now[None]])
             received = self._received.get(name, torch.full_like(now, math.nan))
-            change = now - window[-2] if len(window) > 1 else torch.full_like(now, math.nan)
+            if len(window) > 1:
+                change = now - window[-2]
+            else:
+                change = torch.full_like(now, math.nan)
             windows[name] = window[within]
-            variances = (
-                windows[name].var(0, correction=0).sum() if len(windows[name]) > 1 else math.nan
-            )
-            session.metrics[wire.DYNAMICS + name] = [
-                _l1(change),
-                _l1(now - received),
-                float(variances),
-            ]
+            variances = math.nan
+            if len(windows[name]) > 1:
+                variances = windows[name].var(0, correction=0).sum().item()
+            session.metrics[wire.DYNAMICS + name] = [_l1(change), _l1(now - received), variances]
         session.memory.store(_MEMORY, {_ROUNDS: rounds[within], **windows})
 
 
@@ -122,4 +124,5 @@ def _l1(difference: Tensor) -> float:
 
 
 #: where a node keeps the window, and the name of its rounds in there, which no layer has
-_MEMORY, _ROUNDS = "dynamics", "/rounds"
+_MEMORY = "dynamics"
+_ROUNDS = "/rounds"

@@ -31,7 +31,8 @@ class GradientNorm(Rule):
 
     def begin(self, session: Session) -> None:
         """Note the parameters that learn."""
-        self._learned, self._stacked = list(session.learned().values()), session.stacked
+        self._learned = list(session.learned().values())
+        self._stacked = session.stacked
 
     def adjust(self) -> None:
         """Scale the gradients; stacked, those of each client by their own norm."""
@@ -91,7 +92,9 @@ def clip_gradients(
     G_i / |G_i|, for the weights i into one output, eps = 1e-3. A bias or a gain is one unit as a
     whole. FedWon's factor is 0.1. `stacked` parameters have a row for each of several models.
     """
-    gradients, ratios, sizes = [], [], []
+    gradients = []
+    ratios = []
+    sizes = []
     for name, parameter in parameters.items():
         if parameter.grad is not None:
             whole = parameter.dim() - stacked < 2 or name.rpartition(".")[2] == "gain"

@@ -28,14 +28,16 @@ class MaintainedMomentum(Rule):
         known = session.memory.recall(wire.MOMENTUM)
         if self.momentum_state == "global":
             known = {**known, **session.received.get(wire.MOMENTUM, {})}
-        learned, given = session.learned(), session.optimizer.defaults
+        learned = session.learned()
+        given = session.optimizer.defaults
         # optimizers count their steps on the CPU, or in every step they would wait for a GPU to
         # tell the number
-        here = () if given.get("fused") or given.get("capturable") else ("step",)
-        moved = to_device(
-            {entry: value for entry, value in known.items() if entry.split("/")[-1] not in here},
-            learned,
-        )
+        moved = known
+        if not (given.get("fused") or given.get("capturable")):
+            moved = {
+                entry: value for entry, value in known.items() if entry.split("/")[-1] != "step"
+            }
+        moved = to_device(moved, learned)
         for entry, value in {**known, **moved}.items():
             name, _, kind = entry.rpartition("/")
             if name in learned:

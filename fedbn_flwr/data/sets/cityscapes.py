@@ -45,7 +45,8 @@ CLASSES = {
     "motorcycle": 32,
     "bicycle": 33,
 }
-IMAGE, LABELS = "_leftImg8bit.png", "_gtFine_labelIds.png"
+IMAGE = "_leftImg8bit.png"
+LABELS = "_gtFine_labelIds.png"
 
 
 def cityscapes(home: Path, side: int = 768, workers: int = 0) -> Data:
@@ -72,7 +73,8 @@ def _split(listed: FileList, size: Size, fit: Fit, workers: int) -> FileSplit:
 
 def list_cityscapes(home: Path) -> tuple[FileList, FileList, list[str]]:
     """List the images of both splits and the cities; an image without a label map is an error."""
-    both, cities = (FileList(home), FileList(home)), list[str]()
+    both = (FileList(home), FileList(home))
+    cities = list[str]()
     for listed, role in zip(both, ("train", "val"), strict=True):
         parent = require(
             home / "leftImg8bit" / role,
@@ -87,7 +89,8 @@ def list_cityscapes(home: Path) -> tuple[FileList, FileList, list[str]]:
             ]
             if not names:
                 raise DataFilesError(f"{parent / city}: no image of city {city}")
-            if absent := [name for name in names if not (home / label_map(name)).exists()]:
+            absent = [name for name in names if not (home / label_map(name)).exists()]
+            if absent:
                 raise DataFilesError(
                     f"{home / label_map(absent[0])} is missing: the label map of {absent[0]}"
                 )

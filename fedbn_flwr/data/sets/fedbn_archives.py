@@ -59,7 +59,9 @@ def digits_five(
     """
     splits = []
     for role in ("train", "test"):
-        most = samples if samples and role == "train" else None
+        most = None
+        if samples and role == "train":
+            most = samples
         parts = []
         for name, folder in DIGITS.items():
             parts.append(_sized(name, role, _digits(home / folder, role), side, most))
@@ -82,11 +84,10 @@ def _digits(folder: Path, role: str) -> Columns:
         np.int64
     )
     tensor = torch.from_numpy(np.ascontiguousarray(images))
-    colour = (
-        tensor.unsqueeze(1).expand(-1, 3, -1, -1)
-        if tensor.dim() == 3
-        else tensor.permute(0, 3, 1, 2)
-    )
+    if tensor.dim() == 3:
+        colour = tensor.unsqueeze(1).expand(-1, 3, -1, -1)
+    else:
+        colour = tensor.permute(0, 3, 1, 2)
     return colour, torch.from_numpy(labels)
 
 
@@ -101,11 +102,12 @@ def _bytes(path: Path, images: Any) -> NDArray[np.uint8]:
 
 def _sized(name: str, role: str, columns: Columns, side: int, most: int | None) -> Columns:
     """Scale the images, and refuse labels that are no digits or lack one."""
-    images, labels = columns[0][:most], columns[1][:most]
-    counts = np.bincount(labels, minlength=10) if len(labels) and labels.min() >= 0 else np.zeros(0)
-    if len(counts) != 10:
+    images = columns[0][:most]
+    labels = columns[1][:most]
+    if not (len(labels) and 0 <= labels.min() <= labels.max() < 10):
         raise DataFilesError(f"digits-five: {role} labels of {name} are not digits from 0 to 9")
-    if empty := [str(digit) for digit in np.flatnonzero(counts == 0)]:
+    empty = [str(digit) for digit in np.flatnonzero(np.bincount(labels, minlength=10) == 0)]
+    if empty:
         raise DataFilesError(f"digits-five: no {role} image of class {', '.join(empty)} in {name}")
     return images if images.shape[-2:] == (side, side) else resize(
         images.contiguous(), side
@@ -168,15 +170,15 @@ def list_domains(lists: Lists, home: Path, samples: int = 0) -> tuple[FileList, 
         ):
             path = home / f"{domain}_{role}.pkl"
             files, classes = read_pair(path, f"FedBN's list of {role} images of {domain}")
-            if unknown := [str(name) for name in classes if str(name) not in lists.classes]:
+            unknown = [str(name) for name in classes if str(name) not in lists.classes]
+            if unknown:
                 known = ", ".join(lists.classes)
                 raise DataFilesError(
                     f"{path} has the unknown class {unknown[0]!r}; there are: {known}"
                 )
             labels = [lists.classes.index(str(name)) for name in classes]
-            if empty := [
-                name for label, name in enumerate(lists.classes) if label not in set(labels)
-            ]:
+            empty = [name for label, name in enumerate(lists.classes) if label not in set(labels)]
+            if empty:
                 raise DataFilesError(f"{path}: no image of class {', '.join(empty)}")
             names = [
                 str(file).removeprefix("./").removeprefix(f"{lists.folder}/") for file in files

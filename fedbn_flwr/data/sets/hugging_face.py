@@ -24,7 +24,8 @@ class ArrowImages:
     """The images of one column of a data set, as the bytes or paths that it holds."""
 
     def __init__(self, rows: Any, column: str) -> None:
-        self._rows, self._column = rows, column
+        self._rows = rows
+        self._column = column
 
     def __call__(self, rows: NDArray[np.int64]) -> list[Source]:
         """Return the images in these rows, encoded."""
@@ -45,11 +46,8 @@ def hugging_face(
     column of images, and labels in the column `label` or the only column of classes.
     """
     rows_of = _open(name, root, chosen["subset"])
-    roles = [chosen["train"]], [chosen["test"]] if chosen["test"] else TEST_SPLITS
-    for wanted in roles:
-        if not any(split in rows_of for split in wanted):
-            raise DataFilesError(f"hf: {name} has no split {' or '.join(wanted)}")
-    train, test = (rows_of[next(split for split in wanted if split in rows_of)] for wanted in roles)
+    train = _first(name, rows_of, [chosen["train"]])
+    test = _first(name, rows_of, [chosen["test"]] if chosen["test"] else TEST_SPLITS)
     image = chosen["image"] or _column(name, train, "image", "Image")
     label = chosen["label"] or _column(name, train, "label", "ClassLabel")
     for column in (image, label):
@@ -64,9 +62,18 @@ def hugging_face(
             raise DataFilesError(f"hf: images of {name} are not square: give an image size")
     splits = [_split(rows, image, label, side, fit, workers) for rows in (train, test)]
     classes = getattr(train.features[label], "num_classes", None) or int(splits[0].labels.max()) + 1
-    if empty := sorted(set(range(classes)) - set(splits[0].labels.tolist())):
+    empty = sorted(set(range(classes)) - set(splits[0].labels.tolist()))
+    if empty:
         raise DataFilesError(f"hf: {name}: no training image of class {', '.join(map(str, empty))}")
     return Data(name, splits[0], splits[1], classes)
+
+
+def _first(name: str, rows_of: Mapping[str, Any], wanted: Sequence[str]) -> Any:
+    """Return the first of these splits that the data set has."""
+    for split in wanted:
+        if split in rows_of:
+            return rows_of[split]
+    raise DataFilesError(f"hf: {name} has no split {' or '.join(wanted)}")
 
 
 def _split(rows: Any, image: str, label: str, side: int, fit: Fit, workers: int) -> FileSplit:
@@ -98,11 +105,9 @@ def _open(name: str, root: Path, subset: str) -> Mapping[str, Any]:
         Exception
     ) as error:  # the Hub cannot be reached, knows no such data set, or has another subset
         reason = " ".join(str(error).split()) or type(error).__name__
-        what = (
-            "cannot be loaded"
-            if isinstance(error, ValueError)
-            else "is not on this machine and cannot be downloaded"
-        )
+        what = "is not on this machine and cannot be downloaded"
+        if isinstance(error, ValueError):
+            what = "cannot be loaded"
         raise DataFilesError(f"hf: {name} {what}: {reason}") from None
     return splits
 

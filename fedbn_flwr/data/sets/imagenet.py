@@ -20,7 +20,8 @@ from fedbn_flwr.data.sets.listing import (
 from fedbn_flwr.data.splits import Data
 
 #: of the channels of ImageNet's training images, as they are used everywhere
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+MEAN = (0.485, 0.456, 0.406)
+STD = (0.229, 0.224, 0.225)
 
 
 def imagenet(home: Path, side: int = 224, workers: int = 0) -> Data:
@@ -37,7 +38,9 @@ def imagenet(home: Path, side: int = 224, workers: int = 0) -> Data:
 
 def list_imagenet(home: Path) -> tuple[FileList, FileList, list[str]]:
     """List the files of both splits, and the classes."""
-    inner = "ILSVRC/Data/CLS-LOC/" if (home / "ILSVRC").is_dir() else ""
+    inner = ""
+    if (home / "ILSVRC").is_dir():
+        inner = "ILSVRC/Data/CLS-LOC/"
     require(home / inner / "train", "a folder of training images with a folder for each class")
     classes = folders(home / inner / "train")
     if not classes:
@@ -54,7 +57,8 @@ def _flat_validation(home: Path, folder: str, classes: list[str]) -> FileList:
     path = require(home / "LOC_val_solution.csv", f"the classes of the images in {home / folder}")
     with path.open(newline="") as file:
         rows = {row["ImageId"]: row["PredictionString"].split()[0] for row in csv.DictReader(file)}
-    listed, numbers = FileList(home), {name: number for number, name in enumerate(classes)}
+    listed = FileList(home)
+    numbers = {name: number for number, name in enumerate(classes)}
     for image in images(home / folder):
         name = rows.get(Path(image).stem, "")
         if name not in numbers:
@@ -78,7 +82,8 @@ def list_tiny_imagenet(home: Path) -> tuple[FileList, FileList, list[str]]:
     classes = sorted(read_lines(home / "wnids.txt", "the names of the classes, one a line"))
     train = list_classes(home, "train", classes, "images")
     path = home / "val" / "val_annotations.txt"
-    test, numbers = FileList(home), {name: number for number, name in enumerate(classes)}
+    test = FileList(home)
+    numbers = {name: number for number, name in enumerate(classes)}
     for line in read_lines(path, "file and class of each validation image"):
         file, name, *_ = [*line.split("\t"), ""]
         if name not in numbers:

@@ -81,7 +81,10 @@ def list_classes(root: Path, home: str, classes: Sequence[str], inside: str = ""
     """
     listed = FileList(root)
     for label, name in enumerate(classes):
-        folder = os.path.join(home, name, inside) if inside else os.path.join(home, name)
+        if inside:
+            folder = os.path.join(home, name, inside)
+        else:
+            folder = os.path.join(home, name)
         found = images(root / folder)
         if not found:
             raise DataFilesError(f"{root / folder}: no image of class {name}")

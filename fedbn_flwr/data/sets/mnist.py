@@ -44,7 +44,10 @@ def places(name: str, root: Path, elsewhere: bool) -> list[Path]:
 def home_of(folders: Iterable[Path]) -> Path | None:
     """Return the first of these folders that has all four files."""
     names = [name for pair in FILES.values() for name in pair]
-    return next((folder for folder in folders if all(_path(folder, name) for name in names)), None)
+    for folder in folders:
+        if all(_path(folder, name) for name in names):
+            return folder
+    return None
 
 
 def read_split(home: Path, role: str) -> tuple[Tensor, Tensor]:
@@ -74,13 +77,15 @@ def _read(home: Path, name: str, dims: int) -> Bytes:
     if path is None:
         raise DataFilesError(f"{home / name} is missing, and {name}.gz, too")
     try:
-        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        if path.suffix == ".gz":
+            content = gzip.decompress(path.read_bytes())
+        else:
+            content = path.read_bytes()
     except (OSError, EOFError, zlib.error) as error:
         raise DataFilesError(f"{path} cannot be read: {error}") from None
     start = 4 + 4 * dims
     sizes = np.frombuffer(content[4:start], ">u4").astype(int)
     if content[:4] != bytes([0, 0, 8, dims]) or len(content) != start + sizes.prod():
-        raise DataFilesError(
-            f"{path} is not a whole IDX file of bytes with {dims} dimension{'s' * (dims > 1)}"
-        )
+        dimensions = "1 dimension" if dims == 1 else f"{dims} dimensions"
+        raise DataFilesError(f"{path} is not a whole IDX file of bytes with {dimensions}")
     return np.frombuffer(bytearray(content), np.uint8, offset=start).reshape(sizes)

@@ -46,7 +46,8 @@ class Bars:
             self._cell = display({"text/html": ""}, raw=True, display_id=True)
         self._has_bar = progress and self._cell is None and console.is_terminal
         self._has_lines = progress and self._cell is None and not console.is_terminal
-        self._runs, self._data = runs, data
+        self._runs = runs
+        self._data = data
         self._task = self._progress.add_task("", total=None)
         self._done = 0
 
@@ -65,15 +66,15 @@ class Bars:
 
     def announce(self, label: str) -> Callable[[int, int, float | None], None]:
         """Start the next run, and return the function to call after each of its rounds."""
-        before, self._done = self._done, self._done + 1
+        before = self._done
+        self._done += 1
 
         def advance(server_round: int, rounds: int, score: float | None) -> None:
-            text = f"{label}: {percent(score)} %" if score is not None else label
-            text = (
-                f"{label}: {score:.4g}"
-                if score is not None and self._data.task == "regression"
-                else text
-            )
+            text = label
+            if score is not None:
+                text = f"{label}: {percent(score)} %"
+            if score is not None and self._data.task == "regression":
+                text = f"{label}: {score:.4g}"
             # a tenth of the rounds, or one more, was complete in this round
             is_tenth = server_round * 10 // rounds > (server_round - 1) * 10 // rounds
             if self._has_lines and is_tenth:
@@ -95,7 +96,9 @@ class Bars:
 
 def in_notebook() -> bool:
     """Return whether this process is the kernel of a notebook."""
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    shell = None
+    if "IPython" in sys.modules:
+        shell = sys.modules["IPython"].get_ipython()
     return hasattr(shell, "kernel")
 
 

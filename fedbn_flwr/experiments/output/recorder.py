@@ -72,8 +72,10 @@ class Standing:
         self.score = score or self.score
         if metric not in score or server_round >= config.rounds:
             return
-        if (reached := merit(metric, score[metric])) > self.best_merit:
-            self.best_merit, self.best_round = reached, server_round
+        reached = merit(metric, score[metric])
+        if reached > self.best_merit:
+            self.best_merit = reached
+            self.best_round = server_round
         if config.stop_at and reached >= merit(metric, config.stop_at):
             self.stopped_by = f"stop-at={config.stop_at:g}"
         elif config.stop_after and server_round - self.best_round >= config.stop_after:
@@ -92,25 +94,22 @@ def dynamics_of(now: Round, loss: float | None) -> list[dict[str, Any]]:
       clients.
     - `loss`: the training loss, averaged over the samples (c).
     """
-    replies, after = now.replies, arrays_of(now.after)
-    reported = [
-        key for key in (replies[0].metrics if replies else ()) if key.startswith(wire.DYNAMICS)
-    ]
-    layers = [
-        key
-        for key in reported
-        if all(isinstance(reply.metrics.get(key), list) for reply in replies)
-    ]
-    return [
-        {
-            "round": now.number,
-            "layer": key.removeprefix(wire.DYNAMICS),
-            "global-change": _change(key.removeprefix(wire.DYNAMICS), now.current, after),
-            **{name: _mean(replies, key, column) for column, name in enumerate(REPORTED)},
-            "loss": loss,
-        }
-        for key in layers
-    ]
+    replies = now.replies
+    after = arrays_of(now.after)
+    if not replies:
+        return []
+    rows = []
+    for key in replies[0].metrics:
+        is_whole = all(isinstance(reply.metrics.get(key), list) for reply in replies)
+        if not key.startswith(wire.DYNAMICS) or not is_whole:
+            continue
+        layer = key.removeprefix(wire.DYNAMICS)
+        row: dict[str, Any] = {"round": now.number, "layer": layer}
+        row["global-change"] = _change(layer, now.current, after)
+        for column, name in enumerate(REPORTED):
+            row[name] = _mean(replies, key, column)
+        rows.append({**row, "loss": loss})
+    return rows
 
 
 def _change(layer: str, before: Arrays, after: Arrays) -> float:
@@ -139,11 +138,13 @@ class Journal:
     standing: Standing
 
     def __post_init__(self) -> None:
-        self._last, self._before = time.perf_counter(), self.standing.training.copy()
+        self._last = time.perf_counter()
+        self._before = self.standing.training.copy()
 
     def record(self, now: Round, score: Score) -> None:
         """Write the row of a round with these scores."""
-        missing, self.standing.frozen = self._missing(now), now.instruction.freeze
+        missing = self._missing(now)
+        self.standing.frozen = now.instruction.freeze
         row = {
             "round": now.number,
             **self._training(now, missing),
@@ -159,7 +160,8 @@ class Journal:
         numbers = ", ".join(
             f"{name} {value:.4g}" for name, value in shown.items() if isinstance(value, float)
         )
-        place, absent = (now.number, self.config.rounds), self._absent(missing, row)
+        place = (now.number, self.config.rounds)
+        absent = self._absent(missing, row)
         log(INFO, "Round %d of %d: %s, %.3g s%s", *place, numbers, row["seconds"], absent)
         self._count_seconds()
 
@@ -173,34 +175,38 @@ class Journal:
         metric.
         """
         self._count_seconds()
-        config, standing, options = experiment.config, self.standing, experiment.config.to_mapping()
+        config = experiment.config
+        standing = self.standing
+        options = experiment.config.to_mapping()
         sent = standing.training
         rows = read_rounds(self.files.path)
         skipped = sum(not row["nodes"] for row in rows)
         left_out = Counter(node for row in rows for node in row.get("left-out", ()))
-        return {
-            "strategy": experiment.strategy,
-            **{key: options[key] for key in SUMMED_UP},
-            **about,
-            **standing.score,
-            "train-loss": standing.train_loss,
-            "exchanges": sent.exchanges,
-            "payload-bytes": sent.payload,
-            "paper-bytes": sent.paper,
-            "evaluation-payload-bytes": standing.evaluation.payload,
-            "seconds": standing.seconds,
-            **({"unseen": config.unseen} if config.unseen else {}),
-            **(experiment.choice.summary() if experiment.choice else {}),
-            **({"rounds-skipped": skipped} if skipped else {}),
-            **({"left-out": left_out} if left_out else {}),
-            **({"frozen": standing.frozen} if standing.frozen != "none" else {}),
-            **({"model-for-each-node": True} if self.strategy.personal else {}),
-            **(
-                {"stopped-after": standing.round, "stopped-by": standing.stopped_by}
-                if standing.stopped_by
-                else {}
-            ),
-        }
+        summary: dict[str, Any] = {"strategy": experiment.strategy}
+        summary |= {key: options[key] for key in SUMMED_UP}
+        summary |= {**about, **standing.score}
+        summary["train-loss"] = standing.train_loss
+        summary["exchanges"] = sent.exchanges
+        summary["payload-bytes"] = sent.payload
+        summary["paper-bytes"] = sent.paper
+        summary["evaluation-payload-bytes"] = standing.evaluation.payload
+        summary["seconds"] = standing.seconds
+        if config.unseen:
+            summary["unseen"] = config.unseen
+        if experiment.choice:
+            summary |= experiment.choice.summary()
+        if skipped:
+            summary["rounds-skipped"] = skipped
+        if left_out:
+            summary["left-out"] = left_out
+        if standing.frozen != "none":
+            summary["frozen"] = standing.frozen
+        if self.strategy.personal:
+            summary["model-for-each-node"] = True
+        if standing.stopped_by:
+            summary["stopped-after"] = standing.round
+            summary["stopped-by"] = standing.stopped_by
+        return summary
 
     def summary_of_failure(
         self, experiment: Experiment, about: Mapping[str, Any], error: Exception
@@ -219,19 +225,26 @@ class Journal:
         loss = sum(loss * count for loss, count in reported) / max(
             sum(count for _, count in reported), 1
         )
-        self.standing.train_loss = loss if reported else self.standing.train_loss
-        return {
+        if reported:
+            self.standing.train_loss = loss
+        row: dict[str, Any] = {
             "nodes": sum(len(reply.nodes) for reply in now.replies),
             "train-loss": loss if reported else None,
             "seconds": now.seconds,
-            **({"left-out": [*missing]} if missing else {}),
         }
+        if missing:
+            row["left-out"] = [*missing]
+        return row
 
     def _missing(self, now: Round) -> dict[int | str, str]:
         """Return who is missing in the training of a round, and why."""
-        names, refused = self.grid.names, {refusal.node for refusal in now.refused}
+        names = self.grid.names
+        refused = {refusal.node for refusal in now.refused}
         # a robust rule refuses a round of few nodes as a whole, as node 0
-        late = "was left out" if 0 in refused else f"did not answer in {self.config.timeout:g} s"
+        if 0 in refused:
+            late = "was left out"
+        else:
+            late = f"did not answer in {self.config.timeout:g} s"
         silent = sorted({*now.nodes} - {node for reply in now.replies for node in reply.nodes})
         missing = {
             names.get(node, node): "was left out" if node in refused else late for node in silent
@@ -239,26 +252,32 @@ class Journal:
         for node in sorted(self.grid.unfit):
             missing.setdefault(names.get(node, node), "was refused")
         if names:
-            connected = self.grid.get_node_ids() if self.config.fraction_train < 1 else ()
-            here = {names.get(node) for node in (*now.nodes, *connected)}
+            present = {*now.nodes}
+            if self.config.fraction_train < 1:
+                present |= {*self.grid.get_node_ids()}
+            here = {names.get(node) for node in present}
             for who in sorted({*self.config.sites, *names.values()} - {*here, *missing}):
                 missing[who] = "was away"
         return missing
 
     def _absent(self, missing: Mapping[int | str, str], row: Mapping[str, Any]) -> str:
         """Return in words who is missing, also in the evaluation; empty if nobody is."""
-        names, reasons = self.grid.names, [f"{who} {why}" for who, why in missing.items()]
+        names = self.grid.names
+        reasons = [f"{who} {why}" for who, why in missing.items()]
         of_all = names and self.config.fraction_train == 1
         total = max(row["nodes"] + len(missing), self.config.clients if of_all else 0)
-        if unknown := total - row["nodes"] - len(missing):
+        unknown = total - row["nodes"] - len(missing)
+        if unknown:
             reasons.append(f"{unknown} never connected")
-        text = f"; {row['nodes']} of {total} sites: {', '.join(reasons)}" if reasons else ""
+        text = ""
+        if reasons:
+            text = f"; {row['nodes']} of {total} sites: {', '.join(reasons)}"
         tested = self.strategy.evaluation
         silent = {*tested.nodes} - {node for reply in tested.replies for node in reply.nodes}
-        if tested.number == row["round"] and (
-            others := {names.get(node, node) for node in silent} - {*missing}
-        ):
-            text += f"; {', '.join(sorted(map(str, others)))} did not evaluate"
+        if tested.number == row["round"]:
+            others = {names.get(node, node) for node in silent} - {*missing}
+            if others:
+                text += f"; {', '.join(sorted(map(str, others)))} did not evaluate"
         return text
 
     def _traffic(self) -> dict[str, int]:
@@ -274,4 +293,6 @@ class Journal:
 
 def diverged(error: Exception) -> Summary:
     """Return what a summary holds if the run diverged: the round."""
-    return {"diverged": error.server_round} if isinstance(error, DivergedError) else {}
+    if isinstance(error, DivergedError):
+        return {"diverged": error.server_round}
+    return {}

@@ -26,7 +26,8 @@ from fedbn_flwr.state.record_files import write_bytes
 from fedbn_flwr.wire import printable
 
 VERSIONED = ("flwr", "matplotlib", "numpy", "pillow", "ray", "scikit-learn", "torch", "torchvision")
-CONFIG, SUMMARY = "config.json", "summary.json"
+CONFIG = "config.json"
+SUMMARY = "summary.json"
 #: a safetensors file for each node with the entries of its own model that differ from the server's
 PERSONAL = "personal"
 #: what `model.safetensors` says of itself, from the summary
@@ -50,7 +51,8 @@ class RunFolder:
 
     def __init__(self, path: Path, rounds_done: int = 0) -> None:
         """With `rounds_done` the folder is that of a run that goes on after so many rounds."""
-        self.path, self.rounds_done = make_folder(path), rounds_done
+        self.path = make_folder(path)
+        self.rounds_done = rounds_done
         self._rounds = path / "rounds.jsonl"
         self._dynamics = path / "dynamics.jsonl"
         self._keep_rounds(rounds_done)
@@ -83,7 +85,9 @@ class RunFolder:
             "versions": versions,
             **machine,
         }
-        content |= {"command": command_line()} | ({"sites": list(sites)} if sites else {})
+        content["command"] = command_line()
+        if sites:
+            content["sites"] = list(sites)
         write_json(self.path / CONFIG, content)
 
     def round(self, row: Mapping[str, Any]) -> None:
@@ -93,7 +97,8 @@ class RunFolder:
 
     def dynamics(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append the rows of one round about the BN layers."""
-        if lines := [as_json(row) + "\n" for row in rows]:
+        lines = [as_json(row) + "\n" for row in rows]
+        if lines:
             with self._dynamics.open("a") as file:
                 file.writelines(lines)
 
@@ -104,7 +109,8 @@ class RunFolder:
         """
         if arrays is not None:
             about = {key: summary[key] for key in ABOUT if key in summary}
-            about |= {"note": NOT_WHOLE} if summary.get("model-for-each-node") else {}
+            if summary.get("model-for-each-node"):
+                about["note"] = NOT_WHOLE
             # one entry, because safetensors writes several in any order
             write_bytes(
                 self.path / "model.safetensors",
@@ -122,9 +128,8 @@ class RunFolder:
         write_bytes(self._rounds, b"".join(rows))
 
     def _keep_dynamics(self, count: int) -> None:
-        if kept := [
-            row for row in _lines(self._dynamics) if (_round_of(row) or count + 1) <= count
-        ]:
+        kept = [row for row in _lines(self._dynamics) if (_round_of(row) or count + 1) <= count]
+        if kept:
             write_bytes(self._dynamics, b"".join(kept))
         else:
             self._dynamics.unlink(missing_ok=True)
@@ -223,7 +228,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     if isinstance(asked, dict):
         parts += [asked.get(key, {}) for key in ("options", "files", "choice")]
     is_whole = all(isinstance(part, dict) for part in parts)
-    return content if is_whole and _are_options(parts[1]) and _are_options(parts[3]) else {}
+    if is_whole and _are_options(parts[1]) and _are_options(parts[3]):
+        return content
+    return {}
 
 
 def _are_options(values: Mapping[str, Any]) -> bool:
@@ -250,13 +257,17 @@ def _processor() -> str:
 
 
 def _lines(path: Path) -> list[bytes]:
-    return path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    if path.exists():
+        return path.read_bytes().splitlines(keepends=True)
+    return []
 
 
 def _round_of(row: bytes) -> int | None:
     """Return the round that a row is of; None if it is no row, or is written just now."""
     try:
-        return int(_finite(json.loads(row))["round"]) if row.endswith(b"\n") else None
+        if row.endswith(b"\n"):
+            return int(_finite(json.loads(row))["round"])
+        return None
     except (ValueError, LookupError, TypeError, RecursionError):
         return None
 
@@ -279,4 +290,6 @@ def _finite(content: Any) -> Any:
         return {key: _finite(value) for key, value in content.items()}
     if isinstance(content, list | tuple):
         return [_finite(value) for value in content]
-    return None if isinstance(content, float) and not isfinite(content) else content
+    if isinstance(content, float) and not isfinite(content):
+        return None
+    return content

@@ -26,7 +26,9 @@ LOWER_IS_BETTER = ("mse", "mae", "loss")
 
 def merit(metric: str, score: float) -> float:
     """Return a number that is larger for a better score."""
-    return -score if metric in LOWER_IS_BETTER else score
+    if metric in LOWER_IS_BETTER:
+        return -score
+    return score
 
 
 class Scorer:
@@ -56,13 +58,13 @@ class Scorer:
     """
 
     def __init__(self, material: Material) -> None:
-        config, data = material.config, material.data
-        self._model, self._data, self._device = (
-            material.model.to(material.device),
-            data,
-            material.device,
-        )
-        self._task, self._metrics = material.task, config.class_metrics
+        config = material.config
+        data = material.data
+        self._model = material.model.to(material.device)
+        self._data = data
+        self._device = material.device
+        self._task = material.task
+        self._metrics = config.class_metrics
         self._class_names = data.class_names or [str(number) for number in range(data.num_classes)]
         #: the score by which methods are compared
         self.metric = self._task.metric
@@ -85,7 +87,8 @@ class Scorer:
         scores |= class_means(
             [reply.metrics for reply in replies], self._metrics, self._class_names
         )
-        if mean := strategy.state.personal:
+        mean = strategy.state.personal
+        if mean:
             own = {name: torch.from_numpy(value) for name, value in mean.items()}
             averaged = self.score_global({**state.from_record(arrays), **own})
             scores[f"{basic}-mean-bn"] = averaged[basic]
@@ -101,7 +104,9 @@ class Scorer:
         what to adapt to.
         """
         state.load(self._model, values)
-        data, basic, domains = self._data, self._task.basic_score, len(self._data.domain_names)
+        data = self._data
+        basic = self._task.basic_score
+        domains = len(self._data.domain_names)
         rest = data.test, data.num_classes, self._device, 500, domains, self._task, self._metrics
         result = evaluate(self._model, *rest)
         scores: Score = {basic: result.accuracy, **result.scores, "loss": result.loss}
@@ -145,14 +150,17 @@ class SiteScorer:
     def __init__(
         self, class_names: Sequence[str], metrics: Sequence[str], grid: PassingGrid
     ) -> None:
-        self._class_names, self._metrics, self._grid = class_names, metrics, grid
+        self._class_names = class_names
+        self._metrics = metrics
+        self._grid = grid
 
     def score(self, strategy: BaseStrategy, arrays: ArrayRecord) -> Score:
         """Return the scores of the state after a round."""
         named = [(reply.node, reply) for reply in strategy.evaluation.replies]
         rows, refused = read_each(named, lambda _, reply: self._row(reply.metrics))
         log_refused(refused, "left out of the scores")
-        replies, names = [reply for node, reply in named if node in rows], self._grid.names
+        replies = [reply for node, reply in named if node in rows]
+        names = self._grid.names
         if not replies:
             return {}
         # the mean of several sites is none of them
@@ -165,12 +173,11 @@ class SiteScorer:
 
     def _row(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
         by_class = class_means([metrics], self._metrics, self._class_names)
-        named = {
-            name.removeprefix(wire.CLASS): {
+        named = {}
+        for name, values in by_class.items():
+            named[name.removeprefix(wire.CLASS)] = {
                 key: _possible(name, value) for key, value in values.items()
             }
-            for name, values in by_class.items()
-        }
         scores = _scores(metrics, False, wire.ACCURACY)
         return {"accuracy": scores["accuracy"], "loss": scores["loss"], **named}
 
@@ -185,22 +192,22 @@ def score_nodes(
     named = ((reply.node, reply.metrics) for reply in replies)
     read, refused = read_each(named, lambda _, metrics: _scores(metrics, bool(domain_names), basic))
     log_refused(refused, "left out of the scores")
-    if not (rows := list(read.values())):
+    rows = list(read.values())
+    if not rows:
         return {}
-    shared = [
-        key
-        for key in rows[0]
-        if key not in ("domain", "domains", "own") and all(key in row for row in rows)
-    ]
-    scores: Score = {key: float(np.mean([row[key] for row in rows])) for key in shared}
+    scores: Score = {}
+    for key in rows[0]:
+        if key not in ("domain", "domains", "own") and all(key in row for row in rows):
+            scores[key] = float(np.mean([row[key] for row in rows]))
     if domain_names:
         scores[f"node-domain-{basic}"] = [row["domains"] for row in rows]
         # the models of the nodes that hold a domain
-        held = {
-            name: [row["own"] for row in rows if row["domain"] == at]
-            for at, name in enumerate(domain_names)
-        }
-        scores[f"domain-{basic}"] = {name: float(np.mean(own)) for name, own in held.items() if own}
+        by_domain = {}
+        for domain, name in enumerate(domain_names):
+            own = [row["own"] for row in rows if row["domain"] == domain]
+            if own:
+                by_domain[name] = float(np.mean(own))
+        scores[f"domain-{basic}"] = by_domain
     return scores
 
 
@@ -212,10 +219,16 @@ def class_means(
     A class that none can is left out.
     """
     scores: Score = {}
-    for name in (wire.CLASS + metric for metric in (metrics if rows else ())):
-        columns = zip(class_names, zip(*(row[name] for row in rows), strict=True), strict=True)
-        known = {key: [value for value in column if not isnan(value)] for key, column in columns}
-        scores[name] = {key: float(np.mean(values)) for key, values in known.items() if values}
+    if not rows:
+        return scores
+    for name in (wire.CLASS + metric for metric in metrics):
+        columns = zip(*(row[name] for row in rows), strict=True)
+        means = {}
+        for key, column in zip(class_names, columns, strict=True):
+            known = [value for value in column if not isnan(value)]
+            if known:
+                means[key] = float(np.mean(known))
+        scores[name] = means
     return scores
 
 
@@ -231,10 +244,8 @@ def _scores(metrics: Mapping[str, Any], has_domains: bool, basic: str) -> Score:
         keys[wire.LOCAL_LOSS] = "train-loss-global"
     scores: Score = {name: _possible(key, metrics[key]) for key, name in keys.items()}
     if has_domains:
-        domain, row = (
-            int(metrics[wire.DOMAIN]),
-            [float(each) for each in metrics[f"domain-{basic}"]],
-        )
+        domain = int(metrics[wire.DOMAIN])
+        row = [float(each) for each in metrics[f"domain-{basic}"]]
         scores |= {"domain": domain, "domains": row, "own": _possible(basic, row[domain])}
     return scores
 

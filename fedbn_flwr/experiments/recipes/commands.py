@@ -61,7 +61,8 @@ def list_recipes(options: Mapping[str, Any]) -> None:
 def reproduce(options: Mapping[str, Any]) -> None:
     """Run a recipe, or show what it would run."""
     full = read_recipe(str(options["recipe"]))
-    small, only = bool(options.get("smoke")), options.get("only")
+    small = bool(options.get("smoke"))
+    only = options.get("only")
     recipe = full.in_small() if small else full
     recipe = recipe.only(only) if only else recipe
     # what runs side by side has a process each, and the number of processes of a run is among what
@@ -77,10 +78,10 @@ def reproduce(options: Mapping[str, Any]) -> None:
         grid_seeds=whole_number("--grid-seeds", options.get("grid-seeds", recipe.study.grid_seeds)),
         engine=engine_named(options.get("engine") or str(recipe.study.engine)),
     )
-    folder = Path(
-        options.get("results-dir")
-        or Path("results", recipe.name.replace("/", "-") + "-smoke" * small)
-    )
+    folder_name = recipe.name.replace("/", "-")
+    if small:
+        folder_name += "-smoke"
+    folder = Path(options.get("results-dir") or Path("results", folder_name))
     side_by_side = whole_number("--side-by-side", options.get("side-by-side", 1))
     try:
         if options.get("dry-run"):
@@ -89,9 +90,12 @@ def reproduce(options: Mapping[str, Any]) -> None:
         rounds = full.study.experiment(*full.study.cells()[0], 0).config.rounds
         runs = checked(study, folder, side_by_side)
     except UsageError as error:
-        hint = " (--smoke runs it in small on embedded data)" if recipe.small else ""
+        hint = ""
+        if recipe.small:
+            hint = " (--smoke runs it in small on embedded data)"
         raise UsageError(f"recipe {recipe.name}{hint}: {error}") from error
-    started, rows = time.perf_counter(), list[tuple[Run, Summary]]()
+    started = time.perf_counter()
+    rows = list[tuple[Run, Summary]]()
     with keeping(folder, runs, options.get("reuse", False), options.get("anew", False)):
         more = {"smoke": small, "only": only or [], "seeds": study.seeds, "rounds": rounds}
         write_study(folder, study, runs, full.content, title=full.name, **more)
@@ -114,17 +118,17 @@ def _outcome(summary: Summary) -> str:
     score = metric_of(summary)
     if "failed" in summary or summary.get(score) is None:
         return outcome_of(summary)
-    return (
-        f"{score} {percent(summary[score])} %"
-        if is_share(score)
-        else f"{score} {summary[score]:.4g}"
-    )
+    if is_share(score):
+        return f"{score} {percent(summary[score])} %"
+    return f"{score} {summary[score]:.4g}"
 
 
 def show_plan(title: str, runs: Sequence[Run]) -> None:
     """Print what would run and how many steps, and which data are not there."""
     table = new_table(title, "setting", "method", numbers=("runs", "rounds", "client steps"))
-    total, missing, cells = 0, dict[str, None](), cells_of(runs)
+    total = 0
+    missing = dict[str, None]()
+    cells = cells_of(runs)
     for cell in cells:
         config = cell[0].experiment.config
         with refusing():
@@ -132,9 +136,9 @@ def show_plan(title: str, runs: Sequence[Run]) -> None:
         count = len(cell) + sum(map(len, cell[0].tried.values()))
         counted = "?", "?"
         with suppress(ValueError, OSError, RuntimeError):  # they depend on data that are not there
-            samples = (
-                len(load_data(config).train) if config.local_epochs or config.budget_epochs else 0
-            )
+            samples = 0
+            if config.local_epochs or config.budget_epochs:
+                samples = len(load_data(config).train)
             steps = count * expected_steps(config, samples)
             counted = (
                 f"{rounds_within_budget(config, config.clients, samples).rounds:,}",
@@ -148,10 +152,8 @@ def show_plan(title: str, runs: Sequence[Run]) -> None:
             missing[f"data set {config.dataset!r} is not there: {error}"] = None
         table.add_row(cell[0].setting, cell[0].label, str(count), *counted)
     console.print(table)
-    console.print(
-        f"{len(cells)} cells, {total:,} client steps{' where known' * bool(missing)}",
-        soft_wrap=True,
-    )
+    known = " where known" if missing else ""
+    console.print(f"{len(cells)} cells, {total:,} client steps{known}", soft_wrap=True)
     say(missing)
 
 
@@ -171,7 +173,8 @@ def listing() -> dict[str, list[Row]]:
 
 def list_names(options: Mapping[str, Any]) -> None:
     """Print a line about each name that an option takes, or all about one name or kind."""
-    tables, name = listing(), options.get("name")
+    tables = listing()
+    name = options.get("name")
     if options.get("json"):
         print(json.dumps(tables, indent=2))
     elif name:

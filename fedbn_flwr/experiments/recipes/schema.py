@@ -5,7 +5,7 @@ does not allow.
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -74,23 +74,22 @@ class Recipe:
         An axis of which none is named stays whole.
         """
         study = self.study
-        axes = {
-            axis: dict.fromkeys(s.labels[axis] for s in study.settings)
-            for axis in study.settings[0].labels
-        }
-        known = [*study.methods, *(label for values in axes.values() for label in values)]
-        if unknown := [label for label in labels if label not in known]:
+        axes: dict[str, dict[str, None]] = {axis: {} for axis in study.settings[0].labels}
+        for setting in study.settings:
+            for axis, label in setting.labels.items():
+                axes[axis][label] = None
+        known = [*study.methods, *chain.from_iterable(axes.values())]
+        unknown = [label for label in labels if label not in known]
+        if unknown:
             raise UsageError(
                 f"recipe {self.name} has no {unknown[0]!r}; it has: {', '.join(known)}"
             )
         methods = {label: text for label, text in study.methods.items() if label in labels}
-        wanted = {
-            axis: [label for label in values if label in labels] or list(values)
-            for axis, values in axes.items()
-        }
-        settings = [
-            s for s in study.settings if all(s.labels[axis] in wanted[axis] for axis in wanted)
-        ]
+        settings = study.settings
+        for axis, values in axes.items():
+            wanted = values.keys() & {*labels}
+            if wanted:
+                settings = [setting for setting in settings if setting.labels[axis] in wanted]
         return replace(
             self, study=replace(study, methods=methods or study.methods, settings=settings)
         )
@@ -125,7 +124,8 @@ class Fields:
         has: str = "known",
     ) -> None:
         """Refuse a name that is not one of those that are known."""
-        if unknown := [name for name in names if name not in known]:
+        unknown = [name for name in names if name not in known]
+        if unknown:
             self.refuse(f"{where}{what} {unknown[0]!r}; {has}: {', '.join(known) or 'none'}")
 
     def parts(self, key: str, keys: Collection[str]) -> list["Fields"]:
@@ -181,7 +181,8 @@ class Fields:
         """
         axes = dict[str, dict[str, Options]]()
         for axis, values in self.mapping("vary ", self.content.get("vary") or {}, "axes").items():
-            where, shape = f"vary: {axis}", "be a list of values, or a mapping of labels,"
+            where = f"vary: {axis}"
+            shape = "be a list of values, or a mapping of labels,"
             parts = self._labelled(where, values, shape, lambda value, axis=axis: f"{axis}={value}")
             axes[str(axis)] = {
                 label: self._options(
@@ -241,14 +242,17 @@ def _all_options() -> dict[str, Option]:
 def parse_recipe(name: str, content: object, read_from: str = "") -> Recipe:
     """Return the recipe of a file's content; a UsageError names what the schema does not allow."""
     given = Fields(f"recipe {name}", content, KEYS)
-    methods, options, axes = given.methods(), given.options(), given.axes()
+    methods = given.methods()
+    options = given.options()
+    axes = given.axes()
     settings = []
     for values in product(*(axis.items() for axis in axes.values())):
         place = dict(zip(axes, (label for label, _ in values), strict=True))
         chosen = {key: value for _, part in values for key, value in part.items()}
         settings.append(Setting(place, {**options, **chosen}))
     labels = [label for axis in axes.values() for label in axis]
-    if twice := [label for label in [*methods, *labels] if [*methods, *labels].count(label) > 1]:
+    twice = [label for label in [*methods, *labels] if [*methods, *labels].count(label) > 1]
+    if twice:
         given.refuse(f"the label {twice[0]!r} stands for two things")
     for method, text in methods.items():
         try:
@@ -262,13 +266,12 @@ def parse_recipe(name: str, content: object, read_from: str = "") -> Recipe:
         (part.names("methods", methods, list(methods)), part.names("in", labels))
         for part in left_out
     ]
+    names = [setting.name for setting in settings]
     paper = Paper(
         place=given.text("place"),
         about=given.text("about"),
         quantities=given.names("quantities", QUANTITIES, ["score"]),
-        reported=[
-            _reported(part, methods, [setting.name for setting in settings]) for part in reported
-        ],
+        reported=[_reported(part, methods, names) for part in reported],
         directions=[_direction(part, methods, labels) for part in directions],
         notes=given.texts("notes"),
     )
@@ -278,24 +281,20 @@ def parse_recipe(name: str, content: object, read_from: str = "") -> Recipe:
     recipe = Recipe(name, given.content, study, paper)
     if not recipe.study.cells():
         given.refuse("leave-out leaves no cell")
-    return (
-        recipe
-        if given.content.get("smoke") is None
-        else replace(recipe, small=_in_small(recipe, given, axes))
-    )
+    if given.content.get("smoke") is None:
+        return recipe
+    return replace(recipe, small=_in_small(recipe, given, axes))
 
 
 def _in_small(recipe: Recipe, whole: Fields, axes: Mapping[str, Mapping[str, Any]]) -> Recipe:
     """Return the same cells on embedded data; what a label stands for in small counts most."""
-    given, has = (
-        Fields(f"{whole.where}: smoke", whole.content.get("smoke"), SMOKE_KEYS),
-        "the recipe has",
-    )
-    options, vary, methods = (
-        given.options(),
-        given.axes(),
-        given.methods() if given.content.get("methods") else {},
-    )
+    given = Fields(f"{whole.where}: smoke", whole.content.get("smoke"), SMOKE_KEYS)
+    has = "the recipe has"
+    options = given.options()
+    vary = given.axes()
+    methods = {}
+    if given.content.get("methods"):
+        methods = given.methods()
     given.known("vary: ", vary, axes, "unknown axis", has)
     for axis, values in vary.items():
         given.known(f"vary: {axis}: ", values, axes[axis], "unknown label", has)
@@ -311,10 +310,9 @@ def _in_small(recipe: Recipe, whole: Fields, axes: Mapping[str, Mapping[str, Any
         "": options,
         **{label: part for values in vary.values() for label, part in values.items()},
     }
-    texts = {
-        label: ", ".join(f"{key} {value}" for key, value in part.items())
-        for label, part in parts.items()
-    }
+    texts = {}
+    for label, part in parts.items():
+        texts[label] = ", ".join(f"{key} {value}" for key, value in part.items())
     changes = "; ".join(
         ": ".join(filter(None, pair)) for pair in {**texts, **methods}.items() if pair[1]
     )
@@ -333,21 +331,27 @@ def _in_small(recipe: Recipe, whole: Fields, axes: Mapping[str, Mapping[str, Any
 
 
 def _reported(part: Fields, methods: Collection[str], settings: Sequence[str]) -> Reported:
-    place, has = part.text("place"), "the recipe has"
+    place = part.text("place")
+    has = "the recipe has"
     if not place:
         part.refuse("place is missing: the page and the table or figure that the numbers come from")
     values = part.mapping("values ", part.content.get("values"), "methods")
     part.known("values: ", values, methods, "unknown method", has)
     read: dict[tuple[str, str, str], Number] = {}
     for method, of_method in values.items():
-        of_settings = {"": of_method} if settings == [""] else of_method
+        of_settings = of_method
+        if settings == [""]:
+            of_settings = {"": of_method}
         by_setting = part.mapping(
             f"values: {method} ", of_settings, f"settings: {'; '.join(settings)}"
         )
         part.known(f"values: {method}: ", by_setting, settings, "unknown setting", has)
         for setting, cell in by_setting.items():
             where = ": ".join(filter(None, ("values", method, setting)))
-            columns = cell if isinstance(cell, Mapping) else {"": cell}
+            if isinstance(cell, Mapping):
+                columns = cell
+            else:
+                columns = {"": cell}
             read |= {
                 (method, setting, str(name)): _number(part, where, value)
                 for name, value in columns.items()
@@ -356,14 +360,18 @@ def _reported(part: Fields, methods: Collection[str], settings: Sequence[str]) -
 
 
 def _number(part: Fields, where: str, value: Any) -> Number:
-    match = None if isinstance(value, bool) else PRINTED.fullmatch(str(value))
+    if isinstance(value, bool):
+        match = None
+    else:
+        match = PRINTED.fullmatch(str(value))
     if not match:
         part.refuse(f"{where} must be a number, or a text like '45.90 ± 6.39', got {value!r}")
     return Number(str(value).strip(), float(match[1]), float(match[2] or 0))
 
 
 def _direction(part: Fields, methods: Collection[str], labels: Collection[str]) -> Direction:
-    text, sides = part.text("claim"), list[Side]()
+    text = part.text("claim")
+    sides = list[Side]()
     for side in text.split(" > "):
         method, *places = (piece.strip() for piece in side.split(" @ "))
         part.known("claim: ", [method], methods, "unknown method", "the recipe has")
@@ -395,9 +403,11 @@ def recipe_names() -> list[str]:
 
 def read_recipe(name: str) -> Recipe:
     """Read a recipe of a paper by its name, or one of a user's own by the path of its file."""
-    path, read_from = recipes_folder() / f"{name}.yaml", ""
+    path = recipes_folder() / f"{name}.yaml"
+    read_from = ""
     if name.endswith(SUFFIXES):
-        path, read_from = Path(name).expanduser(), "its file"
+        path = Path(name).expanduser()
+        read_from = "its file"
         name = path.stem
     elif name not in recipe_names():
         raise UsageError(

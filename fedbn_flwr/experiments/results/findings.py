@@ -64,11 +64,16 @@ def _order(place: Reported, runs: Frame, means: Values) -> Finding | None:
             _ordered(place, means, setting, column, *pair)
             for column, pair in product(columns, pairs)
         ]
-    told, against = len(verdicts) - verdicts.count(None), [*filter(None, verdicts)]
-    more = [f"and {len(against) - NAMED} more"] if len(against) > NAMED else []
+    told = len(verdicts) - verdicts.count(None)
+    against = [*filter(None, verdicts)]
+    more = []
+    if len(against) > NAMED:
+        more = [f"and {len(against) - NAMED} more"]
     details = [*(f"not: {line}" for line in against[:NAMED]), *more]
     text = f"Order: {told - len(against)} of {told} pairs of methods are as in {place.place}."
-    return Finding(text, not against, details) if told else None
+    if told:
+        return Finding(text, not against, details)
+    return None
 
 
 def _ordered(
@@ -87,7 +92,8 @@ def _ordered(
         return None
     if (mine.mean - its.mean) * difference > 0:
         return ""
-    sign, where = ">" if difference > 0 else "<", ", ".join(filter(None, (setting, column)))
+    sign = ">" if difference > 0 else "<"
+    where = ", ".join(filter(None, (setting, column)))
     return (
         f"{one} {sign} {other} in {where}: printed {first.mean} and {second.mean}, here "
         f"{_text(mine)} and {_text(its)}"
@@ -104,7 +110,9 @@ def _claim(
     """Say of a direction of the paper in how many settings the runs agree."""
     pairs = list(_pairs(direction, settings, means))
     against = [pair for pair in pairs if pair[1].mean <= pair[2].mean]
-    source = f" ({direction.place})" if direction.place else ""
+    source = ""
+    if direction.place:
+        source = f" ({direction.place})"
     named = ", ".join(
         [*direction.labels, *([] if direction.column in ACCURACIES else [direction.column])]
     )
@@ -113,17 +121,21 @@ def _claim(
         return Finding(f"{text}not run", None)
     if not against:
         return Finding(f"{text}agrees{_where(pairs)}", True)
-    where = "" if len(pairs) == 1 else f" in {len(against)} of {len(pairs)} settings"
+    if len(pairs) == 1:
+        where = ""
+    else:
+        where = f" in {len(against)} of {len(pairs)} settings"
     return Finding(f"{text}does not agree{where}{_where(against)}", False)
 
 
 def _where(pairs: Sequence[tuple[str, Any, Any]]) -> str:
     name, high, low = pairs[0]
-    return (
-        f": {_text(high)} and {_text(low)}"
-        + (f" in {name}" if name else "")
-        + (", ..." if len(pairs) > 1 else "")
-    )
+    text = f": {_text(high)} and {_text(low)}"
+    if name:
+        text += f" in {name}"
+    if len(pairs) > 1:
+        text += ", ..."
+    return text
 
 
 def _pairs(
@@ -132,7 +144,8 @@ def _pairs(
     """Return the two numbers wherever the sides' settings differ only in the labels that the sides
     name.
     """
-    high, low = direction.high, direction.low
+    high = direction.high
+    low = direction.low
     named = {*high.labels, *low.labels}
     for (first, labels), (second, others) in product(settings.items(), repeat=2):
         fits = {*high.labels, *direction.labels} <= {*labels.values()}
@@ -144,9 +157,7 @@ def _pairs(
         column = direction.column or next(
             (name for at, name, own in means if (at, own) == (first, high.method)), ""
         )
-        here, there = (
-            means.get((first, column, high.method)),
-            means.get((second, column, low.method)),
-        )
+        here = means.get((first, column, high.method))
+        there = means.get((second, column, low.method))
         if here and there:
             yield first, here, there

@@ -19,7 +19,6 @@ from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.state.record_files import write_bytes
 
 #: keys of `config.json` that tell the machine
-MACHINE = ("hardware", "cores", "system")
 
 
 class Content:
@@ -27,9 +26,13 @@ class Content:
 
     def __init__(self, part: Part, prefix: str) -> None:
         """With `prefix` the names of the part's files begin."""
-        runs, paper = part.runs, part.paper
-        self.part, self.prefix = part, prefix
-        self.results, self.costs, self.runs = results(runs, paper), costs(runs), all_runs(runs)
+        runs = part.runs
+        paper = part.paper
+        self.part = part
+        self.prefix = prefix
+        self.results = results(runs, paper)
+        self.costs = costs(runs)
+        self.runs = all_runs(runs)
         self.tables = [shown for shown in (self.results, self.costs) if len(shown.frame)]
         # they are not drawn yet
         self.pictures = [*bars(runs, paper), *curves(runs)]
@@ -53,18 +56,14 @@ class Content:
 
         Different values of the runs side by side.
         """
-        machines = [
-            [f"{own.get(key) or ''}{' cores' * (key == 'cores')}" for key in MACHINE]
-            for own in self.configs
-        ]
-        versions = [own.get("versions", {}).items() for own in self.configs]
-        facts = {
-            "command": [self.part.command or str(own.get("command", "")) for own in self.configs],
-            "versions": [
-                ", ".join(f"{name} {version}" for name, version in each) for each in versions
-            ],
-            "machine": [", ".join(filter(None, each)) for each in machines],
-        }
+        facts: dict[str, list[str]] = {"command": [], "versions": [], "machine": []}
+        for own in self.configs:
+            versions = own.get("versions", {}).items()
+            cores = f"{own['cores']} cores" if own.get("cores") else ""
+            machine = [own.get("hardware", ""), cores, own.get("system", "")]
+            facts["command"].append(self.part.command or str(own.get("command", "")))
+            facts["versions"].append(", ".join(f"{name} {version}" for name, version in versions))
+            facts["machine"].append(", ".join(filter(None, machine)))
         return [
             (name, text)
             for name, texts in facts.items()
@@ -111,7 +110,7 @@ def _write_latex(parts: Sequence[Content], folder: Path) -> str:
         for shown in part.tables:
             write_bytes(folder / f"{part.prefix}{shown.name}.tex", to_latex(shown).encode())
     return (
-        f"{parts[0].prefix}results.tex (and other tables, for booktabs and graphicx, and "
+        f"{parts[0].prefix}results.tex (and other tables, for booktabs, and "
         "pictures as PDF files)"
     )
 
@@ -128,15 +127,15 @@ def report(options: Mapping[str, Any]) -> None:
     """Write the page, and the files of other formats."""
     folders = [Path(name).expanduser() for name in options["runs"]]
     out = options.get("out")
-    folder = (
-        Path(out).expanduser()
-        if out
-        else folders[0] / "report"
-        if len(folders) == 1
-        else Path("results/report")
-    )
+    if out:
+        folder = Path(out).expanduser()
+    elif len(folders) == 1:
+        folder = folders[0] / "report"
+    else:
+        folder = Path("results/report")
     formats = list(dict.fromkeys(name.strip() for name in str(options["format"]).split(",")))
-    if unknown := [name for name in formats if name not in WRITERS]:
+    unknown = [name for name in formats if name not in WRITERS]
+    if unknown:
         raise UsageError(f"unknown format {unknown[0]!r}; {did_you_mean(unknown[0], WRITERS)}")
     read = read_parts(folders)
     make_folder(folder)

@@ -44,7 +44,8 @@ from fedbn_flwr.traffic.counting_grid import MEGABYTE
 
 #: settings of which a report draws pictures, and up to how many it draws more than the score over
 #: rounds
-SETTINGS, FEW = 12, 4
+SETTINGS = 12
+FEW = 4
 #: panels of training dynamics, as in FixBN's Figure 3 (a) to (c)
 DYNAMICS = {
     "global-change": "(a) change of the global statistics",
@@ -91,7 +92,8 @@ MARKERS = "osD^vPX<"
 HATCHES = ("", "///", "...", "xxx", "\\\\\\", "+++", "ooo", "---")
 #: inches without the legend: on a phone's 390 points, 11-point text stays 11 pixels high, and 7
 #: with two panels
-SIZE, WIDE = (5.2, 3.6), (8.0, 3.6)
+SIZE = (5.2, 3.6)
+WIDE = (8.0, 3.6)
 DPI = 200
 FONT: dict[Any, Any] = {
     "font.size": 11,
@@ -248,7 +250,8 @@ def line_style(look: int, place: int = 0, points: int = 0) -> dict[str, Any]:
 
 def bar_style(look: int) -> dict[str, Any]:
     """Return how bars with this look are drawn."""
-    colour, hatch = COLOURS[look % 8], HATCHES[(look + look // 8) % 8]
+    colour = COLOURS[look % 8]
+    hatch = HATCHES[(look + look // 8) % 8]
     return {"color": colour, "hatch": hatch, "edgecolor": "white", "linewidth": 0.5}
 
 
@@ -279,11 +282,13 @@ def plot_curves(runs: Frame) -> Any:
 
     A UsageError says so if no run has finished.
     """
-    ended, score = finished(runs), score_of(runs)
+    ended = finished(runs)
+    score = score_of(runs)
     if not len(ended):
         raise UsageError("there is no picture: no run has finished")
     ended = ended.assign(label=ended["method"])
-    rounds, looks = rounds_of(ended), looks_of(ended)
+    rounds = rounds_of(ended)
+    looks = looks_of(ended)
     with styled() as figure_class:
         picture = figure_class(figsize=WIDE, dpi=DPI, layout="constrained")
         panels = picture.subplots(1, 2)
@@ -312,7 +317,8 @@ def draw_or_warn(draw: Callable[[], Any], path: Path) -> None:
 
 def curves(runs: Frame) -> Iterator[Picture]:
     """Draw the curves of the first settings of runs."""
-    rounds, layers = rounds_of(runs), rounds_of(runs, "dynamics.jsonl")
+    rounds = rounds_of(runs)
+    layers = rounds_of(runs, "dynamics.jsonl")
     settings = rounds["setting"].unique()
     for setting in settings[:SETTINGS]:
         own, its_rounds, its_layers = (
@@ -322,7 +328,9 @@ def curves(runs: Frame) -> Iterator[Picture]:
 
 
 def _curves(runs: Frame, rounds: Frame, layers: Frame, few: bool) -> Iterator[Picture | None]:
-    setting, score, first = runs["setting"].iloc[0], score_of(runs), runs.drop_duplicates("label")
+    setting = runs["setting"].iloc[0]
+    score = score_of(runs)
+    first = runs.drop_duplicates("label")
     marks = {
         run["label"]: marks_of(run["folder"], rounds[rounds["run"] == at])
         for at, run in first.iterrows()
@@ -335,14 +343,14 @@ def _curves(runs: Frame, rounds: Frame, layers: Frame, few: bool) -> Iterator[Pi
     positions = {"rounds": rounds["round"], **sums.groupby(rounds["run"]).cumsum()}
     for kind in AXES if few else ["rounds"]:
         if kind != "exchanges" or exchanges.max() > 1:
-            points, caption = (
-                points_of(rounds, score, positions[kind]),
-                f"{score.replace('-', ' ')} against {kind}",
-            )
+            points = points_of(rounds, score, positions[kind])
+            caption = f"{score.replace('-', ' ')} against {kind}"
             yield draw(points, f"{score}-{kind}", caption, AXES[kind], heading_of(score))
-    for key, text in LOSSES.items() if few else ():
+    if not few:
+        return
+    for key, text in LOSSES.items():
         yield draw(points_of(rounds, key), key, text, "round", text, log=True)
-    for key, text in DYNAMICS.items() if few else ():
+    for key, text in DYNAMICS.items():
         points = (
             points_of(layers, key).groupby(["label", "run", "x"], sort=False, as_index=False).mean()
         )
@@ -380,7 +388,9 @@ def _picture(
             axes.set_xscale("log")
         axes.grid(alpha=0.3)
 
-    caption = f"{caption[0].upper()}{caption[1:]}{f' in {setting}' if setting else ''}"
+    caption = f"{caption[0].upper()}{caption[1:]}"
+    if setting:
+        caption += f" in {setting}"
     return Picture(file_name(f"{name}-{setting}"), caption, paint, setting=setting)
 
 
@@ -399,7 +409,9 @@ def marks_of(folder: str | Path, rounds: Frame) -> list[Mark]:
         return []
     freeze_at: float | None = getattr(strategy, "freeze_at", None)
     fired = next(iter(column(rounds, "frozen-after").dropna()), None)
-    frozen = round_of(freeze_at, last) if freeze_at is not None else fired
+    frozen = fired
+    if freeze_at is not None:
+        frozen = round_of(freeze_at, last)
     stage = next(iter(rounds["round"][column(rounds, "fedbs-stage") == 2]), 1) - 1
     drops = [("learning rate", change.start(last, frozen)) for change in strategy.schedule]
     changes = [("freeze", frozen), *drops, ("stage 2", stage)]
@@ -420,8 +432,12 @@ def draw_marks(axes: Any, marks: Marks, looks: Looks) -> None:
             for mark in each
             if mark.after == after
         ]
-        owners, texts = dict(here), dict.fromkeys(text for _, text in here)
-        colour = "#555555" if len(owners) > 1 else COLOURS[looks[here[0][0]] % 8]
+        owners = dict(here)
+        texts = dict.fromkeys(text for _, text in here)
+        if len(owners) > 1:
+            colour = "#555555"
+        else:
+            colour = COLOURS[looks[here[0][0]] % 8]
         axes.axvline(after + 0.5, color=colour, linestyle=(0, (2, 2)), linewidth=1, zorder=1)
         place = {"xycoords": ("data", "axes fraction"), "rotation": 25, "rotation_mode": "anchor"}
         axes.annotate(", ".join(texts), (after + 0.5, 1.02), color=colour, fontsize=8, **place)
@@ -445,11 +461,10 @@ def _domains(setting: str, values: Frame, looks: Looks) -> Iterator[Picture]:
     names = [
         name for name in values.index.unique("column") if name != AVERAGE and name not in QUANTITIES
     ]
-    order = [
-        name
-        for name in [*names, AVERAGE]
-        if all((name, label) in values.index for label in methods)
-    ]
+    order = []
+    for name in [*names, AVERAGE]:
+        if all((name, label) in values.index for label in methods):
+            order.append(name)
     if not methods or not names:
         return
     shown = values.loc[order]
@@ -469,8 +484,11 @@ def _domains(setting: str, values: Frame, looks: Looks) -> Iterator[Picture]:
         axes.set_xticks(range(len(order)), letters(order), rotation=20 if len(order) > 4 else 0)
         axes.set_ylabel("accuracy, %")
 
-    caption = f"Accuracy by domain{f' in {setting}' if setting else ''}"
-    caption += "; whiskers: standard deviation of the runs" * bool((shown["number"] > 1).any())
+    caption = "Accuracy by domain"
+    if setting:
+        caption += f" in {setting}"
+    if (shown["number"] > 1).any():
+        caption += "; whiskers: standard deviation of the runs"
     yield Picture(file_name(f"domains-{setting}"), caption, paint, setting=setting)
 
 
@@ -500,7 +518,9 @@ def _map(
         )
         for (row, at), value in np.ndenumerate(table.to_numpy()):
             if np.isfinite(value):
-                colour = "white" if abs(value) > 0.7 * limit else "black"
+                colour = "black"
+                if abs(value) > 0.7 * limit:
+                    colour = "white"
                 axes.text(
                     at, row, f"{value:+.1f}", ha="center", va="center", color=colour, fontsize=10
                 )

@@ -92,7 +92,8 @@ class Results:
         `pandas.DataFrame(results.curves())` has a row for each round and a column for each run. A
         ValueError lists what is recorded.
         """
-        quantity, ended = quantity or score_of(self.rows), finished(self.rows)
+        quantity = quantity or score_of(self.rows)
+        ended = finished(self.rows)
         rounds = rounds_of(ended)
         recorded = sorted({*rounds} - {"run", "setting", "label", "seed", "round"})
         if recorded and quantity not in recorded:
@@ -141,7 +142,8 @@ class Results:
         and so are nodes elsewhere.
         """
         key = self._key_of(method, seed)
-        experiment, folder = self._runs[key].experiment, self._runs[key].folder / PERSONAL
+        experiment = self._runs[key].experiment
+        folder = self._runs[key].folder / PERSONAL
         if not experiment.strategy_class.personal:
             raise UsageError(f"{key[0]!r} has one model for all nodes: `model` returns it")
         if not [*folder.glob("*.safetensors")]:
@@ -176,7 +178,10 @@ class Results:
         )
 
     def _key_of(self, method: Method, seed: int | None) -> Key:
-        text = method_of(method) if method != "" else str(self.rows["method"][0])
+        if method != "":
+            text = method_of(method)
+        else:
+            text = str(self.rows["method"][0])
         for key in map(_key, finished(self.rows).to_dict("records")):
             if key[0] == text and seed in (None, key[1]):
                 return key

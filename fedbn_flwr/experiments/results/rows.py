@@ -3,6 +3,7 @@
 `rows` has a row for every run, `read_parts` what stands beside them.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -82,8 +83,9 @@ def rows(folders: str | Path | Sequence[str | Path]) -> Frame:
     Its columns are `setting`, `labels`, `label`, `method`, `seed`, `state` (finished, failed,
     unfinished or waiting), `error`, `folder`, and the keys of `summary.json`.
     """
-    given = [folders] if isinstance(folders, str | Path) else folders
-    return pd.concat([part.runs for part in read_parts([*map(Path, given)])], ignore_index=True)
+    if isinstance(folders, str | Path):
+        folders = [folders]
+    return pd.concat([part.runs for part in read_parts([*map(Path, folders)])], ignore_index=True)
 
 
 def read_parts(folders: Sequence[Path]) -> list[Part]:
@@ -91,14 +93,18 @@ def read_parts(folders: Sequence[Path]) -> list[Part]:
 
     A UsageError names a folder that holds no results.
     """
-    parts, alone = list[Part](), list[Part]()
+    parts = list[Part]()
+    alone = list[Part]()
     for folder in dict.fromkeys(folders):
         if not folder.is_dir():
             raise UsageError(
                 f"{folder} is {'not a folder of results' if folder.exists() else 'missing'}"
             )
         try:
-            part = _study(folder) if (folder / STUDY).is_file() else _single(folder)
+            if (folder / STUDY).is_file():
+                part = _study(folder)
+            else:
+                part = _single(folder)
         except (TypeError, KeyError, AttributeError) as error:
             text = (
                 "is not the record of a study, or not whole (the command that made it writes "
@@ -115,7 +121,9 @@ def read_parts(folders: Sequence[Path]) -> list[Part]:
 
 def _study(folder: Path) -> Part:
     study = read_json(folder / STUDY)
-    title, content, command = study["title"], study["recipe"], study["command"]
+    title = study["title"]
+    content = study["recipe"]
+    command = study["command"]
     runs = pd.DataFrame([row_of(folder / run.pop("folder"), **run) for run in study["runs"]])
     if runs.empty:
         raise KeyError("runs")
@@ -141,18 +149,19 @@ def row_of(folder: Path, summary: Mapping[str, Any] | None = None, **place: Any)
 
     `place` has its setting, labels, label, method and seed.
     """
-    own = read_json(folder / SUMMARY) if summary is None else summary
+    own = summary
+    if summary is None:
+        own = read_json(folder / SUMMARY)
     known = own if isinstance(own, Mapping) else {}
     error = str(known.get("failed") or known.get("error") or "")
-    state = (
-        "failed"
-        if error
-        else "finished"
-        if known
-        else "unfinished"
-        if read_rounds(folder)
-        else "waiting"
-    )
+    if error:
+        state = "failed"
+    elif known:
+        state = "finished"
+    elif read_rounds(folder):
+        state = "unfinished"
+    else:
+        state = "waiting"
     about = {"setting": "", "labels": {}, "label": "", "method": "", "seed": 0, **place}
     about |= {"state": state, "error": error, "folder": str(folder)}
     return {**about, **known, **about}
@@ -164,20 +173,25 @@ def _together(runs: Frame) -> Frame:
     Runs of a method are its seeds if they differ in nothing else; otherwise the folders' names tell
     which is which.
     """
-    options = [
-        {key: value for key, value in each.items() if key not in FREE} for each in options_of(runs)
-    ]
-    axes = [key for key in OF_SETTINGS if len({each.get(key) for each in options}) > 1]
-    labels = [{key: OF_SETTINGS[key].format(each.get(key)) for key in axes} for each in options]
+    options = [_bound(each) for each in options_of(runs)]
+    axes = []
+    for key in OF_SETTINGS:
+        if len({each.get(key) for each in options}) > 1:
+            axes.append(key)
+    labels = []
+    others = []
+    for each in options:
+        labels.append({key: OF_SETTINGS[key].format(each.get(key)) for key in axes})
+        others.append(str(sorted((key, value) for key, value in each.items() if key != "seed")))
     runs = runs.assign(labels=labels, setting=[*map(setting_name, labels)])
-    others = [
-        str(sorted((key, value) for key, value in each.items() if key != "seed"))
-        for each in options
-    ]
     alike = runs.assign(others=others).groupby(CELL)["others"].nunique().max() == 1
     if alike and not runs.duplicated([*CELL, "seed"]).any():
         return runs
     return runs.assign(label=[Path(folder).resolve().name for folder in runs["folder"]])
+
+
+def _bound(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in options.items() if key not in FREE}
 
 
 def options_of(runs: Frame) -> list[dict[str, Any]]:
@@ -233,17 +247,23 @@ def typical(runs: Frame) -> Any:
     """Return a run whose partition is that of the clients: the centralized reference only if it is
     alone.
     """
-    of_clients = runs[runs["partition"] != "union"] if "partition" in runs else runs
+    of_clients = runs
+    if "partition" in runs:
+        of_clients = runs[runs["partition"] != "union"]
     return (of_clients if len(of_clients) else runs).iloc[0]
 
 
 def counts(states: Sequence[str]) -> str:
     """Return how many runs are in each state."""
-    named = [f"{number} {state}" for state in STATES if (number := list(states).count(state))]
-    return f"{len(states)} run{'s' * (len(states) != 1)}: {', '.join(named)}"
+    number = Counter(states)
+    named = [f"{number[state]} {state}" for state in STATES if number[state]]
+    runs = "1 run" if len(states) == 1 else f"{len(states)} runs"
+    return f"{runs}: {', '.join(named)}"
 
 
 def outcome_of(run: Mapping[str, Any]) -> str:
     """Return in a few words how a run failed: `failed`, or that it diverged and when."""
     diverged = run.get("diverged")
-    return f"diverged at round {diverged:.0f}" if known(diverged) else "failed"
+    if known(diverged):
+        return f"diverged at round {diverged:.0f}"
+    return "failed"

@@ -43,7 +43,8 @@ def terminal(shown: Table) -> None:
 
     One wider than the terminal breaks headings, options and deviations.
     """
-    rich, texts = new_table(escape(shown.caption)), shown.frame.map(str)
+    rich = new_table(escape(shown.caption))
+    texts = shown.frame.map(str)
     for name in texts:
         justify: Any = "right" if name in shown.numeric else "left"
         rich.add_column(name, justify=justify, overflow="fold", no_wrap=name not in FOLDED)
@@ -54,7 +55,8 @@ def terminal(shown: Table) -> None:
     wide = console.options.update_width(1000)
     if console.measure(rich, options=wide).maximum > console.width:
         _break(rich)
-        if (least := console.measure(rich, options=wide).minimum) > console.width:
+        least = console.measure(rich, options=wide).minimum
+        if least > console.width:
             rich.width = least  # rather wider than the terminal than with names in two
     console.print(rich, crop=False)
     say(f"  {note}" for note in shown.footer)
@@ -83,7 +85,8 @@ def to_csv(shown: Table) -> str:
     for name, cells in shown.frame.items():
         columns[name] = cells.map(_csv_cell)
         spreads = cells.map(lambda cell: cell.spread if isinstance(cell, Number) else None)
-        columns |= {f"{name} ±": spreads} if spreads.notna().any() else {}
+        if spreads.notna().any():
+            columns[f"{name} ±"] = spreads
     return str(pd.DataFrame(columns, dtype=object).to_csv(index=False))
 
 
@@ -92,32 +95,28 @@ def _csv_cell(cell: Any) -> Any:
     if isinstance(cell, Number) and cell.text != "baseline":
         return cell.value
     text = str(cell)
-    return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text
+    if text.startswith(("=", "+", "-", "@")):
+        return f"'{text}"
+    return text
 
 
 def to_latex(shown: Table) -> str:
-    """Return a table for LaTeX, with the rules of booktabs and no wider than the page."""
+    """Return a table for LaTeX, with the rules of booktabs."""
     form = "".join("r" if name in shown.numeric else "l" for name in shown.frame)
     texts = shown.frame.map(_latex_cell).rename(columns=latex)
-    notes = (
-        f"\\par\\smallskip{{\\footnotesize {latex(' '.join(shown.footer))}}}\n"
-        if shown.footer
-        else ""
-    )
-    return (
-        f"\\begin{{table}}[htbp]\n\\centering\n\\caption{{{latex(shown.caption)}}}\n"
-        f"\\resizebox{{\\ifdim\\width>\\linewidth \\linewidth\\else\\width\\fi}}{{!}}{{%\n"
-        f"{texts.to_latex(index=False, escape=False, column_format=form).rstrip()}}}\n{notes}\\end{{table}}\n"
-    )
+    notes = ""
+    if shown.footer:
+        notes = f"\\par\\smallskip{{\\footnotesize {latex(' '.join(shown.footer))}}}\n"
+    tabular = texts.to_latex(index=False, escape=False, column_format=form)
+    caption = f"\\caption{{{latex(shown.caption)}}}\n"
+    return f"\\begin{{table}}[htbp]\n\\centering\n{caption}{tabular}{notes}\\end{{table}}\n"
 
 
 def _latex_cell(cell: Any) -> str:
     shown = latex(str(cell))
-    return (
-        f"${shown[0]}${shown[1:]}"
-        if isinstance(cell, Number) and shown[:1] in ("-", "+")
-        else shown
-    )
+    if isinstance(cell, Number) and shown[:1] in ("-", "+"):
+        return f"${shown[0]}${shown[1:]}"
+    return shown
 
 
 def latex(words: str) -> str:
@@ -152,7 +151,8 @@ def show_comparison(runs: Frame) -> None:
     """Print a line for each method, accuracies by domain where there are domains, and why a method
     failed.
     """
-    if len(ended := runs[runs["state"] == "finished"]):
+    ended = runs[runs["state"] == "finished"]
+    if len(ended):
         first = typical(ended)
         title = (
             f"{first['dataset']}, {first['model']}, {first['partition']}, "

@@ -82,16 +82,15 @@ class Table:
     @property
     def numeric(self) -> set[str]:
         """The columns of numbers."""
-        return {
-            name
-            for name, cells in self.frame.items()
-            if any(isinstance(cell, Number) for cell in cells)
-        }
+        is_number = self.frame.map(lambda cell: isinstance(cell, Number)).any()
+        return {*is_number.index[is_number]}
 
 
 def count(number: float | None, digits: int = 0) -> Number | str:
     """Return a number as a cell; an empty one if there is none."""
-    return Number(f"{number:,.{digits}f}", number) if number is not None and known(number) else ""
+    if number is not None and known(number):
+        return Number(f"{number:,.{digits}f}", number)
+    return ""
 
 
 def counts(numbers: Any, digits: int = 0) -> Any:
@@ -103,12 +102,10 @@ class Lines:
     """The cells of methods in settings, by setting and label."""
 
     def __init__(self, runs: Frame, paper: Paper | None = None, digits: int = 2) -> None:
-        self.runs, self.ended, self.paper, score = (
-            runs,
-            finished(runs),
-            paper or Paper(),
-            score_of(runs),
-        )
+        self.runs = runs
+        self.ended = finished(runs)
+        self.paper = paper or Paper()
+        score = score_of(runs)
         self.index = pd.MultiIndex.from_frame(runs[CELL].drop_duplicates())
         self.values = values_of(numbers_of(runs, self.paper.quantities, self.paper.rounds))
         quoted = [
@@ -117,7 +114,10 @@ class Lines:
         names = dict.fromkeys([*self.values.index.unique("column"), *quoted])
         #: the columns with numbers, that by which methods are compared first
         self.columns = sorted(names, key=lambda name: name != score) or [score]
-        self.digits = digits if is_share(score) else ERROR_DIGITS
+        if is_share(score):
+            self.digits = digits
+        else:
+            self.digits = ERROR_DIGITS
         failed = runs[runs["state"] == "failed"].drop_duplicates(CELL).to_dict("records")
         #: how runs failed, in words
         self.failures = {(run["setting"], run["label"]): outcome_of(run) for run in failed}
@@ -140,7 +140,9 @@ class Lines:
                 for number in numbers
                 if number
             ]
-            shown = value[spread] if spread and value["number"] > 1 else None
+            shown = None
+            if spread and value["number"] > 1:
+                shown = value[spread]
             text = number_text(value["mean"], shown, max([self.digits, *decimals]))
             cells[setting, label] = Number(text, value["mean"], shown)
         return pd.Series(cells, self.index, dtype=object)
@@ -148,13 +150,14 @@ class Lines:
     def words(self, missing: str = "") -> Any:
         """Return why a method has no score."""
         states = self.runs.groupby(CELL, sort=False)["state"].agg(set)
-        words = [
-            next((word for word in ("unfinished", "waiting") if word in own), missing)
-            for own in states
-        ]
-        texts = [
-            self.failures.get(key, word) for key, word in zip(states.index, words, strict=True)
-        ]
+        texts = []
+        for key, own in states.items():
+            word = missing
+            if "unfinished" in own:
+                word = "unfinished"
+            elif "waiting" in own:
+                word = "waiting"
+            texts.append(self.failures.get(key, word))
         return pd.Series(texts, states.index, dtype=object)
 
     def compared(self) -> Frame:
@@ -171,10 +174,15 @@ class Lines:
         """
         cells = {}
         for key, value in self.compared().drop(self.failures, errors="ignore").iterrows():
-            half = value["half_width"] if value["pairs"] > 1 else None
+            half = None
+            if value["pairs"] > 1:
+                half = value["half_width"]
             text = number_text(value["difference"], half, self.digits, "+")
             own = Number(text, value["difference"], half) if value["pairs"] else ""
-            cells[key] = first if key[1] == value["first"] else own
+            if key[1] == value["first"]:
+                cells[key] = first
+            else:
+                cells[key] = own
         return pd.Series(cells, self.index, dtype=object)
 
     def printed(self, name: str, heading: str = "{}") -> dict[str, Any]:
@@ -208,23 +216,29 @@ class Lines:
 
     def caption(self) -> str:
         """Return what the numbers are."""
-        numbers, caption = (
-            self.number().unique(),
-            f"{heading_of(self.columns[0]).capitalize()}: mean",
-        )
+        numbers = self.number().unique()
+        caption = f"{heading_of(self.columns[0]).capitalize()}: mean"
         if max(numbers, default=1) > 1:
-            caption += f" of {max(numbers)} runs" if len(numbers) == 1 else ""
+            if len(numbers) == 1:
+                caption += f" of {max(numbers)} runs"
             caption += (
                 " ± standard deviation; difference to the first method, paired by seed, ± "
                 "half its 95 % interval"
             )
-        return caption + "; beside it the numbers that are printed" * bool(self.paper.reported)
+        if self.paper.reported:
+            caption += "; beside it the numbers that are printed"
+        return caption
 
     def footer(self, has_differences: bool = True) -> list[str]:
         """Return what a reader of the scores should know."""
-        lines = [WEAK] if has_differences and self.compared()["pairs"].max() == 1 else []
-        lines += [ABOUT_EDGE] * any(EDGE in text for text in _chosen(self.ended))
-        return lines + (cautions(self.ended) if self.runs["setting"].nunique() == 1 else [])
+        lines = []
+        if has_differences and self.compared()["pairs"].max() == 1:
+            lines = [WEAK]
+        if any(EDGE in text for text in _chosen(self.ended)):
+            lines.append(ABOUT_EDGE)
+        if self.runs["setting"].nunique() == 1:
+            lines += cautions(self.ended)
+        return lines
 
     def frame(self, columns: Mapping[str, Any]) -> Frame:
         """Return these columns behind the names of the lines."""
@@ -236,10 +250,10 @@ class Lines:
 
 
 def _chosen(runs: Frame) -> list[str]:
-    return [
-        chosen_of({key: value for key, value in run.items() if known(value)})
-        for run in runs.to_dict("records")
-    ]
+    chosen = []
+    for run in runs.to_dict("records"):
+        chosen.append(chosen_of({key: value for key, value in run.items() if known(value)}))
+    return chosen
 
 
 def results(runs: Frame, paper: Paper | None = None) -> Table:
@@ -265,7 +279,8 @@ def results(runs: Frame, paper: Paper | None = None) -> Table:
 def comparison(runs: Frame, caption: str) -> Table:
     """Return the scores of methods, their differences to the first one, and what they cost."""
     lines = Lines(runs, digits=1)
-    differences, chosen = lines.differences(""), lines.chosen()
+    differences = lines.differences("")
+    chosen = lines.chosen()
     firsts = lines.compared()["first"].reindex(lines.index)
     columns = {
         heading_of(lines.columns[0]): lines.cells(lines.columns[0]).fillna(
@@ -293,7 +308,8 @@ def _rate(runs: Frame) -> Number | str:
 
 def reproduced(runs: Frame, paper: Paper, caption: str) -> Table:
     """Return the numbers beside those of the paper, one a line."""
-    lines, parts = Lines(runs, paper), []
+    lines = Lines(runs, paper)
+    parts = []
     for name in lines.columns:
         part = lines.frame(
             {
@@ -351,7 +367,8 @@ def _by_unseen_domain(runs: Frame) -> Frame:
     domains = parts["domain"].where(
         parts["domain"] != "", column(runs, "unseen").astype(object).fillna("")
     )
-    named, means = runs.assign(setting=domains, label=parts["name"] + parts["more"]), []
+    named = runs.assign(setting=domains, label=parts["name"] + parts["more"])
+    means = []
     for _, own in named.groupby(["label", "seed"], sort=False):
         if len(own) == domains.nunique() > 1:
             # the mean of runs of which one failed or is missing is no number
@@ -376,7 +393,8 @@ def costs(runs: Frame) -> Table:
 
 def all_runs(runs: Frame) -> Table:
     """Return a line for each run: how far it is, and what it has come to."""
-    ended, score = finished(runs).reindex(runs.index), score_of(runs)
+    ended = finished(runs).reindex(runs.index)
+    score = score_of(runs)
     columns = {
         "setting": runs["setting"],
         "method": runs["label"],
@@ -399,7 +417,8 @@ def curve_table(runs: Frame) -> Table:
     """Return the score of every run over its rounds, exchanges, bytes and seconds: a line for each
     round with one.
     """
-    score, rounds = score_of(runs), rounds_of(runs)
+    score = score_of(runs)
+    rounds = rounds_of(runs)
     ways = column(rounds, "payload-bytes-down").fillna(0) + column(
         rounds, "payload-bytes-up"
     ).fillna(0)
@@ -428,14 +447,16 @@ def cautions(runs: Frame) -> list[str]:
     """Return what is to be said of the data of finished runs."""
     first = typical(runs) if len(runs) else {}
     left = {node for own in column(runs, "left-out").dropna() for node in own}
-    absent, lines = first.get("absent-classes"), list[str]()
+    absent = first.get("absent-classes")
+    lines = list[str]()
     if isinstance(absent, list):
         lines = [f"Caution: {about_absent(absent, first['partition'], first['clients'])}."]
-    if isinstance(sites := first.get("sites"), dict) and 0 < len(sites) < first.get("clients", 0):
+    sites = first.get("sites")
+    if isinstance(sites, dict) and 0 < len(sites) < first.get("clients", 0):
         lines.append(
             f"Caution: scores are means over {', '.join(sites)}, {len(sites)} of "
             f"{first['clients']} sites."
         )
-    return lines + [
-        f"Caution: {len(left)} nodes were missing in rounds; rounds.jsonl names them."
-    ] * bool(left)
+    if left:
+        lines.append(f"Caution: {len(left)} nodes were missing in rounds; rounds.jsonl names them.")
+    return lines

@@ -32,7 +32,10 @@ def scale_of(name: str) -> float:
 
 def heading_of(name: str) -> str:
     """Return a column's name with its unit."""
-    return COUNTED.get(name) or name.replace("-", " ").replace("bn", "BN") + ", %" * is_share(name)
+    if name in COUNTED:
+        return COUNTED[name]
+    heading = name.replace("-", " ").replace("bn", "BN")
+    return f"{heading}, %" if is_share(name) else heading
 
 
 def number_text(number: float, spread: float | None, digits: int = 2, sign: str = "") -> str:
@@ -50,7 +53,8 @@ def numbers_of(runs: Frame, quantities: Sequence[str] = (), rounds: int = 1) -> 
     `rounds` are those of the study at full size. By default they are all that is measured and not
     counted.
     """
-    ended, wide = finished(runs), dict[str, Any]()
+    ended = finished(runs)
+    wide = dict[str, Any]()
     for quantity in quantities or [name for name in QUANTITIES if name not in COUNTED]:
         wide |= _columns(ended, quantity, rounds)
     frame = pd.DataFrame(wide, ended.index).astype(float).replace([inf, -inf], nan)
@@ -66,7 +70,8 @@ def numbers_of(runs: Frame, quantities: Sequence[str] = (), rounds: int = 1) -> 
 
 def _columns(ended: Frame, quantity: str, rounds: int) -> dict[str, Any]:
     """Return the columns of a quantity; bytes as FedTAN's paper counts them, in powers of 2^10."""
-    made, sent = ended["rounds"], column(ended, "paper-bytes")
+    made = ended["rounds"]
+    sent = column(ended, "paper-bytes")
     match quantity:
         case (
             "score"
@@ -109,7 +114,8 @@ def values_of(numbers: Frame) -> Frame:
     pairs["gap"] = pairs["value"] - pairs["value of first"]
     lines = []
     for key, own in pairs.groupby([*place, "label"], sort=False):
-        (mean, deviation, interval), gaps = spread([*own["value"]]), [*own["gap"].dropna()]
+        mean, deviation, interval = spread([*own["value"]])
+        gaps = [*own["gap"].dropna()]
         difference, _, half_width = spread(gaps)
         lines.append([*key, mean, deviation, len(own), interval, difference, half_width, len(gaps)])
     return pd.DataFrame(lines, columns=[*place, "label", *STATISTICS]).set_index([*place, "label"])

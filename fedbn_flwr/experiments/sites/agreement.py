@@ -50,7 +50,8 @@ class Agreement:
 
     def to_config(self) -> ConfigRecord:
         """Return what every message tells a site."""
-        mean, std = self.config.mean, self.config.std
+        mean = self.config.mean
+        std = self.config.std
         return ConfigRecord(
             {DATA_MEAN: as_value(mean), DATA_STD: as_value(std), DATA_SHAPE: list(self.shape)}
         )
@@ -62,13 +63,15 @@ class Agreement:
         """
         if isinstance(site, str):
             return site
-        if same := [
+        same = [
             other
             for other, present in others.items()
             if present.site == site.site and other != node
-        ]:
+        ]
+        if same:
             return f"node {same[0]} has its site number {site.site}: give each site its own number"
-        if unknown := [name for name in site.class_names if name not in self.config.classes]:
+        unknown = [name for name in site.class_names if name not in self.config.classes]
+        if unknown:
             known = ", ".join(self.config.classes)
             return wire.printable(f"class {unknown[0]!r} is not one of the run's classes: {known}")
         if site.shape != self.shape:
@@ -123,7 +126,8 @@ def agree(config: Config, answers: Answers) -> Agreement:
         )
     forms = Counter((site.shape, len(site.mean)) for site in described)
     (shape, means), _ = forms.most_common(1)[0] if forms else (((), 0), 0)
-    sites, refused = dict[int, SiteData](), dict[int, str]()
+    sites = dict[int, SiteData]()
+    refused = dict[int, str]()
     agreement = Agreement(config, shape, means, sites)
     for node, answer in answers.items():
         reason = agreement.objection(node, answer, sites)
@@ -160,9 +164,11 @@ def _normalized(config: Config, sites: Sequence[SiteData]) -> Config:
     if config.mean:
         return config
     counts = [sum(site.train) for site in sites]
-    if not (total := sum(counts)):
+    total = sum(counts)
+    if not total:
         raise UsageError("the sites say that they have no training images")
-    means, deviations = [], []
+    means = []
+    deviations = []
     for channel in range(len(sites[0].mean)):
         counted = zip(counts, sites, strict=True)
         moments = [(count, site.mean[channel], site.variance[channel]) for count, site in counted]
@@ -205,9 +211,8 @@ class SitesGrid(PassingGrid):
         connected = list(self._grid.get_node_ids())
         # a refused site is asked again when it comes back
         self.unfit &= set(connected)
-        if new := [
-            node for node in connected if node not in self._accepted and node not in self.unfit
-        ]:
+        new = [node for node in connected if node not in self._accepted and node not in self.unfit]
+        if new:
             self._meet(new, connected)
         return [node for node in connected if node in self._accepted]
 

@@ -20,13 +20,15 @@ from fedbn_flwr.experiments.material import Form, form_of, fresh_model, load_dat
 from fedbn_flwr.experiments.method import import_plugins, resolve
 from fedbn_flwr.plugins import extra
 from fedbn_flwr.server.replies import lacks_state
+from fedbn_flwr.state import State
 from fedbn_flwr.state.record_files import write_bytes
 from fedbn_flwr.wire.history import History, site_number
 from fedbn_flwr.wire.site_data import DATA_SHAPE
 
 #: where a site names the folder: in its SuperNode's node configuration, or in the environment of
 #: its ClientApps
-NODE_KEY, MODELS_VARIABLE = "models-dir", "FEDBN_FLWR_MODELS"
+NODE_KEY = "models-dir"
+MODELS_VARIABLE = "FEDBN_FLWR_MODELS"
 #: its name, in its node configuration; without one, its number stands for it
 NAME_KEY = "site"
 SUFFIX = ".safetensors"
@@ -59,12 +61,11 @@ def export_model(message: Message, context: Context, call_next: ClientAppCallabl
     config: Any = message.content[wire.record_names(message.content)[1]]
     reply = call_next(message, context)
     if reply.has_content() and not lacks_state(reply):
-        has_own = instruction.stays != "none" or instruction.statistics == "own"
-        own = Memory(context.state).recall(wire.STAYS) if has_own else {}
-        run, site = (
-            History.read(config, context).first,
-            str(context.node_config.get(NAME_KEY) or site_number(context)),
-        )
+        own: State = {}
+        if instruction.stays != "none" or instruction.statistics == "own":
+            own = Memory(context.state).recall(wire.STAYS)
+        run = History.read(config, context).first
+        site = str(context.node_config.get(NAME_KEY) or site_number(context))
         about = {
             "run": run,
             "round": instruction.server_round,
@@ -103,7 +104,10 @@ def load_own_model(path: str | Path, plugins: str = "") -> OwnModel:
         raise ValueError(f"{path} is no file of export_model: {error}") from error
     config = replace(resolve(options, federation=True, read_from=str(path)).config, init_from="")
     shape = about["shape"]
-    form = Form(len(config.classes), shape[0], shape[-1]) if shape else form_of(load_data(config))
+    if shape:
+        form = Form(len(config.classes), shape[0], shape[-1])
+    else:
+        form = form_of(load_data(config))
     model = fresh_model(config, form).eval()
     state.load(model, tensors)
     return OwnModel(model, options, about)

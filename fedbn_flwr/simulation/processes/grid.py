@@ -67,13 +67,15 @@ class WorkersGrid(LocalGrid):
         start: Callable[[int, int], WorkerHandle] = Worker,
     ) -> None:
         super().__init__()
-        self._make_grid, self._num_nodes = make_grid, num_nodes
+        self._make_grid = make_grid
+        self._num_nodes = num_nodes
         self._num_workers = max(min(workers, num_nodes), 1)
         self._workers: list[WorkerHandle] = []
         # also called when the grid is garbage-collected, and at the interpreter's exit
         self.close = weakref.finalize(self, _end, self._workers)
         for index in range(self._num_workers):
-            self._workers.append((OwnShare if here and index == 0 else start)(index, threads))
+            make = OwnShare if here and index == 0 else start
+            self._workers.append(make(index, threads))
         for worker in self._workers:
             self._open(worker)
 
@@ -105,7 +107,9 @@ class WorkersGrid(LocalGrid):
         """
         for worker in self._workers:
             nodes = self._try_all("remembering", {worker: None})[worker]
-            for node in [] if isinstance(nodes, WorkerDiedError) else nodes:
+            if isinstance(nodes, WorkerDiedError):
+                continue
+            for node in nodes:
                 context = self._try_all("context", {worker: node})[worker]
                 if isinstance(context, Context):
                     yield context
@@ -249,7 +253,8 @@ class WorkersTransport:
         shares: Mapping[WorkerHandle, Mapping[int, Message]],
         opened: Mapping[WorkerHandle, Opened],
     ) -> None:
-        self._grid, self._shares = grid, shares
+        self._grid = grid
+        self._shares = shares
         self._first = {worker: share.requests for worker, share in opened.items()}
         everyone = [participant for share in opened.values() for participant in share.participants]
         self._order = sorted(range(len(everyone)), key=everyone.__getitem__)
@@ -263,9 +268,10 @@ class WorkersTransport:
 
     def advance(self, answer: Answer | None = None) -> Requests | None:
         """Take the nodes of all workers to their next exchange."""
-        shares = (
-            self._first if answer is None else self._grid._ask_all("advance", self._answers(answer))
-        )
+        if answer is None:
+            shares = self._first
+        else:
+            shares = self._grid._ask_all("advance", self._answers(answer))
         # in the order of the workers, whichever answered first
         parts = [requests for worker in self._first if (requests := shares[worker]) is not None]
         if 0 < len(parts) < len(shares):
@@ -282,10 +288,10 @@ class WorkersTransport:
         """Return the answer to each worker, with the weights of its own nodes."""
         if not answer.weights:
             return dict.fromkeys(self._rows, answer)
-        return {
-            worker: replace(answer, weights=tuple(answer.weights[row] for row in rows))
-            for worker, rows in self._rows.items()
-        }
+        answers = {}
+        for worker, rows in self._rows.items():
+            answers[worker] = replace(answer, weights=tuple(answer.weights[row] for row in rows))
+        return answers
 
     def replies(self) -> list[Message]:
         """Return the nodes' replies."""

@@ -79,8 +79,10 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is InMemoryArray and "_value" in obj.__dict__:
             return InMemoryArray, (view_array(obj),)
-        if type(obj) is Members and (flat := obj.flat) is not None:
-            return _members, (flat.layout, flat.buffers)
+        if type(obj) is Members:
+            flat = obj.flat
+            if flat is not None:
+                return _members, (flat.layout, flat.buffers)
         if type(obj) is Tensor:
             return _tensor, _bytes_of(obj)
         return NotImplemented

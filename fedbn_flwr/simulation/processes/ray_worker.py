@@ -28,7 +28,8 @@ from fedbn_flwr.simulation.processes.pipe import ObjectPipe
 from fedbn_flwr.simulation.processes.worker import WorkerDiedError, WorkerError, WorkerHandle, serve
 
 #: seconds that a cluster has to reserve what all workers need, and to start a worker again
-RESERVING, STARTING = 10, 120
+RESERVING = 10
+STARTING = 120
 #: seconds after which a machine that sends nothing at all is taken for dead
 SILENCE = 20
 
@@ -68,7 +69,10 @@ class Cluster:
     """
 
     def __init__(self, workers: int, threads: int, gpu: bool) -> None:
-        self.needs = {"CPU": 1.0, "GPU": 1.0} if gpu else {"CPU": float(max(threads, 1))}
+        if gpu:
+            self.needs = {"CPU": 1.0, "GPU": 1.0}
+        else:
+            self.needs = {"CPU": float(max(threads, 1))}
         self.workers: list[RayWorker] = []
         self.room = placement_group([self.needs] * workers, strategy="SPREAD")
         if not self.room.wait(RESERVING):
@@ -97,7 +101,9 @@ class RayWorker(WorkerHandle):
     """
 
     def __init__(self, index: int, threads: int, cluster: Cluster) -> None:
-        self._cluster, self._proved, self._alive = cluster, False, False
+        self._cluster = cluster
+        self._proved = False
+        self._alive = False
         #: requests to a worker that has not started yet
         self._held: list[tuple[str, Any]] = []
         super().__init__(index, threads)
@@ -162,7 +168,9 @@ class RayWorker(WorkerHandle):
             return False
         _notice_silence(connection)
         self._pipe.close()
-        self._pipe, self._connected, self._failure = ObjectPipe(connection), True, None
+        self._pipe = ObjectPipe(connection)
+        self._connected = True
+        self._failure = None
         return True
 
     def _died(self) -> RuntimeError:

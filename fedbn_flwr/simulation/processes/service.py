@@ -55,7 +55,8 @@ class Service:
         """Take this worker's nodes to the first exchange of a step; None if they cannot take it
         together.
         """
-        self._step, self._asked = open_step(self.grid, messages), messages
+        self._step = open_step(self.grid, messages)
+        self._asked = messages
         self._weights = ()
         if self._step is None:
             return None

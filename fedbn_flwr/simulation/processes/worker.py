@@ -48,7 +48,9 @@ class WorkerHandle(ABC):
     process_id = 0
 
     def __init__(self, index: int, threads: int) -> None:
-        self.index, self._threads, self._unanswered = index, threads, 0
+        self.index = index
+        self._threads = threads
+        self._unanswered = 0
         self._pipe = self._start()
 
     def ask(self, name: str, payload: Any) -> None:
@@ -69,7 +71,8 @@ class WorkerHandle(ABC):
                 failure, value = self._pipe.receive()
             except EOFError:
                 raise self._died() from None
-            self._unanswered, self._alive = self._unanswered - 1, True
+            self._unanswered = self._unanswered - 1
+            self._alive = True
             if failure:
                 error = WorkerError(f"worker {self.index}: {failure}")
                 error.unable = value
@@ -82,7 +85,8 @@ class WorkerHandle(ABC):
         Return False if there is one that starts already.
         """
         self._pipe.close()
-        self._unanswered, self._pipe = 0, self._start()
+        self._pipe = self._start()
+        self._unanswered = 0
         return True
 
     def hang_up(self) -> None:
@@ -128,11 +132,9 @@ class OwnShare(WorkerHandle):
         self._service = Service()
 
     def _start(self) -> "OwnShare":
-        self.process_id, self._service, self._requests = (
-            os.getpid(),
-            Service(),
-            list[tuple[str, Any]](),
-        )
+        self.process_id = os.getpid()
+        self._service = Service()
+        self._requests = list[tuple[str, Any]]()
         return self
 
     def _died(self) -> RuntimeError:
@@ -171,7 +173,10 @@ class Worker(WorkerHandle):
     def _died(self) -> RuntimeError:
         self._process.join()
         code = self._process.exitcode or 0
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        if code < 0:
+            how = f"was killed by signal {-code}"
+        else:
+            how = f"ended with exit code {code}"
         if code >= 0 and not self._alive:
             # a new one would end in the same way
             return WorkerError(
@@ -247,7 +252,8 @@ def serve(connection: Connection, threads: int, level: int) -> None:
     logging.getLogger("flwr").setLevel(level)
     if threads:
         torch.set_num_threads(threads)
-    pipe, service = ObjectPipe(connection), Service()
+    pipe = ObjectPipe(connection)
+    service = Service()
     with suppress(EOFError, ConnectionError):
         while True:
             pipe.send(respond(service, *pipe.receive()))

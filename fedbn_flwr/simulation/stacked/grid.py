@@ -64,13 +64,17 @@ class StackedGrid(InProcessGrid):
         super().__init__(client_app, num_nodes, run_config, partitions, state_dir)
         self._average_by = average_by
         #: of the nodes, and so of the memory
-        self._share = 1.0 if partitions is None else len(partitions) / num_nodes
+        if partitions is None:
+            self._share = 1.0
+        else:
+            self._share = len(partitions) / num_nodes
         self._chunk = chunk
         #: by the id of a model, what a step keeps in memory
         self._memory: dict[int, StepMemory] = {}
         self._logged: set[str] = set()
         #: copies of models, for steps that wait in the middle of a pass
-        self._structures, self._make_stack = Replicas(), Stacks().make
+        self._structures = Replicas()
+        self._make_stack = Stacks().make
 
     def _hands_to_clients(self) -> bool:
         hands = super()._hands_to_clients()
@@ -84,7 +88,8 @@ class StackedGrid(InProcessGrid):
         A failure is forgotten: whether a later round's stacks fail must not depend on this one, or
         a run that is resumed between them would have other bits.
         """
-        trained, failures = set[int](), dict[str, str]()
+        trained = set[int]()
+        failures = dict[str, str]()
         for stack in self._cut(jobs):
             if len(stack) == 1:
                 continue
@@ -109,7 +114,9 @@ class StackedGrid(InProcessGrid):
         """
         stacks: list[list[Job]] = []
         for group in self._group(jobs):
-            size = self._size(group[0], layerwise) if len(group) > 1 else 1
+            size = 1
+            if len(group) > 1:
+                size = self._size(group[0], layerwise)
             ordered = sorted(group, key=lambda job: -job.steps)
             stacks += [ordered[start : start + size] for start in range(0, len(ordered), size)]
         return stacks
@@ -123,7 +130,8 @@ class StackedGrid(InProcessGrid):
 
     def _log_once(self, reason: str, level: int = INFO, kind: str = "") -> None:
         """Say why clients train one after another; of reasons of a kind, the first."""
-        if (key := kind or reason) not in self._logged:
+        key = kind or reason
+        if key not in self._logged:
             self._logged.add(key)
             log(level, "Clients train one after another: %s", " ".join(reason.split()))
 
@@ -138,7 +146,8 @@ class StackedGrid(InProcessGrid):
                 key = _stack_key(job)
             except Exception:
                 continue
-            if reason := _why_not_stackable(job):
+            reason = _why_not_stackable(job)
+            if reason:
                 self._log_once(reason)
             else:
                 groups.setdefault(key, []).append(job)
@@ -158,7 +167,9 @@ class StackedGrid(InProcessGrid):
         most = largest_useful_stack(
             client.model, client.device, lambda: self._step_memory(job), layerwise
         )
-        return min(most, self._count_fitting(job)) if most > 1 else 1
+        if most > 1:
+            return min(most, self._count_fitting(job))
+        return 1
 
     def _step_memory(self, job: Job) -> StepMemory:
         model = id(job.client.model)
@@ -223,7 +234,9 @@ class StackedTransport(Lockstep[Message | None]):
         ]
         super().__init__(steps, order)
         self.participants = [everyone[position] for position in order]
-        self._jobs, self._pool, self._grid = [jobs[position] for position in order], pool, grid
+        self._jobs = [jobs[position] for position in order]
+        self._pool = pool
+        self._grid = grid
 
     def replies(self) -> list[Message]:  # type: ignore[override]
         """Let nodes keep what they remember; return their replies, or the mean."""
@@ -237,7 +250,9 @@ class StackedTransport(Lockstep[Message | None]):
 
 def _stack_key(job: Job) -> Hashable:
     """Return what jobs must have in common to be stacked; raise if a job cannot be planned."""
-    client, instruction, _ = job.client, job.instruction, job.steps
+    client = job.client
+    instruction = job.instruction
+    _ = job.steps
     remembered = tuple(sorted(name for name, _ in client.memory.kept("")))
     groups = tuple(sorted(job.received))
     # the first mini-batches of a layer-wise step meet at every layer
@@ -256,7 +271,8 @@ def _stack_key(job: Job) -> Hashable:
 
 def _why_not_stackable(job: Job) -> str:
     """Say why this job's client cannot be stacked, whatever its model is; empty if it can."""
-    client, instruction = job.client, job.instruction
+    client = job.client
+    instruction = job.instruction
     if type(client) is not BNClient:
         return f"{type(client).__name__} may train in a way of its own"
     if client.make_optimizer is not make_optimizer:

@@ -77,7 +77,9 @@ class StackedLayers:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        layers = list(model.modules()) if is_available() else []
+        layers = []
+        if is_available():
+            layers = list(model.modules())
         batch_norm = [layer for layer in layers if isinstance(layer, _BatchNorm)]
         self._batch_norm = {layer: behind for layer in batch_norm if (behind := after_norm(layer))}
         dropouts = [
@@ -141,9 +143,10 @@ def _normalized(layer: _BatchNorm, behind: Callable[[Tensor], Tensor], inputs: T
         raise CannotStackError(
             "BN with momentum=None averages over steps that each client counts for itself"
         )
-    statistics = (
-        [layer.running_mean, layer.running_var] if moving or not layer.training else [None, None]
-    )
+    if moving or not layer.training:
+        statistics = [layer.running_mean, layer.running_var]
+    else:
+        statistics = [None, None]
     entries = [*statistics, layer.weight, layer.bias]
     values, dim = (inputs, None) if layer.momentum is None else unwrapped(inputs)
     if dim is None or not all(
@@ -156,7 +159,8 @@ def _normalized(layer: _BatchNorm, behind: Callable[[Tensor], Tensor], inputs: T
         layer.num_batches_tracked.add_(1)
     by_client = values.movedim(dim, 1)
     mean, variance, weight, bias = (_in_a_row(value) for value in entries)
-    of_batch, momentum = layer.training or mean is None, layer.momentum or 0.0
+    of_batch = layer.training or mean is None
+    momentum = layer.momentum or 0.0
     outputs = F.batch_norm(
         by_client.flatten(1, 2), mean, variance, weight, bias, of_batch, momentum, layer.eps
     )
@@ -245,11 +249,16 @@ def _in_order(strides: Sequence[int], gradient: Tensor) -> Tensor:
 def _dropped(layer: _DropoutNd, streams: Sequence[OwnRandomness], inputs: Tensor) -> Tensor:
     """Multiply the inputs of all clients by what the layer makes of ones, client by client."""
     values, dim = unwrapped(inputs.detach())
-    rows = values.expand(len(streams), *values.shape) if dim is None else values.movedim(dim, 0)
+    if dim is None:
+        rows = values.expand(len(streams), *values.shape)
+    else:
+        rows = values.movedim(dim, 0)
     drawn = []
     with outside_of_vmap():
         for row, stream in zip(rows, streams, strict=True):
             with stream.drawing():
                 drawn.append(type(layer).forward(layer, torch.ones_like(row)))
     masks = wrapped(torch.stack(drawn), 0)
-    return inputs.mul_(masks) if layer.inplace else inputs * masks
+    if layer.inplace:
+        return inputs.mul_(masks)
+    return inputs * masks

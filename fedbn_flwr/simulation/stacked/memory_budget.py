@@ -32,9 +32,11 @@ _LARGE_ACTIVATIONS = 100_000
 _LARGEST_LAYERWISE = 5
 #: the share of the whole memory that a stack may take; an accelerator keeps a step twice, by
 #: autograd and captured
-_SHARE, _SHARE_OF_ACCELERATOR = 0.5, 0.25
+_SHARE = 0.5
+_SHARE_OF_ACCELERATOR = 0.25
 #: parameters of glibc's `mallopt`
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_TRIM_THRESHOLD = -1
+_MMAP_THRESHOLD = -3
 #: parameters, their gradients, the optimizer's state, what is received, what is sent, and one more
 #: while adding up
 _COPIES = 6
@@ -118,7 +120,9 @@ def largest_useful_stack(
 
 def clients_that_fit(step: StepMemory, device: torch.device) -> int:
     """Return how many clients there is memory for, at least 1."""
-    share = _SHARE if device.type == "cpu" else _SHARE_OF_ACCELERATOR
+    share = _SHARE_OF_ACCELERATOR
+    if device.type == "cpu":
+        share = _SHARE
     return max(1, int(total_memory(device) * share / max(step.total, 1)))
 
 

@@ -134,7 +134,9 @@ class Stack(nn.Module):
             # other buffers may have been changed in their places; those of some rows are copies
             if values[name] is not self._buffers_of_all[name] or name in replaced:
                 self._buffers_of_all[name][index] = replaced.get(name, values[name]).detach()
-        return _cross_entropies(result, batch[1]) if afterwards else result
+        if afterwards:
+            return _cross_entropies(result, batch[1])
+        return result
 
     def _entries_of(self, index: slice | Tensor) -> dict[str, Tensor]:
         if isinstance(index, slice) and index == slice(0, self.clients):
@@ -239,7 +241,8 @@ class StackedMemory(Memory):
 
     def __init__(self, memories: Sequence[Memory]) -> None:
         super().__init__(RecordDict())
-        self._memories, self._stored = memories, dict[str, State]()
+        self._memories = memories
+        self._stored = dict[str, State]()
 
     def recall(self, group: str) -> State:
         """Return a group's values of all clients, stacked."""

@@ -44,23 +44,19 @@ def train_together(
     which nobody else uses meanwhile. They come in the order of their numbers of steps, the largest
     first: those that are at their end wait, unchanged, for the others.
     """
-    clients, received, instruction = (
-        [job.client for job in jobs],
-        [job.received for job in jobs],
-        jobs[0].instruction,
-    )
+    clients = [job.client for job in jobs]
+    received = [job.received for job in jobs]
+    instruction = jobs[0].instruction
     stays = state.group_keys(structure, instruction.stays)
     with training.frozen(structure, instruction), training.products(instruction):
         structure.train()
         stack = make_stack(structure, _states(clients, received, stays, structure))
         memory = StackedMemory([client.memory for client in clients])
         optimizer = training.make_optimizer(stack, instruction)
-        groups = {
-            name: [records[name] for records in received]
-            for name in received[0]
-            if name != wire.ARRAYS
-        }
-        others = {name: stacked(states) for name, states in groups.items()}
+        others = {}
+        for name in received[0]:
+            if name != wire.ARRAYS:
+                others[name] = stacked([records[name] for records in received])
         session = Session(stack, optimizer, instruction, others, memory, stays, structure=structure)
         losses = _learn(clients, stack, session, exchange)
     if stays:
@@ -141,8 +137,10 @@ def _learn(
     batches.restore()
     for rule in rules:
         rule.finish(session)
-    if carried and (values := carried.local_values()):
-        session.records[wire.CARRIED] = values
+    if carried:
+        values = carried.local_values()
+        if values:
+            session.records[wire.CARRIED] = values
     return losses
 
 
@@ -186,7 +184,8 @@ class StackedBatches:
 
     def __iter__(self) -> Iterator[list[Part]]:
         """Iterate over the steps: for each, the batches of those clients that take it."""
-        active, loaded = len(self.plans), self._loaded()
+        active = len(self.plans)
+        loaded = self._loaded()
         for step in range(self.lengths[0]):
             now = sum(length > step for length in self.lengths)
             if now < active:
@@ -215,7 +214,9 @@ class StackedBatches:
         batches of one size.
         """
         whole = len(parts) == 1 and parts[0].rows == slice(0, self.stack.clients)
-        return (parts[0].inputs, parts[0].targets) if whole else None
+        if whole:
+            return (parts[0].inputs, parts[0].targets)
+        return None
 
     def batch_of(self, inputs: Tensor, targets: Tensor) -> list[Part]:
         """Return a step of all clients."""
@@ -230,9 +231,11 @@ class StackedBatches:
                 value[rows] = kept
 
     def _losses(self, part: Part) -> Tensor:
-        instruction, device = self.session.instruction, part.inputs.device
+        instruction = self.session.instruction
+        device = part.inputs.device
         streams = [self.streams[row] for row in _numbers(part.rows)]
-        batch, loss_function = (part.inputs, part.targets), self.clients[0].loss_function
+        batch = (part.inputs, part.targets)
+        loss_function = self.clients[0].loss_function
         with training.autocast(instruction, device):
             return self.stack.losses(
                 part.rows, batch, loss_function, streams, self._around(part.rows)
@@ -241,10 +244,10 @@ class StackedBatches:
     def _around(self, rows: Rows) -> Callable[[], AbstractContextManager[Any]]:
         # The context ends inside `vmap`, before the backward pass. It moves the running statistics
         # when it ends, and only `vmap` has them.
-        exchange = (
-            self.carried.exchange(rows) if self.carried and self.first_step else self.exchange
-        )
-        if not (self.first_step and exchange):
+        if not self.first_step:
+            return nullcontext
+        exchange = self.carried.exchange(rows) if self.carried else self.exchange
+        if not exchange:
             return nullcontext
         mode = training.layerwise_mode(self.session.instruction)
         return partial(shared_statistics, self.stack.structure, exchange, mode, apply=apply_shared)
@@ -284,7 +287,9 @@ class StackedBatches:
 
 def _numbers(rows: Rows) -> Sequence[int]:
     """Return the numbers of the rows."""
-    return range(rows.start, rows.stop) if isinstance(rows, slice) else rows
+    if isinstance(rows, slice):
+        return range(rows.start, rows.stop)
+    return rows
 
 
 def _by_size(sizes: Sequence[int]) -> list[Rows]:

@@ -3,7 +3,6 @@
 import csv
 from collections.abc import Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -49,8 +48,9 @@ def failed(method: str, seed: int = 0, **summary: Any) -> Summary:
 
 
 def runs(
-    seeds: int = 1, methods: Sequence[str] = METHODS, more: Summary = MappingProxyType({})
-) -> list[Summary]:  # type: ignore[assignment]
+    seeds: int = 1, methods: Sequence[str] = METHODS, more: Summary | None = None
+) -> list[Summary]:
+    more = more or {}
     return [ended(method, seed, **more) for method in methods for seed in range(seeds)]
 
 
