@@ -188,13 +188,13 @@ def _app(case: Case) -> ClientApp:
 def _bare_loop(case: Case) -> BareLoop:
     material = Material.of(case.experiment().config)
     config, split, device = material.config, material.data.train, material.device
-    set_up_process(config)
+    set_up_process(config.engine)
     return BareLoop(
         material.model.to(device),
         split.batch(torch.arange(len(split)), device),
         [torch.from_numpy(part).to(device) for part in material.partition],
         local_steps=case.local_steps,
         batch_size=case.batch_size,
-        lr=config.lr,
+        lr=config.training.lr,
         freeze_after=FREEZE_ROUND if case.freezes else 0,
     )

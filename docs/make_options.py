@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from fedbn_flwr.experiments.config import Config
+from fedbn_flwr.experiments.config import Config, shared_options
 from fedbn_flwr.experiments.flower_run import AUTO
 from fedbn_flwr.experiments.method import (
     ANEW,
@@ -19,7 +19,7 @@ from fedbn_flwr.experiments.method import (
     own_options,
     owners,
 )
-from fedbn_flwr.plugins.options import Option, as_value, options_of
+from fedbn_flwr.plugins.options import Option, as_value
 from fedbn_flwr.strategies import REGISTRY, FedAvg
 
 PAGE = Path(__file__).with_name("options.md")
@@ -113,7 +113,7 @@ def page() -> str:
         "## For the command only",
         table(("option", "default", "meaning"), COMMAND),
         "## For all methods",
-        options(options_of(Config)),
+        options(shared_options()),
         "Strategies also take these. Some strategies refuse options that would do nothing for "
         "them:",
         options(own_options(FedAvg)),

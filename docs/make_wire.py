@@ -7,13 +7,12 @@ from pathlib import Path
 
 from fedbn_flwr import client, wire
 from fedbn_flwr.client.rules import RULES
-from fedbn_flwr.experiments import Config
-from fedbn_flwr.plugins.options import options_of
+from fedbn_flwr.experiments.config import shared_options
 from fedbn_flwr.wire import Instruction, on_wire, wire_key
 from fedbn_flwr.wire.history import CHECKPOINT, STATE_HISTORY
 
 #: what options of the command say of the fields that bear their names
-HELP = {name: option.help for name, option in options_of(Config).items()}
+HELP = {name: option.help for name, option in shared_options().items()}
 PAGE = Path(__file__).with_name("wire.md")
 SOURCE = Path(wire.__file__).with_name("__init__.py")
 

@@ -39,10 +39,10 @@ def measured(run: Mapping[str, Any]) -> Iterator[dict[str, object]]:
         if key not in ("method", "resume")
     }
     config = resolve({**options, "method": run["method"]}).config
-    data = load_data(config)
-    model = fresh_model(config, form_of(data))
+    data = load_data(config.data)
+    model = fresh_model(config.model, form_of(data), config.seed)
     _, split = leave_out(
-        read_data(resolve({**options, "method": run["strategy"], "unseen": ""}).config),
+        read_data(resolve({**options, "method": run["strategy"], "unseen": ""}).config.data),
         run["unseen"],
     )
     place = {

@@ -333,6 +333,6 @@ def test_an_experiment_ends_above_chance(page: Path, words: list[str], folder: P
         options = config["options"]
         if (options["method"], options["partition"]) == ("fedavg", "classes:1"):
             continue  # BN without a remedy does not learn from clients of one class
-        chance = 1 / load_data(resolve(options).config).num_classes
+        chance = 1 / load_data(resolve(options).config.data).num_classes
         score = summary.get("accuracy-personal", summary[summary["metric"]])
         assert score > 1.5 * chance, path.parent.name

@@ -227,14 +227,16 @@ class Saver:
         """Add to the configuration of messages what nodes must know that keep their states
         themselves.
         """
-        if (self._config.checkpoint_every or self._config.resume) and not self._local:
+        if (
+            self._config.results.checkpoint_every or self._config.results.resume
+        ) and not self._local:
             config.update({STATE_HISTORY: self._history.to_text(), CHECKPOINT: self._last})
             self._configs.append(config)
         return config
 
     def is_due(self, server_round: int) -> bool:
         """Return whether it is time for a checkpoint."""
-        every = self._config.checkpoint_every
+        every = self._config.results.checkpoint_every
         if every == AUTOMATIC:
             return monotonic() - self._ended >= TRAINING_PER_SAVING * self._took
         return every > 0 and server_round % every == 0

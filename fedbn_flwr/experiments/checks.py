@@ -12,7 +12,7 @@ from fedbn_flwr.client.training import logits_of
 from fedbn_flwr.data.partition import about_absent
 from fedbn_flwr.data.splits import UNCLASSED
 from fedbn_flwr.device import pick_device
-from fedbn_flwr.experiments.config import Config
+from fedbn_flwr.experiments.config import Config, EngineOptions, NetworkOptions
 from fedbn_flwr.experiments.material import Material, absent_classes, load_data
 from fedbn_flwr.experiments.method import Experiment
 from fedbn_flwr.experiments.output.scoring import LOWER_IS_BETTER
@@ -32,17 +32,17 @@ def checked_material(experiment: Experiment, strategy: BaseStrategy) -> Material
     """
     config = experiment.config
     drawn = experiment.config.clients_in_round()
-    check_sinks(config.log_to)
+    check_sinks(config.results.log_to)
     if (
-        config.init_from not in ("", models.PRETRAINED)
-        and not Path(config.init_from).expanduser().is_file()
+        config.model.init_from not in ("", models.PRETRAINED)
+        and not Path(config.model.init_from).expanduser().is_file()
     ):
-        raise UsageError(f"no weights: there is no file {config.init_from} for init-from")
+        raise UsageError(f"no weights: there is no file {config.model.init_from} for init-from")
     material = None
     try:
-        pick_device(config.device)
-        if config.dataset != data.SITES:
-            loaded = load_data(config)
+        pick_device(config.engine.device)
+        if config.data.dataset != data.SITES:
+            loaded = load_data(config.data)
             check_task(config, loaded)
             material = Material.of(config, loaded)
             check_model(material, strategy)
@@ -53,7 +53,7 @@ def checked_material(experiment: Experiment, strategy: BaseStrategy) -> Material
     ) as error:  # a model's weights may be those of a server
         about = str(error)
         is_told = config.method in about or (
-            config.norm == "bn" and ":" not in config.method
+            config.model.norm == "bn" and ":" not in config.method
         )  # others may do
         raise UsageError(about if is_told else f"method {config.method!r}: {about}") from error
     if material is None and experiment.strategy_class.one_node:
@@ -61,12 +61,13 @@ def checked_material(experiment: Experiment, strategy: BaseStrategy) -> Material
             f"method {config.method!r} needs all data in one place, but the data set 'sites' "
             "stays at the sites"
         )
-    if material is None and config.objective in OBJECTIVES:
+    if material is None and config.model.objective in OBJECTIVES:
         raise UsageError(
-            f"objective {config.objective!r} is for float targets, and the data of sites have "
+            f"objective {config.model.objective!r} is for float targets, and the data of sites "
+            "have "
             "classes"
         )
-    refuse_percent(config, material.task.metric if material else "accuracy")
+    refuse_percent(config.results.stop_at, material.task.metric if material else "accuracy")
     fewest = strategy.averager.fewest_nodes
     if config.clients and drawn < fewest:
         why = f"robust={strategy.averager} needs {fewest} nodes in a round"
@@ -78,8 +79,8 @@ def checked_material(experiment: Experiment, strategy: BaseStrategy) -> Material
 
 def check_task(config: Config, loaded: data.Data) -> None:
     """Refuse a model, metrics or an augmentation that are not for the data set's task."""
-    task = task_of(loaded.task, config.objective)
-    if not (task.has_classes or config.objective):
+    task = task_of(loaded.task, config.model.objective)
+    if not (task.has_classes or config.model.objective):
         able = f"{', '.join(OBJECTIVES)} or package.module:function"
         raise UsageError(
             f"{loaded.name} has float targets, which need objective={able}; classes are integers "
@@ -87,12 +88,12 @@ def check_task(config: Config, loaded: data.Data) -> None:
         )
     if task.has_classes and loaded.num_classes == 1:
         raise UsageError(f"{loaded.name} has one class only, {', '.join(loaded.class_names) or 0}")
-    if config.class_metrics:
+    if config.results.class_metrics:
         targets = UNCLASSED.get(loaded.task)
         if targets:
             raise UsageError(f"class-metrics are of labels, and {loaded.name} has {targets}")
-    task.check_augmentation(config.augmentation)
-    entry = models.MODELS.get(config.model)
+    task.check_augmentation(config.training.augmentation)
+    entry = models.MODELS.get(config.model.model)
     if entry is not None and task_of(entry.task).placed != task.placed:
         able = ", ".join(
             name
@@ -100,17 +101,18 @@ def check_task(config: Config, loaded: data.Data) -> None:
             if task_of(other.task).placed == task.placed
         )
         raise UsageError(
-            f"model {config.model!r} is for {entry.task}, {loaded.name} for {loaded.task}; there "
+            f"model {config.model.model!r} is for {entry.task}, {loaded.name} for {loaded.task}; "
+            "there "
             f"are: {able}"
         )
 
 
-def refuse_percent(config: Config, metric: str) -> None:
+def refuse_percent(stop_at: float, metric: str) -> None:
     """Refuse a `stop-at` in percent where the score is a share, which would never reach it."""
-    if config.stop_at > 1 and metric not in LOWER_IS_BETTER:
-        meant = f"{config.stop_at:g} % is stop-at={config.stop_at / 100:g}"
+    if stop_at > 1 and metric not in LOWER_IS_BETTER:
+        meant = f"{stop_at:g} % is stop-at={stop_at / 100:g}"
         raise UsageError(
-            f"stop-at must be at most 1, as {metric} is a share, got {config.stop_at:g}; {meant}"
+            f"stop-at must be at most 1, as {metric} is a share, got {stop_at:g}; {meant}"
         )
 
 
@@ -121,10 +123,10 @@ def check_model(material: Material, strategy: BaseStrategy) -> None:
     functional = check_shapes(material)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageError(
-            f"model {config.model!r} has no parameter that learns (with requires_grad=True)"
+            f"model {config.model.model!r} has no parameter that learns (with requires_grad=True)"
         )
     lacking = norm.lacks(model, strategy.needs)
-    if functional and (strategy.needs != "none" or config.norm != "bn"):
+    if functional and (strategy.needs != "none" or config.model.norm != "bn"):
         lacking = "the model's forward calls F.batch_norm, which it finds in layers only"
     if lacking:
         raise UsageError(f"method {config.method!r} would be another one: {lacking}")
@@ -157,9 +159,10 @@ def _check_inputs(material: Material, split: data.Split, role: str) -> bool:
     loaded = material.data
     model = material.model
     shape = tuple(split.inputs.shape[1:])
-    if len(shape) != 3 and config.augmentation != "none":
+    if len(shape) != 3 and config.training.augmentation != "none":
         raise UsageError(
-            f"augmentation {config.augmentation!r} is for images, not for inputs of the shape "
+            f"augmentation {config.training.augmentation!r} is for images, not for inputs of the "
+            "shape "
             f"{shape}"
         )
     device = next((parameter.device for parameter in model.parameters()), None)
@@ -172,24 +175,26 @@ def _check_inputs(material: Material, split: data.Split, role: str) -> bool:
         with torch.no_grad(), FunctionalBatchNorm(model) as functional:
             outputs = model.eval()(torch.zeros(1, *shape, device=device, dtype=dtype))
     except Exception as error:  # of whatever kind a user's function raises
-        about = f"model {config.model!r} cannot take {role}{kind} of the shape {shape}"
+        about = f"model {config.model.model!r} cannot take {role}{kind} of the shape {shape}"
         raise UsageError(f"{about}: {described(error)}") from error
     logits = logits_of(outputs)
-    if config.objective in OBJECTIVES and logits.numel() != loaded.num_classes:
+    if config.model.objective in OBJECTIVES and logits.numel() != loaded.num_classes:
         raise UsageError(
-            f"model {config.model!r} has {logits.numel()} outputs for {loaded.num_classes} targets"
+            f"model {config.model.model!r} has {logits.numel()} outputs for {loaded.num_classes} "
+            "targets"
         )
-    if config.objective:
+    if config.model.objective:
         targets = split.batch(torch.zeros(1, dtype=torch.int64), logits.device)[1]
         try:
             material.task.loss(outputs, targets)
         except Exception as error:  # of whatever kind a user's function raises
             raise UsageError(
-                f"objective {config.objective!r} fails for the outputs of the model: {error}"
+                f"objective {config.model.objective!r} fails for the outputs of the model: {error}"
             ) from error
     if loaded.task != "regression" and logits.dim() > 1 and logits.shape[1] != loaded.num_classes:
         about = (
-            f"model {config.model!r} has {logits.shape[1]} outputs for {loaded.num_classes} classes"
+            f"model {config.model.model!r} has {logits.shape[1]} outputs for "
+            f"{loaded.num_classes} classes"
         )
         if logits.shape[1] < loaded.num_classes:
             raise UsageError(about)
@@ -203,7 +208,7 @@ def check_simulation(experiment: Experiment) -> Material:
     Return what it works with.
     """
     config = experiment.config
-    refuse_sites(config)
+    refuse_sites(config.network)
     material = checked_material(experiment, experiment.make_strategy(config.clients))
     if material is None:
         raise UsageError(
@@ -219,28 +224,29 @@ def check_simulation(experiment: Experiment) -> Material:
         )
     classes = absent_classes(material.data, material.partition)
     if classes:
-        warn_once(about_absent(classes, config.partition, config.clients))
+        warn_once(about_absent(classes, config.data.partition, config.clients))
     return material
 
 
-def refuse_sites(config: Config) -> None:
+def refuse_sites(options: NetworkOptions) -> None:
     """Refuse to choose sites where there are none."""
-    if config.sites:
+    if options.sites:
         raise UsageError(
-            f"sites={','.join(config.sites)!r} chooses sites of a deployment, and a simulation "
+            f"sites={','.join(options.sites)!r} chooses sites of a deployment, and a "
+            "simulation "
             "has none"
         )
 
 
-def refuse_own_nodes(config: Config) -> None:
+def refuse_own_nodes(options: EngineOptions) -> None:
     """Refuse `state-dir` and `workers` where Flower runs the nodes, in processes and with memory of
     its own.
     """
-    if config.state_dir or config.workers > 1:
-        if config.state_dir:
-            given = f"state-dir {config.state_dir!r}"
+    if options.state_dir or options.workers > 1:
+        if options.state_dir:
+            given = f"state-dir {options.state_dir!r}"
         else:
-            given = f"workers={config.workers}"
+            given = f"workers={options.workers}"
         raise UsageError(
             f"{given} only works with the engines 'stacked' and 'inprocess': Flower has its own "
             "nodes"

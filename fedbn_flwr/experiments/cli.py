@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from fedbn_flwr import __version__
 from fedbn_flwr.experiments.choice import SEEDS
-from fedbn_flwr.experiments.config import Config
+from fedbn_flwr.experiments.config import ResultsOptions, shared_options
 from fedbn_flwr.experiments.diagnose import run_diagnosis
 from fedbn_flwr.experiments.engines import ENGINES, engine_named
 from fedbn_flwr.experiments.laboratory import compare, comparison, run
@@ -37,7 +37,7 @@ from fedbn_flwr.experiments.results.show import show_part
 from fedbn_flwr.experiments.runs import Terminated
 from fedbn_flwr.experiments.study import quiet
 from fedbn_flwr.plugins import did_you_mean
-from fedbn_flwr.plugins.options import Option, UsageError, as_value, options_of, whole_number
+from fedbn_flwr.plugins.options import Option, UsageError, as_value, whole_number
 from fedbn_flwr.strategies import REGISTRY, CannotTrainError
 
 #: options that the help shows; `--help-all` shows all
@@ -294,7 +294,7 @@ def _add_shared(parser: argparse.ArgumentParser, everything: bool, skip: Sequenc
     else:
         parser._option_string_actions["--help"].help = argparse.SUPPRESS
     group: Any = parser.add_argument_group("shared options") if everything else parser
-    for key, option in options_of(Config).items():
+    for key, option in shared_options().items():
         if key not in skip:
             _add_option(
                 group, key, {option: ()}, shown=everything or key in COMMON, brief=not everything
@@ -338,7 +338,7 @@ def _add_option(
 
 
 def _run(options: dict[str, Any]) -> None:
-    folder = options.pop("results-dir", Config.results_dir)
+    folder = options.pop("results-dir", ResultsOptions.results_dir)
     results = run(options.pop("method", None), folder=folder, **options)
     results.show()
     draw_or_warn(results.plot, results.folder / "curves.png")
@@ -346,7 +346,7 @@ def _run(options: dict[str, Any]) -> None:
 
 def _compare(options: dict[str, Any]) -> None:
     methods = split_methods(str(options.pop("methods")))
-    folder = options.pop("results-dir", Config.results_dir)
+    folder = options.pop("results-dir", ResultsOptions.results_dir)
     asked: dict[str, Any] = {
         "seeds": whole_number("--seeds", options.pop("seeds")),
         "grid_seeds": whole_number("--grid-seeds", options.pop("grid-seeds", SEEDS)),

@@ -30,19 +30,20 @@ _TOLD = {"mean": DATA_MEAN, "std": DATA_STD}
 
 
 def at_site(config: Config, own_data: str) -> Config:
-    """Return a run's options with a site's own data in place of the run's; without such data they
-    stay as they are.
+    """Return a run's options as a node trains by them.
 
-    No option then names a file. A run on other data than the site's is a UsageError, and so is a
-    site that has none for a run on the sites' data.
+    They name no file of weights, because the server sends what was in it. A site's own data stand
+    in place of the run's, and then no option names a file. A run on other data than the site's is a
+    UsageError, and so is a site that has none for a run on the sites' data.
     """
-    if own_data and config.dataset != SITES:
+    config = config.but(init_from="")
+    if own_data and config.data.dataset != SITES:
         raise UsageError(
             f"this site trains on its own data only: the run must have dataset={SITES!r}, not "
-            f"{config.dataset!r}"
+            f"{config.data.dataset!r}"
         )
     if not own_data:
-        if config.dataset == SITES:
+        if config.data.dataset == SITES:
             raise UsageError(
                 'this site has no data: its SuperNode needs data="folder:/PATH" in --node-config'
             )
@@ -57,9 +58,8 @@ def at_site(config: Config, own_data: str) -> Config:
         raise UsageError(
             f"the site's data must be in train/CLASS/ and test/CLASS/, and there is no {train}"
         )
-    # the server has read `init-from`, and sends what was in it
     alone: dict[str, Any] = {"partition": "union", "clients": 1, "min_nodes": 0, "sites": ()}
-    return replace(config, dataset=own_data, data_root="", init_from="", **alone)
+    return config.but(dataset=own_data, data_root="", **alone)
 
 
 def describe_data(context: Context) -> SiteData:
@@ -69,10 +69,10 @@ def describe_data(context: Context) -> SiteData:
     config = resolve(_given(context), federation=True).config
     own = at_site(config, str(context.node_config.get(DATA_KEY, "")))
     # by their own names: which names the run knows is for the server to say
-    data = load_data(replace(own, classes=(), mean=(), std=()))
+    data = load_data(replace(own.data, classes=(), mean=(), std=()))
     if not data.class_names:
         raise UsageError(
-            f"the site's data {own.dataset!r} have no class names: `Data` takes `class_names`"
+            f"the site's data {own.data.dataset!r} have no class names: `Data` takes `class_names`"
         )
     mean, deviations = data.train.measured()
     # a deviation of 0 is measured as 1; that of pixels from 0 to 1 is at most 1/2
@@ -155,7 +155,9 @@ def _client(config: Config, context: Context) -> BNClient:
     own_data = str(context.node_config.get(DATA_KEY, ""))
     material = _material(config, nodes, os.environ.get(ROOT_VARIABLE), own_data)
     if not own_data and partition_id >= len(material.partition):
-        split = f"{config.dataset!r} is split for the numbers 0 to {len(material.partition) - 1}"
+        split = (
+            f"{config.data.dataset!r} is split for the numbers 0 to {len(material.partition) - 1}"
+        )
         raise UsageError(
             f"this site has number {partition_id}, but {split}: give more clients, or a site its "
             "data"
@@ -175,8 +177,8 @@ def _material(config: Config, nodes: int, root: str | None, own_data: str) -> Ma
     import_plugins(config.plugins)
     own = at_site(config, own_data)
     own = replace(own, clients=own.clients or nodes)
-    set_up_process(own)
-    return Material.of(own, without_domains(load_data(own)) if own_data else None)
+    set_up_process(own.engine)
+    return Material.of(own, without_domains(load_data(own.data)) if own_data else None)
 
 
 def place_of(context: Context) -> tuple[int, int]:

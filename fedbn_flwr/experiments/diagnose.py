@@ -110,10 +110,10 @@ def run_diagnosis(options: dict[str, Any]) -> None:
     experiment = resolve(options)
     material = check_simulation(experiment)
     config = material.config
-    set_up_process(config)
+    set_up_process(config.engine)
     print(material.data)
     model = _model(material)
-    folder = make_folder(Path(config.results_dir))
+    folder = make_folder(Path(config.results.results_dir))
     clients = participants(config)
     draws = list(zip(*(mini_batches(material, client, count) for client in clients), strict=True))
     weights = [
@@ -122,7 +122,10 @@ def run_diagnosis(options: dict[str, Any]) -> None:
     ]
     diagnosis = diagnose(model, draws, weights, loss_function=material.task.loss, seed=config.seed)
     advice = suggestion(
-        diagnosis, count_domains(material, clients), config.local_steps, bool(config.init_from)
+        diagnosis,
+        count_domains(material, clients),
+        config.training.local_steps,
+        bool(config.model.init_from),
     )
     content = {
         "options": experiment.to_mapping(),
@@ -134,14 +137,17 @@ def run_diagnosis(options: dict[str, Any]) -> None:
         diagnosis, dict_factory=lambda items: {wire_key(key): value for key, value in items}
     )
     write_json(folder / "diagnosis.json", content)
-    title = f"{config.dataset}, {config.model}, {config.partition}, {len(clients)} clients"
+    title = (
+        f"{config.data.dataset}, {config.model.model}, {config.data.partition}, "
+        f"{len(clients)} clients"
+    )
     show_diagnosis(diagnosis, title, advice, folder)
 
 
 def _model(material: Material) -> nn.Module:
     config = material.config
     model = material.model.to(material.device).train()
-    with refusing(f"cannot diagnose {config.model} with norm {config.norm!r}: "):
+    with refusing(f"cannot diagnose {config.model.model} with norm {config.model.norm!r}: "):
         check_model(model)
     return model
 
@@ -159,13 +165,15 @@ def mini_batches(material: Material, client: int, count: int) -> list[Batch]:
     split = material.data.train
     indices = torch.from_numpy(material.partition[client])
     instruction = Instruction(
-        local_steps=count, batch_size=config.batch_size, replacement=config.replacement
+        local_steps=count,
+        batch_size=config.training.batch_size,
+        replacement=config.training.replacement,
     )
     generator = torch_generator(config.seed, "diagnosis", "batches", client)
     sizes = batch_sizes(len(indices), instruction, merge_single=True)
     drawn = draw(len(indices), sizes, instruction.replacement, generator)
     loader = BatchLoader(
-        split, material.device, config.augmentation, indices[drawn], sizes, generator
+        split, material.device, config.training.augmentation, indices[drawn], sizes, generator
     )
     return [(channels_last(inputs, material.model), targets) for inputs, targets in loader]
 

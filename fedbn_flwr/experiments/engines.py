@@ -74,16 +74,16 @@ def count_workers(material: Material, layerwise: bool = False) -> int:
     they wait for each other at every layer (docs/benchmarks.md).
     """
     config = material.config
-    if config.workers:
-        return min(config.workers, config.clients)
+    if config.engine.workers:
+        return min(config.engine.workers, config.clients)
     if SIDE_BY_SIDE.is_set():  # each of the runs has one
         return 1
-    gpus = visible_gpus(config)
+    gpus = visible_gpus(config.engine.device)
     if gpus:
         return min(len(gpus), config.clients_in_round())
     if material.device.type != "cpu" or min(count_cores(), config.clients_in_round()) <= 1:
         return 1
-    samples = expected_steps(config, len(material.data.train)) * config.batch_size
+    samples = expected_steps(config, len(material.data.train)) * config.training.batch_size
     if samples * count_multiplications(material) < WORTH_STARTING:
         return 1
     return useful_workers(material, layerwise, count_cores())
@@ -97,11 +97,11 @@ def useful_workers(material: Material, layerwise: bool, cores: int) -> int:
     return max(min(cores, clients // (CLIENTS_PER_WORKER if stacks else 1)), 1)
 
 
-def visible_gpus(config: Config) -> list[str]:
+def visible_gpus(device: str) -> list[str]:
     """Return the names of the GPUs of a run, as `CUDA_VISIBLE_DEVICES` has them; none if it is not
     for all GPUs.
     """
-    if config.device not in ("auto", "cuda") or not torch.cuda.is_available():
+    if device not in ("auto", "cuda") or not torch.cuda.is_available():
         return []
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     count = torch.cuda.device_count()
@@ -113,7 +113,7 @@ def visible_gpus(config: Config) -> list[str]:
 
 def one_step(material: Material) -> StepMemory:
     """Return what a client's step on a mini-batch of the training data keeps in memory."""
-    few = np.arange(min(len(material.data.train), material.config.batch_size))
+    few = np.arange(min(len(material.data.train), material.config.training.batch_size))
     return StepMemory.of(
         replace(material, partition=[few]).client(0), instruction_of(material.config)
     )
@@ -149,7 +149,7 @@ def _weighting_if_averaged(config: Config, strategy: BaseStrategy) -> str:
 
     Nothing if the server needs them one by one.
     """
-    single = config.record_dynamics or strategy.needs_single_replies
+    single = config.results.record_dynamics or strategy.needs_single_replies
     # a user's own hooks may look at whatever they like
     if single or is_foreign(type(strategy)):
         return ""
@@ -171,7 +171,7 @@ def open_grid(
     make_grid = partial(
         node_grid, layerwise, folder.resolve(), engine, _weighting_if_averaged(config, strategy)
     )
-    workers = min(config.workers, config.clients)
+    workers = min(config.engine.workers, config.clients)
     if engine == "stacked" and not bound_here:
         if _cluster() != LOCAL:
             return open_on_cluster(make_grid, material, layerwise)
@@ -194,21 +194,25 @@ def open_on_cluster(
         from fedbn_flwr.simulation.processes import ray_worker
     with ExitStack() as stack:
         has = stack.enter_context(ray_worker.joined(_cluster()))
-        if config.device == "cpu":
+        if config.engine.device == "cpu":
             gpus = 0
         else:
             gpus = int(has.get("GPU", 0))
-        cores = int(has.get("CPU", 0)) // max(config.threads, 1)
+        cores = int(has.get("CPU", 0)) // max(config.engine.threads, 1)
         workers = (
-            config.workers
+            config.engine.workers
             or min(gpus, config.clients_in_round())
             or useful_workers(material, layerwise, cores)
         )
-        cluster = ray_worker.Cluster(min(workers, config.clients), config.threads, gpu=gpus > 0)
+        cluster = ray_worker.Cluster(
+            min(workers, config.clients), config.engine.threads, gpu=gpus > 0
+        )
         stack.callback(cluster.close)
         ready = partial(_elsewhere, make_grid, config)
         grid = stack.enter_context(
-            WorkersGrid(ready, config.clients, workers, threads=config.threads, start=cluster)
+            WorkersGrid(
+                ready, config.clients, workers, threads=config.engine.threads, start=cluster
+            )
         )
         for worker in cluster.workers:
             clients = len(range(worker.index, config.clients, len(cluster.workers)))
@@ -227,7 +231,7 @@ def node_grid(
     """Make the grid that trains the clients of these partitions, in stacks or one after another."""
     config = material.config
     max_steps = 0
-    set_up_process(config)
+    set_up_process(config.engine)
     if layerwise and len(partitions) > message_client.MAX_STEPS:
         # further clients replay the step; the other clients may be in other processes of this
         # machine
@@ -239,7 +243,7 @@ def node_grid(
         return material.client(partition_id, partition_id=partition_id, memory=context.state)
 
     app = client_app(client_fn, max_steps=max_steps)
-    state_dir = state_folder(config, folder)
+    state_dir = state_folder(config.engine.state_dir, folder)
     if engine == "inprocess":
         return OneByOneGrid(app, config.clients, partitions=partitions, state_dir=state_dir)
     keep_freed_memory()
@@ -248,7 +252,7 @@ def node_grid(
         config.clients,
         partitions=partitions,
         state_dir=state_dir,
-        chunk=config.chunk,
+        chunk=config.engine.chunk,
         average_by=average_by,
     )
 
@@ -259,20 +263,20 @@ def _elsewhere(make_grid: MakeGrid, config: Config, partitions: Sequence[int]) -
     return make_grid(Material.of(config), partitions)
 
 
-def state_folder(config: Config, run: Path) -> Path | None:
+def state_folder(state_dir: str, run: Path) -> Path | None:
     """Return the folder for the nodes' memory in one run, named by the path of its results; None
     keeps it in RAM.
     """
-    if not config.state_dir:
+    if not state_dir:
         return None
     # runs of several comparisons at once have folders of the same name
-    folder = Path(config.state_dir).expanduser() / f"{run.name}-{fingerprint(str(run))}"
-    return make_folder(folder, f"state-dir {config.state_dir!r}")
+    folder = Path(state_dir).expanduser() / f"{run.name}-{fingerprint(str(run))}"
+    return make_folder(folder, f"state-dir {state_dir!r}")
 
 
 def spread_over(workers: int, make_grid: GridFactory, config: Config) -> WorkersGrid:
     """Share the nodes out over this process and `workers` - 1 others."""
-    gpus = visible_gpus(config)
+    gpus = visible_gpus(config.engine.device)
 
     def start(index: int, threads: int) -> Worker:
         return Worker(
@@ -280,7 +284,7 @@ def spread_over(workers: int, make_grid: GridFactory, config: Config) -> Workers
         )
 
     return WorkersGrid(
-        make_grid, config.clients, workers, threads=config.threads, here=True, start=start
+        make_grid, config.clients, workers, threads=config.engine.threads, here=True, start=start
     )
 
 
@@ -293,7 +297,7 @@ def run_with_grid(
     material = check_simulation(experiment)
     strategy = experiment.make_strategy(experiment.config.clients)
     saved = None
-    if experiment.config.resume:
+    if experiment.config.results.resume:
         saved = read_checkpoint(folder)
     initial = to_record(material.model.state_dict())  # before a step is tried with it
     with open_grid(material, strategy, folder, engine, bool(experiment.bound_here)) as grid:
@@ -329,7 +333,7 @@ def run_on_ray(experiment: Experiment, folder: Path, progress: Progress | None =
     summaries = []
     # Flower keeps its nodes' states out of reach
     mods = None
-    if config.checkpoint_every or config.resume:
+    if config.results.checkpoint_every or config.results.resume:
         mods = [keep_states_in(folder.resolve() / STATES)]
 
     @server.main()
@@ -373,7 +377,7 @@ def prepare(engine: Engine, experiment: Experiment, elsewhere: bool = False) -> 
     """
     config = experiment.config
     bound = experiment.bound_here
-    if bound and (config.workers > 1 or elsewhere or engine is run_on_ray):
+    if bound and (config.engine.workers > 1 or elsewhere or engine is run_on_ray):
         raise UsageError(
             f"{bound} stays in this process, so workers and side-by-side must be 1, and the "
             "engine not ray; put it "
@@ -381,8 +385,8 @@ def prepare(engine: Engine, experiment: Experiment, elsewhere: bool = False) -> 
             "strategy in plugins"
         )
     if engine is run_on_ray:
-        refuse_own_nodes(config)
-    elif config.workers > 1:
+        refuse_own_nodes(config.engine)
+    elif config.engine.workers > 1:
         preload(NEEDED)
 
 

@@ -13,7 +13,7 @@ from flwr.common import log
 from flwr.serverapp import Grid
 
 from fedbn_flwr.experiments.checks import refuse_own_nodes, refuse_sites
-from fedbn_flwr.experiments.config import Config
+from fedbn_flwr.experiments.config import ResultsOptions
 from fedbn_flwr.experiments.engines import ENGINES, run_with_grid
 from fedbn_flwr.experiments.method import ANEW, ENGINE, REUSE, Experiment, resolve
 from fedbn_flwr.experiments.output.recorder import Progress, Summary
@@ -56,17 +56,20 @@ def serve(grid: Grid, run_config: Mapping[str, Any], run_id: int = 0) -> Summary
     """
     experiment = resolve(run_config, federation=True)
     config = experiment.config
-    if issubclass(experiment.strategy_class, Layerwise) and config.batch_size < LEAST_BATCH:
+    if (
+        issubclass(experiment.strategy_class, Layerwise)
+        and config.training.batch_size < LEAST_BATCH
+    ):
         # the statistics of few samples leave the sites, from which an attacker may reconstruct
         # these samples
         text = (
             "%s sends BN statistics of mini-batches of %d samples; FedTAN's authors advise at "
             "least %d (remark 4)"
         )
-        log(WARNING, text, experiment.strategy, config.batch_size, LEAST_BATCH)
-    folder = results_folder(config, run_id)
+        log(WARNING, text, experiment.strategy, config.training.batch_size, LEAST_BATCH)
+    folder = results_folder(config.results, run_id)
     engine = choose_engine(grid, str(run_config.get(ENGINE) or AUTO), experiment, folder)
-    if config.resume and RESULTS_VARIABLE in os.environ:
+    if config.results.resume and RESULTS_VARIABLE in os.environ:
         folder.with_name(str(run_id)).symlink_to(folder.name)
     experiment = replace(experiment, asked=asked_of(experiment, engine))
     if is_simulated(grid):
@@ -80,10 +83,10 @@ def serve(grid: Grid, run_config: Mapping[str, Any], run_id: int = 0) -> Summary
             with_side_channel(PackingGrid(sites), experiment), experiment, folder, engine=engine
         )
 
-    reuse = bool(config.resume) or convert(REUSE, run_config.get(REUSE) or False, bool)
+    reuse = bool(config.results.resume) or convert(REUSE, run_config.get(REUSE) or False, bool)
     anew = convert(ANEW, run_config.get(ANEW) or False, bool)
     one = Run(experiment, engine, folder)
-    with alone_in(folder), sites_by_name(grid, config.sites) as sites:
+    with alone_in(folder), sites_by_name(grid, config.network.sites) as sites:
         settle([one], reuse, anew)
         summary = one.train(train)
         if not (folder / "curves.png").exists():
@@ -105,9 +108,9 @@ def choose_engine(grid: Grid, given: str, experiment: Experiment, folder: Path) 
                 "Flower's messages, or "
                 "by the side channel; leave engine out"
             )
-        refuse_own_nodes(experiment.config)
+        refuse_own_nodes(experiment.config.engine)
         return DEPLOYED
-    refuse_sites(experiment.config)
+    refuse_sites(experiment.config.network)
     before = None
     if has_results(folder):
         before = read_config(folder).get("asked", {}).get("engine")
@@ -139,7 +142,7 @@ def choose_engine(grid: Grid, given: str, experiment: Experiment, folder: Path) 
         )
         log(INFO, "Engine %s, %s: %s; engine='ray' is Flower's simulation", engine, why, trained)
     else:
-        refuse_own_nodes(experiment.config)
+        refuse_own_nodes(experiment.config.engine)
         log(
             INFO,
             "Engine %s, %s: Flower's simulation trains the nodes; engine='stacked' is faster",
@@ -149,19 +152,19 @@ def choose_engine(grid: Grid, given: str, experiment: Experiment, folder: Path) 
     return engine
 
 
-def results_folder(config: Config, run_id: int) -> Path:
+def results_folder(options: ResultsOptions, run_id: int) -> Path:
     """Return where the results of a run go.
 
     The folder of a run that goes on with another one is that one's.
     """
     kept = os.environ.get(RESULTS_VARIABLE)
     if not kept:
-        return Path(config.resume or config.results_dir).expanduser().resolve()
-    if config.resume and not (config.resume.isdecimal() and Path(kept, config.resume).is_dir()):
+        return Path(options.resume or options.results_dir).expanduser().resolve()
+    if options.resume and not (options.resume.isdecimal() and Path(kept, options.resume).is_dir()):
         raise UsageError(
-            f"resume must be the number of a run with results on the server, got {config.resume!r}"
+            f"resume must be the number of a run with results on the server, got {options.resume!r}"
         )
-    return Path(kept, config.resume or str(run_id))
+    return Path(kept, options.resume or str(run_id))
 
 
 def with_side_channel(grid: Grid, experiment: Experiment) -> Grid:
@@ -173,7 +176,9 @@ def with_side_channel(grid: Grid, experiment: Experiment) -> Grid:
         return grid
     with refusing():
         options = SideChannelOptions.of(
-            config.exchange_port, config.exchange_address, config.connect_timeout
+            config.network.exchange_port,
+            config.network.exchange_address,
+            config.network.connect_timeout,
         )
     if options is None:
         return grid

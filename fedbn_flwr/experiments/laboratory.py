@@ -110,7 +110,7 @@ def compare(
             )
             with (
                 keeping(place, runs, reuse, anew) if is_kept else nullcontext(),
-                Bars(total, load_data(runs[0].experiment.config), progress) as bars,
+                Bars(total, load_data(runs[0].experiment.config.data), progress) as bars,
             ):
                 write_study(place, study, runs)
                 ended = list(execute(runs, bars.announce, side_by_side))
@@ -164,7 +164,7 @@ def run(
             with (
                 # whoever names the folder of a run to go on with vouches for its code
                 keeping(held, [one], reuse or bool(resumed), anew) if is_kept else nullcontext(),
-                Bars(1, load_data(one.experiment.config), progress) as bars,
+                Bars(1, load_data(one.experiment.config.data), progress) as bars,
             ):
                 if not resumed:
                     write_study(place, study, [one])
@@ -260,7 +260,7 @@ def comparison(
     _refuse_ignored(texts, {**given, **grid})
     if given.get("unseen") == EACH:
         given = {key: value for key, value in given.items() if key != "unseen"}
-        data = data_here(resolve({**given, "method": texts[0]}).config)
+        data = data_here(resolve({**given, "method": texts[0]}).config.data)
         # the runs refuse `each` as a domain that there is not, or say that the data are not here
         names = [EACH]
         if data and data.domain_names:

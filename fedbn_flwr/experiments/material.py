@@ -21,7 +21,7 @@ from fedbn_flwr.client.learning_task import LearningTask, task_of
 from fedbn_flwr.data import Data, Split
 from fedbn_flwr.data.pixels import Channels
 from fedbn_flwr.device import pick_device, set_up_accelerator
-from fedbn_flwr.experiments.config import Config
+from fedbn_flwr.experiments.config import Config, DataOptions, EngineOptions, ModelOptions
 from fedbn_flwr.experiments.method import import_plugins, read_data
 from fedbn_flwr.plugins.options import refusing
 from fedbn_flwr.randomness import torch_generator
@@ -61,7 +61,7 @@ class Material:
 
         A UsageError says why this cannot be.
         """
-        loaded = loaded or load_data(config)
+        loaded = loaded or load_data(config.data)
         partition = []
         if config.clients:
             partition = make_partition(config, loaded, config.clients)
@@ -69,8 +69,8 @@ class Material:
             config,
             loaded,
             partition,
-            fresh_model(config, form_of(loaded)),
-            pick_device(config.device),
+            fresh_model(config.model, form_of(loaded), config.seed),
+            pick_device(config.engine.device),
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -83,7 +83,7 @@ class Material:
     @property
     def task(self) -> LearningTask:
         """Return what is learned from the data."""
-        return task_of(self.data.task, self.config.objective)
+        return task_of(self.data.task, self.config.model.objective)
 
     def client(self, row: int, partition_id: int = 0, memory: RecordDict | None = None) -> BNClient:
         """Make the client with these samples, for a node of this number with this memory."""
@@ -97,7 +97,7 @@ class Material:
             memory=memory,
             device=str(self.device),
             task=self.task,
-            captured=self.config.captured,
+            captured=self.config.engine.captured,
         )
 
 
@@ -107,17 +107,17 @@ def _take(config: Config, shared: bytes | None) -> Material:
     return Material.of(config, pickle.loads(shared) if shared else None)
 
 
-def load_data(config: Config) -> Data:
+def load_data(options: DataOptions) -> Data:
     """The data set, or with `validation` the training data with a part held out in place of the
     test data.
     """
-    loaded = read_data(config)
-    if config.classes:
-        loaded = data.renumbered(loaded, config.classes)
-    if config.validation:
-        loaded = loaded.validation_split(config.validation, VALIDATION_SEED)
-    if config.mean:
-        return data.normalized(loaded, config.mean, config.std)
+    loaded = read_data(options)
+    if options.classes:
+        loaded = data.renumbered(loaded, options.classes)
+    if options.validation:
+        loaded = loaded.validation_split(options.validation, VALIDATION_SEED)
+    if options.mean:
+        return data.normalized(loaded, options.mean, options.std)
     return loaded
 
 
@@ -129,9 +129,9 @@ def unlabeled_inputs(material: Material) -> dict[str, list[Tensor]]:
     """
     config = material.config
     train = material.data.train
-    if not config.unseen or config.validation or norm.lacks(material.model, "statistics"):
+    if not config.data.unseen or config.data.validation or norm.lacks(material.model, "statistics"):
         return {}
-    _, split = data.leave_out(read_data(replace(config, unseen="")), config.unseen)
+    _, split = data.leave_out(read_data(replace(config.data, unseen="")), config.data.unseen)
     split = replace(split, mean=train.mean, std=train.std)
     rows = torch.randperm(len(split), generator=torch_generator(config.seed, "unlabeled"))
     batches = {}
@@ -142,7 +142,7 @@ def unlabeled_inputs(material: Material) -> dict[str, list[Tensor]]:
     return batches
 
 
-def normalization(used: Config | Split) -> dict[str, Channels]:
+def normalization(used: DataOptions | Split) -> dict[str, Channels]:
     """Return mean and standard deviation that inputs are normalized with, in float32 as it is
     done.
     """
@@ -160,7 +160,7 @@ def form_of(loaded: Data) -> Form:
 def make_partition(config: Config, loaded: Data, clients: int) -> list[NDArray[np.int64]]:
     """Draw every client's samples; a UsageError says why they cannot be split so."""
     with refusing():
-        return data.partition(config.partition, loaded, clients, config.seed)
+        return data.partition(config.data.partition, loaded, clients, config.seed)
 
 
 def node_names(loaded: Data, partition: Sequence[NDArray[np.int64]]) -> list[int | str]:
@@ -177,17 +177,17 @@ def node_names(loaded: Data, partition: Sequence[NDArray[np.int64]]) -> list[int
     return list(range(len(partition)))
 
 
-def fresh_model(config: Config, form: Form) -> nn.Module:
+def fresh_model(options: ModelOptions, form: Form, seed: int) -> nn.Module:
     """The model of an experiment in its initial state, for data of this form."""
     return models.build(
-        config.model,
-        norm=config.norm,
-        seed=config.seed,
-        init_from=config.init_from or None,
-        groups=config.groups,
-        normalize_features=config.normalize_features,
-        trainable=config.trainable,
-        **{**form._asdict(), **dict(config.norm_options)},
+        options.model,
+        norm=options.norm,
+        seed=seed,
+        init_from=options.init_from or None,
+        groups=options.groups,
+        normalize_features=options.normalize_features,
+        trainable=options.trainable,
+        **{**form._asdict(), **dict(options.norm_options)},
     )
 
 
@@ -198,18 +198,22 @@ def rounds_within_budget(config: Config, clients: int, samples: int) -> Config:
     if not config.budget_epochs:
         return config
     taking_part = config.clients_in_round(clients)
-    if config.local_epochs:
-        epochs_a_round = config.local_epochs * taking_part / clients
+    if config.training.local_epochs:
+        epochs_a_round = config.training.local_epochs * taking_part / clients
     else:
-        epochs_a_round = config.local_steps * config.batch_size * taking_part / samples
+        epochs_a_round = (
+            config.training.local_steps * config.training.batch_size * taking_part / samples
+        )
     return replace(config, rounds=max(round(config.budget_epochs / epochs_a_round), 1))
 
 
 def expected_steps(config: Config, samples: int) -> int:
     """About how many steps all clients take in the whole run, with so many training samples."""
-    steps = config.local_steps
-    if config.local_epochs:
-        steps = config.local_epochs * (samples // (max(config.clients, 1) * config.batch_size) + 1)
+    steps = config.training.local_steps
+    if config.training.local_epochs:
+        steps = config.training.local_epochs * (
+            samples // (max(config.clients, 1) * config.training.batch_size) + 1
+        )
     return (
         rounds_within_budget(config, config.clients, samples).rounds
         * config.clients_in_round()
@@ -226,10 +230,10 @@ def absent_classes(loaded: Data, partition: Sequence[NDArray[np.int64]]) -> list
     return [name for number, name in enumerate(names) if number not in held]
 
 
-def set_up_process(config: Config) -> None:
+def set_up_process(options: EngineOptions) -> None:
     """Set torch's threads in this process and, before its first use, the accelerator."""
-    if config.threads:
-        torch.set_num_threads(config.threads)
-    device = pick_device(config.device)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    device = pick_device(options.device)
     if device.type != "cpu":
-        set_up_accelerator(device, config.deterministic)
+        set_up_accelerator(device, options.deterministic)

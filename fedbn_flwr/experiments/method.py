@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from fedbn_flwr.data import DATASETS, PARTITIONS, SITES, Data, leave_out, load
 from fedbn_flwr.data.files import TORCHVISION
 from fedbn_flwr.experiments.choice import Choice
-from fedbn_flwr.experiments.config import Config
+from fedbn_flwr.experiments.config import Config, DataOptions, shared_options
 from fedbn_flwr.models import LIBRARIES, MODELS, build, published
 from fedbn_flwr.norm import NORMS
 from fedbn_flwr.plugins import (
@@ -77,8 +77,8 @@ class Experiment:
         """The digests of files that options name: images of a folder by names and sizes, weights by
         their content.
         """
-        initial = Path(self.config.init_from).expanduser()
-        listed = _listing(self.config.dataset)
+        initial = Path(self.config.model.init_from).expanduser()
+        listed = _listing(self.config.data.dataset)
         digests = dict[str, str]()
         if listed:
             digests["dataset"] = listed
@@ -100,9 +100,9 @@ class Experiment:
             "norm": NORMS,
         }
         held = [
-            f"{key} {getattr(config, key)}"
+            f"{key} {config.get(key)}"
             for key in built_in
-            if _is_own(getattr(config, key), built_in[key])
+            if _is_own(config.get(key), built_in[key])
         ]
         if is_foreign(self.strategy_class):
             held.insert(0, f"method {self.strategy}")
@@ -117,7 +117,7 @@ class Experiment:
         Empty if there is nothing.
         """
         strategy = self.strategy_class
-        named = {key: getattr(self.config, key) for key in ("model", "objective")}
+        named = {key: self.config.get(key) for key in ("model", "objective")}
         if is_foreign(strategy) and (not self.config.plugins or not is_importable(strategy)):
             return f"the strategy {strategy.__name__}"
         bound = (
@@ -136,7 +136,7 @@ class Experiment:
         """The strategy for a federation of so many nodes."""
         config = self.config
         personal = self.strategy_class.personal
-        if personal or config.dataset == SITES:
+        if personal or config.data.dataset == SITES:
             evaluating = 1.0
         else:
             evaluating = config.fraction_evaluate
@@ -148,7 +148,7 @@ class Experiment:
         options = self.options
         if (
             personal
-            and config.dataset != SITES
+            and config.data.dataset != SITES
             and "mean-personal" in own_options(self.strategy_class)
         ):
             options = {"mean_personal": True, **options}
@@ -156,14 +156,14 @@ class Experiment:
             return self.strategy_class(
                 lr_schedule=config.lr_schedule,
                 seed=config.seed,
-                patience=config.node_timeout,
-                exchange_timeout=config.exchange_timeout or config.timeout,
-                evaluate_every=config.evaluate_every,
+                patience=config.network.node_timeout,
+                exchange_timeout=config.network.exchange_timeout or config.network.timeout,
+                evaluate_every=config.results.evaluate_every,
                 fraction_train=config.fraction_train,
                 fraction_evaluate=evaluating,
                 min_train_nodes=1,
                 min_evaluate_nodes=1 if evaluating else 0,
-                min_available_nodes=config.min_nodes or nodes,
+                min_available_nodes=config.network.min_nodes or nodes,
                 **options,
             )
 
@@ -236,7 +236,7 @@ def resolve(values: Mapping[str, Any], federation: bool = False, read_from: str 
     method = parse(text)
     owned = all_options()
     own = own_options(REGISTRY[method.strategy])
-    shared = options_of(Config)
+    shared = shared_options()
     # the others say what is run, and not how
     inside = {
         **own,
@@ -265,9 +265,9 @@ def resolve(values: Mapping[str, Any], federation: bool = False, read_from: str 
     config = Config.from_mapping(common)
     if read_from:
         built_in: list[tuple[str, Iterable[str]]] = [
-            (config.model, LIBRARIES),
-            (config.dataset, DATASETS),
-            (config.objective, ()),
+            (config.model.model, LIBRARIES),
+            (config.data.dataset, DATASETS),
+            (config.model.objective, ()),
         ]
         for value, known in built_in:
             module, colon, _ = value.partition(":")
@@ -281,16 +281,20 @@ def resolve(values: Mapping[str, Any], federation: bool = False, read_from: str 
     return experiment
 
 
-def read_data(config: Config) -> Data:
+def read_data(options: DataOptions) -> Data:
     """Return the data set as it is read: the same arguments give the same object."""
-    size = config.image_size or None
-    root = config.data_root or None
-    workers = config.image_workers
+    size = options.image_size or None
+    root = options.data_root or None
+    workers = options.image_workers
     loaded = load(
-        config.dataset, image_size=size, channels=config.channels, root=root, image_workers=workers
+        options.dataset,
+        image_size=size,
+        channels=options.channels,
+        root=root,
+        image_workers=workers,
     )
-    if config.unseen:
-        return leave_out(loaded, config.unseen)[0]
+    if options.unseen:
+        return leave_out(loaded, options.unseen)[0]
     return loaded
 
 
@@ -298,19 +302,20 @@ def _with_images(config: Config) -> Config:
     """Return the options with the images that the library of the model trained it with, where they
     are not given.
     """
-    images = published(config.model)
+    images = published(config.model.model)
     if images is None:
         return config
     size = images.image_size
-    if not config.image_size and size > SMALL_SIZE:
+    if not config.data.image_size and size > SMALL_SIZE:
         less = f"image-size={SMALL_SIZE} takes {(size / SMALL_SIZE) ** 2:.0f} times less"
         warn_once(
-            f"{config.model}: images have {size}x{size} pixels, as it was trained with; {less}"
+            f"{config.model.model}: images have {size}x{size} pixels, as it was trained with; "
+            f"{less}"
         )
-    if not config.mean:
-        config = replace(config, mean=images.mean, std=images.std)
-    return replace(
-        config, image_size=config.image_size or size, channels=config.channels or images.channels
+    if not config.data.mean:
+        config = config.but(mean=images.mean, std=images.std)
+    return config.but(
+        image_size=config.data.image_size or size, channels=config.data.channels or images.channels
     )
 
 
@@ -318,10 +323,10 @@ def _with_clients(config: Config, federation: bool) -> Config:
     """Return the options with a partition, and with a number of clients unless a federation has its
     own.
     """
-    unknown = not config.partition or (
-        config.partition in ("domain", "city") and not (config.clients or federation)
+    unknown = not config.data.partition or (
+        config.data.partition in ("domain", "city") and not (config.clients or federation)
     )
-    known = data_here(config) if unknown else None
+    known = data_here(config.data) if unknown else None
     train = known.train if known else None
     if train is None or train.domains is None:
         domains = 0
@@ -330,17 +335,19 @@ def _with_clients(config: Config, federation: bool) -> Config:
     classed = "classes"
     if train is not None and train.labels.is_floating_point():
         classed = "iid"
-    partition = config.partition or ("domain" if domains else classed)
-    clients = config.clients or len(config.sites) or (0 if federation else domains or CLIENTS)
-    return replace(config, partition=partition, clients=clients)
+    partition = config.data.partition or ("domain" if domains else classed)
+    clients = (
+        config.clients or len(config.network.sites) or (0 if federation else domains or CLIENTS)
+    )
+    return config.but(partition=partition, clients=clients)
 
 
-def data_here(config: Config) -> Data | None:
+def data_here(options: DataOptions) -> Data | None:
     """Return the data if they may have domains or float targets, and are here."""
-    if config.dataset in (SITES, *TORCHVISION):
+    if options.dataset in (SITES, *TORCHVISION):
         return None
     with refusing(), suppress(OSError):  # said when the data are needed
-        return read_data(config)
+        return read_data(options)
     return None
 
 
@@ -360,7 +367,7 @@ def all_options() -> dict[str, Option]:
     options: dict[str, Option] = {}
     for name, strategy in REGISTRY.items():
         for key, option in own_options(strategy).items():
-            if key in options_of(Config):
+            if key in shared_options():
                 raise UsageError(
                     f"strategy {name!r}: the option {key!r} of its constructor is one of all "
                     "commands"
@@ -530,7 +537,7 @@ def _with_norm(
     it takes.
     """
     own = strategy.own_norm(options)
-    chosen, brought = own or (norm or config.norm, {})
+    chosen, brought = own or (norm or config.model.norm, {})
     if norm not in (None, chosen):
         raise UsageError(
             f"method {config.method!r}: the strategy sets its own normalizer {chosen!r}"
@@ -544,14 +551,14 @@ def _with_norm(
     # what `build` takes itself, such as groups, has options of its own
     taken = inspect.signature(build).parameters
     known = {key: item for key, item in options_of(NORMS[chosen]).items() if item.name not in taken}
-    given = read_options(f"norm-options of {chosen!r}", known, config.norm_options)
+    given = read_options(f"norm-options of {chosen!r}", known, config.model.norm_options)
     for name, value in brought.items():
         if given.setdefault(name, value) != value:
             raise UsageError(
                 f"norm-options: {name} is {given[name]!r}, but method {config.method!r} sets it "
                 f"to {value!r}"
             )
-    return replace(config, norm=chosen, norm_options=tuple(given.items()))
+    return config.but(norm=chosen, norm_options=tuple(given.items()))
 
 
 def _pooled(experiment: Experiment, method: Parsed) -> Experiment:
@@ -566,11 +573,10 @@ def _pooled(experiment: Experiment, method: Parsed) -> Experiment:
         together = 1
     else:
         together = config.clients_in_round()
-    pooled = replace(
-        config,
+    pooled = config.but(
         clients=1,
         partition="union",
-        batch_size=together * config.batch_size,
+        batch_size=together * config.training.batch_size,
         fraction_train=1.0,
     )
     return replace(experiment, config=pooled)

@@ -222,7 +222,7 @@ class Run:
             if len(differing) > NAMED:
                 more = f"; and {len(differing) - NAMED} more"
             reason = f"{'; '.join(differing[:NAMED])}{more}"
-            if self.experiment.config.resume:
+            if self.experiment.config.results.resume:
                 raise UsageError(f"{self.folder} cannot be resumed: {reason}")
             raise UsageError(
                 f"{self.folder} holds another run: {reason} (give another results-dir)"
@@ -246,7 +246,7 @@ class Run:
         try:
             self.refuse_other_run()
         except UsageError as error:
-            return {**self.place, "lr": self.experiment.config.lr, "failed": str(error)}
+            return {**self.place, "lr": self.experiment.config.training.lr, "failed": str(error)}
         try:
             return self.train(engine, progress)
         except Exception as error:
@@ -263,7 +263,7 @@ class Run:
         summary = read_json(self.folder / SUMMARY) or {
             "method": config.method,
             "seed": config.seed,
-            "lr": config.lr,
+            "lr": config.training.lr,
         }
         summary |= {"failed": reason, **more}
         try:
@@ -276,16 +276,14 @@ class Run:
         """Return the experiment that goes on after the run's last checkpoint, or the same if there
         is none.
         """
-        if self.experiment.config.resume or not checkpoint_round(self.folder):
+        if self.experiment.config.results.resume or not checkpoint_round(self.folder):
             return self.experiment
         try:
             read_checkpoint(self.folder)
         except UsageError as error:
             log(WARNING, "%s: the run begins again", error)
             return self.experiment
-        return replace(
-            self.experiment, config=replace(self.experiment.config, resume=str(self.folder))
-        )
+        return replace(self.experiment, config=self.experiment.config.but(resume=str(self.folder)))
 
 
 def _flat(asked: Mapping[str, Any], versions: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The server's side of an experiment: one run, from a grid to a folder of results."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from logging import ERROR, INFO, WARNING
 from pathlib import Path
 from typing import Any
@@ -62,10 +62,10 @@ def run(
     strategy = experiment.make_strategy(config.clients)
     material = checked_material(experiment, strategy)
     saved = None
-    if config.resume:
+    if config.results.resume:
         saved = read_checkpoint(folder)
     nodes = count_nodes(grid, config)
-    strategy.min_available_nodes = config.min_nodes or nodes
+    strategy.min_available_nodes = config.network.min_nodes or nodes
     if material is None:
         setup = set_up_at_sites(
             grid, config, nodes, read_config(folder)["options"] if saved else {}
@@ -95,7 +95,7 @@ def play(
     """
     asked = asked_of(experiment, engine)
     config = setup.config
-    set_up_process(config)
+    set_up_process(config.engine)
     experiment = replace(experiment, config=config)
     standing = Standing()
     arrays = setup.initial
@@ -111,7 +111,9 @@ def play(
     counted = CountingGrid(setup.grid, standing.training, standing.evaluation)
     train_config = ConfigRecord({**instruction_of(config).to_config(always=("lr",)), **setup.facts})
     evaluate_config = ConfigRecord({**evaluation_of(experiment).to_config(), **setup.facts})
-    with open_sinks(config.log_to, folder, experiment.to_mapping(), files.rounds_done) as sinks:
+    with open_sinks(
+        config.results.log_to, folder, experiment.to_mapping(), files.rounds_done
+    ) as sinks:
         journal = Journal(files, strategy, counted, config, sinks, standing)
         after_round = AfterRound(setup, strategy, journal, standing, saver, progress, arrays)
         try:
@@ -120,7 +122,7 @@ def play(
                     counted,
                     arrays,
                     config.rounds,
-                    config.timeout,
+                    config.network.timeout,
                     saver.tell(train_config),
                     saver.tell(evaluate_config),
                     rounds_done=standing.round,
@@ -176,10 +178,11 @@ class AfterRound:
             if self.strategy.evaluates(now.number):
                 score = scorer.score(self.strategy, now.after)
         self.journal.record(now, score)
-        self.standing.take(now.number, score, scorer.metric, config)
+        is_last = now.number >= config.rounds
+        self.standing.take(now.number, score, scorer.metric, config.results, is_last)
         if self.progress:
             self.progress(now.number, config.rounds, self.standing.score.get(scorer.metric))
-        stops = bool(STOPPING) and now.number < config.rounds
+        stops = bool(STOPPING) and not is_last
         if stops or self.saver.is_due(now.number):
             self.saver.save(now)
         return stops or bool(self.standing.stopped_by)
@@ -226,45 +229,47 @@ def set_up_at_sites(grid: Grid, config: Config, nodes: int, before: Mapping[str,
 
     `before` are the options of the run that goes on, if there is one.
     """
-    if before and not config.mean:
+    if before and not config.data.mean:
         # what the sites agreed on then: today another one may be absent
         config = Config.from_mapping(
             {**config.to_mapping(), "mean": before["mean"], "std": before["std"]}
         )
-    answers = ask_sites(grid, sorted(grid.get_node_ids()), config.node_timeout)
-    agreement = agree(replace(config, partition=SITES), answers)
+    answers = ask_sites(grid, sorted(grid.get_node_ids()), config.network.node_timeout)
+    agreement = agree(config.but(partition=SITES), answers)
     config = rounds_within_budget(agreement.config, nodes, agreement.samples)
-    initial = state.to_record(fresh_model(config, agreement.form).state_dict())
+    initial = state.to_record(fresh_model(config.model, agreement.form, config.seed).state_dict())
     sites_grid = SitesGrid(grid, agreement)
-    scorer = SiteScorer(config.classes, config.class_metrics, sites_grid)
+    scorer = SiteScorer(config.data.classes, config.results.class_metrics, sites_grid)
     table = agreement.table(sites_grid.names)
-    about = {"clients": nodes, **normalization(config), "image-size": agreement.form.image_size}
-    about |= {"class-names": config.classes, "metric": scorer.metric}
+    about = {
+        "clients": nodes,
+        **normalization(config.data),
+        "image-size": agreement.form.image_size,
+    }
+    about |= {"class-names": config.data.classes, "metric": scorer.metric}
     return Setup(config, sites_grid, initial, scorer, about, agreement.to_config(), table)
 
 
 def instruction_of(config: Config) -> Instruction:
     """Return the instruction to clients that the shared options ask for."""
-    # `class_metrics` is of evaluations
-    names = {item.name for item in fields(Instruction)} - {"class_metrics"}
-    shared = {name: value for name, value in vars(config).items() if name in names}
-    if config.local_epochs:
-        work = {"local_steps": 0}
+    training = vars(config.training).copy()
+    if config.training.local_epochs:
+        training["local_steps"] = 0
     else:
-        work = {"local_epochs": 1}
-    return Instruction(**{**shared, **work, "dynamics_window": config.record_dynamics})
+        training["local_epochs"] = 1
+    return Instruction(seed=config.seed, dynamics_window=config.results.record_dynamics, **training)
 
 
 def evaluation_of(experiment: Experiment) -> Instruction:
     """Return the instruction to clients that evaluate."""
     config = experiment.config
-    by_nodes = experiment.strategy_class.personal or config.dataset == SITES
+    by_nodes = experiment.strategy_class.personal or config.data.dataset == SITES
     return Instruction(
         seed=config.seed,
-        batch_size=config.batch_size,
-        precision=config.precision,
-        report_local_loss=config.train_loss_global and by_nodes,
-        class_metrics=",".join(config.class_metrics),
+        batch_size=config.training.batch_size,
+        precision=config.training.precision,
+        report_local_loss=config.results.train_loss_global and by_nodes,
+        class_metrics=",".join(config.results.class_metrics),
     )
 
 
@@ -274,15 +279,15 @@ def count_nodes(grid: Grid, config: Config) -> int:
     With `min_nodes` the run starts without the clients that are still absent after `node_timeout`
     seconds.
     """
-    wanted = max(config.clients, config.min_nodes, 1)
-    fewest = config.min_nodes or max(config.clients, 1)
+    wanted = max(config.clients, config.network.min_nodes, 1)
+    fewest = config.network.min_nodes or max(config.clients, 1)
     try:
-        nodes = len(wait_for_nodes(grid, wanted, config.node_timeout, fewest))
+        nodes = len(wait_for_nodes(grid, wanted, config.network.node_timeout, fewest))
     except CannotTrainError as error:
         front = passing(grid)
         names = front.names if front else {}
         there = {names.get(node) for node in grid.get_node_ids()}
-        missing = [site for site in config.sites if site not in there]
+        missing = [site for site in config.network.sites if site not in there]
         if missing:
             raise CannotTrainError(f"{error}; not connected: {', '.join(missing)}") from None
         raise

@@ -353,7 +353,7 @@ def _with_values(run: Run, choice: Choice) -> Run:
     best = next(text for text, values in choice.combinations().items() if values == choice.values)
     tried = run.tried[best][0].experiment
     own = run.experiment.config
-    config = replace(tried.config, seed=own.seed, validation=own.validation)
+    config = tried.config.but(seed=own.seed, validation=own.data.validation)
     asked = {
         **(run.experiment.asked or {}),
         "choice": vars(choice),

@@ -59,7 +59,7 @@ def test_engines_stand_beside_the_bare_loop(
 
 def test_a_row_says_how_it_computes_and_what_it_takes_on_a_gpu() -> None:
     case = Case("mlp", "fedavg", clients=2, precision="tf32", options=(("deterministic", "false"),))
-    assert case.experiment().config.deterministic is False
+    assert case.experiment().config.engine.deterministic is False
     measured = Measured(
         "bare", 1, turns=[[0.5]], notes={"peak-memory-mb": 1200.0, "peak-gpu-memory-mb": 70.4}
     )

@@ -338,7 +338,7 @@ def test_numbers_of_other_libraries_and_mappings_are_options(tmp_path: Path) -> 
             **counts,
         )
         write_study(tmp_path, study, runs := study.runs(tmp_path))
-        assert [run.experiment.config.norm_options for run in runs] == [(("r_max", 3.0),)] * 2
+        assert [run.experiment.config.model.norm_options for run in runs] == [(("r_max", 3.0),)] * 2
     assert quick("fedavg", rounds=np.int64(1), lr=np.float32(0.5)).summaries[0]["lr"] == 0.5
 
 

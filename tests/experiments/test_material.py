@@ -40,7 +40,7 @@ def test_the_device_of_a_run_is_the_current_one_until_its_end(
     monkeypatch.setattr(device, "started", lambda: cuda)
     for name in ("cpu", "cuda", "cuda:1"):
         with device.settings_restored():
-            material.set_up_process(config(device=name))
+            material.set_up_process(config(device=name).engine)
             assert torch.get_deterministic_debug_mode() == (name != "cpu")
     assert current == [0, 1, 0]
     assert torch.get_deterministic_debug_mode() == 0
@@ -72,7 +72,7 @@ def test_a_budget_of_epochs_sets_the_rounds(
     options: dict[str, float], clients: int, rounds: int
 ) -> None:
     given = config(**options)
-    assert rounds_within_budget(given, clients, len(load_data(given).train)).rounds == rounds
+    assert rounds_within_budget(given, clients, len(load_data(given.data).train)).rounds == rounds
 
 
 def test_the_centralized_reference_has_the_same_budget() -> None:
@@ -102,9 +102,9 @@ def test_a_model_fits_the_data_and_is_a_function_of_the_seed() -> None:
 
 
 def test_validation_takes_the_test_datas_place_and_is_not_trained_on() -> None:
-    whole, held_out = load_data(config()), load_data(config(validation=0.25))
+    whole, held_out = load_data(config().data), load_data(config(validation=0.25).data)
     assert (len(held_out.train), len(held_out.test)) == (150, 50)
-    assert held_out is load_data(config(validation=0.25, seed=3))
+    assert held_out is load_data(config(validation=0.25, seed=3).data)
 
     def rows(inputs: torch.Tensor) -> set[bytes]:
         return {row.numpy().tobytes() for row in inputs}
@@ -234,7 +234,7 @@ def test_outputs_of_no_class_are_said_once_and_count_as_wrong(
     )
     assert caplog.messages.count(line) == 1
     summary = results(run_in(tmp_path, "fedavg"))["summary"]
-    config = Config(dataset=DATA, model=f"{HERE}:wide")
+    config = Config().but(dataset=DATA, model=f"{HERE}:wide")
     material = Material.of(config)
     inputs, labels = material.data.test.batch(torch.arange(40))
     with torch.no_grad():
@@ -253,7 +253,7 @@ def test_classes_that_nobody_has_and_a_single_seed_are_said(
     warn_once.cache_clear()
     chosen = {"dataset": "digits", "partition": "classes:2", "clients": "3", "rounds": "1"}
     assert run("compare", "--methods", "fedavg,fedbn", results_dir=str(tmp_path), **chosen) == 0
-    config = Config(partition="classes:2", clients=3)
+    config = Config().but(partition="classes:2", clients=3)
     material = Material.of(config)
     held = set(material.data.train.labels[np.concatenate(material.partition)].tolist())
     few = ", ".join(str(number) for number in range(10) if number not in held)

@@ -6,9 +6,10 @@ from typing import Annotated, Any, ClassVar
 import pytest
 
 from fedbn_flwr.experiments import Config, UsageError, resolve
+from fedbn_flwr.experiments.config import shared_options
 from fedbn_flwr.experiments.material import Material
 from fedbn_flwr.experiments.method import all_options, own_options, owners, parse, split_methods
-from fedbn_flwr.plugins.options import Option, Range, convert, options_of
+from fedbn_flwr.plugins.options import Option, Range, convert
 from fedbn_flwr.strategies import REGISTRY, FedAvg, FedProx, FixBN
 from fedbn_flwr.wire import wire_key
 
@@ -77,7 +78,11 @@ def test_a_methods_own_options_override_the_shared_ones() -> None:
     experiment = resolve(
         {"method": "fedprox+gn:mu=0.5:lr=0.05", "lr": "0.3", "mu": "0.2", "rounds": "7"}
     )
-    assert (experiment.config.lr, experiment.config.norm, experiment.config.rounds) == (
+    assert (
+        experiment.config.training.lr,
+        experiment.config.model.norm,
+        experiment.config.rounds,
+    ) == (
         0.05,
         "gn",
         7,
@@ -138,13 +143,13 @@ def test_a_strategy_that_brings_its_own_normalizer_refuses_another() -> None:
     }
     assert own
     for name, norm in own.items():
-        assert resolve({"method": name}).config.norm == norm
-        assert resolve({"method": name, "norm": "gn"}).config.norm == norm
-        assert resolve({"method": f"{name}+{norm}"}).config.norm == norm
+        assert resolve({"method": name}).config.model.norm == norm
+        assert resolve({"method": name, "norm": "gn"}).config.model.norm == norm
+        assert resolve({"method": f"{name}+{norm}"}).config.model.norm == norm
         with pytest.raises(UsageError, match=f"sets its own normalizer '{norm}'"):
             resolve({"method": f"{name}+gn"})
     # the ablation of FedWon's table 5
-    assert resolve({"method": "fedwon:wsconv=false"}).config.norm == "none"
+    assert resolve({"method": "fedwon:wsconv=false"}).config.model.norm == "none"
 
 
 def options_that_build(monkeypatch: pytest.MonkeyPatch, **options: str) -> dict[str, object]:
@@ -172,7 +177,7 @@ def test_own_options_of_a_strategy_reach_its_normalizer(
     method: str, wanted: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built = options_that_build(monkeypatch, method=method)
-    assert built.pop("groups") == Config.groups
+    assert built.pop("groups") == Config.model.groups
     assert built == wanted
 
 
@@ -180,14 +185,21 @@ def test_the_centralized_reference_has_one_node_and_all_clients_batches() -> Non
     experiment = resolve({"method": "centralized", "clients": "4", "batch-size": "8"})
     # its one client resolves what the server has resolved
     for config in (experiment.config, resolve(experiment.to_mapping()).config):
-        assert (config.clients, config.batch_size, config.partition) == (1, 32, "union")
-        assert (config.fraction_train, config.rounds, config.local_steps) == (
+        assert (config.clients, config.training.batch_size, config.data.partition) == (
+            1,
+            32,
+            "union",
+        )
+        assert (config.fraction_train, config.rounds, config.training.local_steps) == (
             1.0,
             Config.rounds,
-            Config.local_steps,
+            Config.training.local_steps,
         )
     # its own batch size is meant for the one node
-    assert resolve({"method": "centralized:batch-size=20", "clients": "4"}).config.batch_size == 20
+    assert (
+        resolve({"method": "centralized:batch-size=20", "clients": "4"}).config.training.batch_size
+        == 20
+    )
     with pytest.raises(UsageError, match="needs clients"):
         resolve({"method": "centralized"}, federation=True)
 
@@ -208,14 +220,14 @@ def test_a_list_of_methods_is_not_split_inside_a_value() -> None:
 
 def test_every_option_has_a_kebab_name_and_a_help_text() -> None:
     assert (
-        list(options_of(Config))
+        list(shared_options())
         == [wire_key(item.name) for item in fields(Config)]
         == list(Config().to_mapping())
     )
     of_strategies = [
         option for strategy in REGISTRY.values() for option in own_options(strategy).values()
     ]
-    assert all(option.help for option in [*options_of(Config).values(), *of_strategies])
+    assert all(option.help for option in [*shared_options().values(), *of_strategies])
 
 
 #: value, kind, what an option of the kind takes it for

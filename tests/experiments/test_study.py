@@ -59,11 +59,16 @@ class Engine:
     ) -> Summary:
         self.ran.append(experiment)
         config = experiment.config
-        accuracy = self.accuracies.get(f"lr{config.lr:g}".replace(".", "_"), 0.5)
-        if (f"lr{config.lr:g}", config.seed) in self.fails:
+        accuracy = self.accuracies.get(f"lr{config.training.lr:g}".replace(".", "_"), 0.5)
+        if (f"lr{config.training.lr:g}", config.seed) in self.fails:
             raise CannotTrainError("it diverged")
         folder.mkdir(parents=True)
-        return {"method": config.method, "seed": config.seed, "lr": config.lr, "accuracy": accuracy}
+        return {
+            "method": config.method,
+            "seed": config.seed,
+            "lr": config.training.lr,
+            "accuracy": accuracy,
+        }
 
 
 def rows_of(asked: Study, folder: Path) -> list[Summary]:
@@ -79,7 +84,7 @@ def test_methods_share_everything_but_what_they_say(tmp_path: Path) -> None:
     )
     one, other = runs[1].experiment.config, runs[3].experiment.config
     assert one.seed == other.seed == 8
-    assert (one.lr, other.lr) == (0.1, 0.05)
+    assert (one.training.lr, other.training.lr) == (0.1, 0.05)
     assert {key for key, value in one.to_mapping().items() if value != other.to_mapping()[key]} == {
         "method",
         "lr",
@@ -141,10 +146,10 @@ def test_each_method_runs_with_its_best_values_of_the_grid(
     }
     assert trained[2].choice is None
     # values are chosen by two seeds on held-out training data, and what is reported is not
-    assert [(each.config.seed, each.config.validation) for each in searched] == [
+    assert [(each.config.seed, each.config.data.validation) for each in searched] == [
         (seed, VALIDATION_SHARE) for _ in range(3) for seed in (0, 1)
     ]
-    assert [(each.config.seed, each.config.validation) for each in trained] == [
+    assert [(each.config.seed, each.config.data.validation) for each in trained] == [
         (0, 0.0),
         (1, 0.0),
     ] * 2
@@ -443,7 +448,7 @@ def test_the_least_error_is_chosen_also_where_the_last_run_ends_without_a_metric
     errors = {0.1: 0.5, 0.2: 0.3, 0.3: 0.9}
 
     def trained(run: Run, _: Announce) -> Summary:
-        error = errors.get(run.experiment.config.lr)
+        error = errors.get(run.experiment.config.training.lr)
         return {"failed": "its process ended"} if error is None else {"metric": "mse", "mse": error}
 
     monkeypatch.setattr("fedbn_flwr.experiments.study._train", trained)

@@ -125,7 +125,7 @@ def test_each_of_several_gpus_has_a_process(
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
     asked = config(device=device, clients=9)
-    assert visible_gpus(asked) == wanted
+    assert visible_gpus(asked.engine.device) == wanted
     assert count_workers(material(device=device, clients=9)) == max(len(wanted), 1)
     assert count_workers(material(device=device, clients=1)) == 1
     assert count_workers(material(device=device, clients=9, workers=5)) == 5
@@ -209,7 +209,7 @@ def test_a_run_holds_the_layer_wise_steps_that_fit_and_the_next_run_as_many_as_b
 
 # ---- data that worker processes map, and do not load ---------------------------------------------
 
-SHARED = Config(dataset="synthetic:n=2000:seed=9", validation=0.1, clients=5, partition="iid")
+SHARED = Config().but(dataset="synthetic:n=2000:seed=9", validation=0.1, clients=5, partition="iid")
 
 
 def changed_in_a_worker(material: Material) -> dict[str, Any]:
@@ -247,5 +247,7 @@ def test_data_without_room_in_shared_memory_are_left_to_each_process(
     monkeypatch.setattr(
         torch.Tensor, "share_memory_", Mock(side_effect=RuntimeError("no space left"))
     )
-    material = Material.of(Config(dataset="synthetic:n=100:test=10", clients=2, partition="iid"))
+    material = Material.of(
+        Config().but(dataset="synthetic:n=100:test=10", clients=2, partition="iid")
+    )
     assert not pickle.loads(pickle.dumps(material)).data.train.inputs.is_shared()

@@ -221,7 +221,7 @@ def test_options_are_read_once_for_all_messages(monkeypatch: pytest.MonkeyPatch)
 
     def counted(config: Config) -> Data:
         calls.append(config)
-        return load_data(config)
+        return load_data(config.data)
 
     monkeypatch.setattr("fedbn_flwr.experiments.material.load_data", counted)
     options = {"dataset": "synthetic:n=90:test=10", "clients": 9, "partition": "iid", "seed": 123}

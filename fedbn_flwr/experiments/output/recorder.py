@@ -13,7 +13,7 @@ import numpy as np
 from flwr.common import log
 
 from fedbn_flwr import wire
-from fedbn_flwr.experiments.config import Config
+from fedbn_flwr.experiments.config import Config, ResultsOptions
 from fedbn_flwr.experiments.method import Experiment
 from fedbn_flwr.experiments.output.run_folder import RunFolder, read_rounds
 from fedbn_flwr.experiments.output.scoring import Score, merit
@@ -67,20 +67,22 @@ class Standing:
     training: Traffic = field(default_factory=Traffic)
     evaluation: Traffic = field(default_factory=Traffic)
 
-    def take(self, server_round: int, score: Score, metric: str, config: Config) -> None:
+    def take(
+        self, server_round: int, score: Score, metric: str, options: ResultsOptions, is_last: bool
+    ) -> None:
         """Take the scores of a round, if it has some, and see whether they are enough."""
         self.score = score or self.score
-        if metric not in score or server_round >= config.rounds:
+        if metric not in score or is_last:
             return
         reached = merit(metric, score[metric])
         if reached > self.best_merit:
             self.best_merit = reached
             self.best_round = server_round
-        if config.stop_at and reached >= merit(metric, config.stop_at):
-            self.stopped_by = f"stop-at={config.stop_at:g}"
-        elif config.stop_after and server_round - self.best_round >= config.stop_after:
+        if options.stop_at and reached >= merit(metric, options.stop_at):
+            self.stopped_by = f"stop-at={options.stop_at:g}"
+        elif options.stop_after and server_round - self.best_round >= options.stop_after:
             self.stopped_by = (
-                f"stop-after={config.stop_after}: no better score since round {self.best_round}"
+                f"stop-after={options.stop_after}: no better score since round {self.best_round}"
             )
 
 
@@ -154,7 +156,7 @@ class Journal:
         self.files.round({**row, **score})
         for sink in self.sinks:
             sink({**row, **score})
-        if self.config.record_dynamics:
+        if self.config.results.record_dynamics:
             self.files.dynamics(dynamics_of(now, row["train-loss"]))
         shown = {"train-loss": row["train-loss"], **score}
         numbers = ", ".join(
@@ -191,8 +193,8 @@ class Journal:
         summary["paper-bytes"] = sent.paper
         summary["evaluation-payload-bytes"] = standing.evaluation.payload
         summary["seconds"] = standing.seconds
-        if config.unseen:
-            summary["unseen"] = config.unseen
+        if config.data.unseen:
+            summary["unseen"] = config.data.unseen
         if experiment.choice:
             summary |= experiment.choice.summary()
         if skipped:
@@ -244,7 +246,7 @@ class Journal:
         if 0 in refused:
             late = "was left out"
         else:
-            late = f"did not answer in {self.config.timeout:g} s"
+            late = f"did not answer in {self.config.network.timeout:g} s"
         silent = sorted({*now.nodes} - {node for reply in now.replies for node in reply.nodes})
         missing = {
             names.get(node, node): "was left out" if node in refused else late for node in silent
@@ -256,7 +258,7 @@ class Journal:
             if self.config.fraction_train < 1:
                 present |= {*self.grid.get_node_ids()}
             here = {names.get(node) for node in present}
-            for who in sorted({*self.config.sites, *names.values()} - {*here, *missing}):
+            for who in sorted({*self.config.network.sites, *names.values()} - {*here, *missing}):
                 missing[who] = "was away"
         return missing
 

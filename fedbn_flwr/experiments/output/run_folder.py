@@ -19,8 +19,8 @@ from safetensors.torch import save
 
 from fedbn_flwr import __version__
 from fedbn_flwr.device import accelerator_name
-from fedbn_flwr.experiments.config import Config
-from fedbn_flwr.plugins.options import UsageError, options_of
+from fedbn_flwr.experiments.config import shared_options
+from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.state import from_record
 from fedbn_flwr.state.record_files import write_bytes
 from fedbn_flwr.wire import printable
@@ -235,7 +235,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def _are_options(values: Mapping[str, Any]) -> bool:
     """Return whether all shared options among these have values that they can have."""
-    known = options_of(Config)
+    known = shared_options()
     try:
         for key in values.keys() & known.keys():
             if not isinstance(values[key], bool | int | float | str):

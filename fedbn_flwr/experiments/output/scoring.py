@@ -64,12 +64,14 @@ class Scorer:
         self._data = data
         self._device = material.device
         self._task = material.task
-        self._metrics = config.class_metrics
+        self._metrics = config.results.class_metrics
         self._class_names = data.class_names or [str(number) for number in range(data.num_classes)]
         #: the score by which methods are compared
         self.metric = self._task.metric
         #: the training samples of all clients, if the loss on them is asked for
-        self._trained = np.concatenate(material.partition) if config.train_loss_global else None
+        self._trained = (
+            np.concatenate(material.partition) if config.results.train_loss_global else None
+        )
         #: by their number, batches of the tested domain to adapt to before it is tested
         self._unlabeled = unlabeled_inputs(material)
 

@@ -132,13 +132,13 @@ def show_plan(title: str, runs: Sequence[Run]) -> None:
     for cell in cells:
         config = cell[0].experiment.config
         with refusing():
-            pick_device(config.device)
+            pick_device(config.engine.device)
         count = len(cell) + sum(map(len, cell[0].tried.values()))
         counted = "?", "?"
         with suppress(ValueError, OSError, RuntimeError):  # they depend on data that are not there
             samples = 0
-            if config.local_epochs or config.budget_epochs:
-                samples = len(load_data(config).train)
+            if config.training.local_epochs or config.budget_epochs:
+                samples = len(load_data(config.data).train)
             steps = count * expected_steps(config, samples)
             counted = (
                 f"{rounds_within_budget(config, config.clients, samples).rounds:,}",
@@ -146,10 +146,10 @@ def show_plan(title: str, runs: Sequence[Run]) -> None:
             )
             total += steps
         try:
-            if not config.dataset.startswith(REMOTE):
-                load_data(config)
+            if not config.data.dataset.startswith(REMOTE):
+                load_data(config.data)
         except (ValueError, OSError, RuntimeError) as error:
-            missing[f"data set {config.dataset!r} is not there: {error}"] = None
+            missing[f"data set {config.data.dataset!r} is not there: {error}"] = None
         table.add_row(cell[0].setting, cell[0].label, str(count), *counted)
     console.print(table)
     known = " where known" if missing else ""

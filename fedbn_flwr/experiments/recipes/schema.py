@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from fedbn_flwr.experiments.choice import Grid
-from fedbn_flwr.experiments.config import Config
+from fedbn_flwr.experiments.config import shared_options
 from fedbn_flwr.experiments.method import all_options, parse, refuse_code
 from fedbn_flwr.experiments.output.run_folder import cleaned
 from fedbn_flwr.experiments.recipes.paper import (
@@ -23,7 +23,7 @@ from fedbn_flwr.experiments.recipes.paper import (
 )
 from fedbn_flwr.experiments.study import Setting, Study
 from fedbn_flwr.plugins import did_you_mean
-from fedbn_flwr.plugins.options import ALL_OPTIONS, Option, UsageError, options_of, whole_number
+from fedbn_flwr.plugins.options import ALL_OPTIONS, Option, UsageError, whole_number
 from fedbn_flwr.plugins.yaml_text import load_yaml
 
 #: the keys of a recipe, and those of its `smoke`
@@ -236,7 +236,7 @@ class Fields:
 
 
 def _all_options() -> dict[str, Option]:
-    return {**options_of(Config), **all_options()}
+    return {**shared_options(), **all_options()}
 
 
 def parse_recipe(name: str, content: object, read_from: str = "") -> Recipe:

@@ -110,8 +110,7 @@ def _write_latex(parts: Sequence[Content], folder: Path) -> str:
         for shown in part.tables:
             write_bytes(folder / f"{part.prefix}{shown.name}.tex", to_latex(shown).encode())
     return (
-        f"{parts[0].prefix}results.tex (and other tables, for booktabs, and "
-        "pictures as PDF files)"
+        f"{parts[0].prefix}results.tex (and other tables, for booktabs, and pictures as PDF files)"
     )
 
 

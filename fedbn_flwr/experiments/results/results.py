@@ -163,7 +163,7 @@ class Results:
     def _filled(self, key: Key, weights: state.State) -> nn.Module:
         """Return a run's model with these weights."""
         config = self._runs[key].experiment.config
-        model = fresh_model(config, form_of(load_data(config)))
+        model = fresh_model(config.model, form_of(load_data(config.data)), config.seed)
         state.load(model, weights)
         return model.eval()
 
@@ -172,9 +172,12 @@ class Results:
         takes.
         """
         config = self._runs[self._key_of(method, seed)].experiment.config
-        split = load_data(config).train
+        split = load_data(config.data).train
         return partial(
-            preprocess, trained=split.inputs, image_size=config.image_size, **normalization(split)
+            preprocess,
+            trained=split.inputs,
+            image_size=config.data.image_size,
+            **normalization(split),
         )
 
     def _key_of(self, method: Method, seed: int | None) -> Key:

@@ -41,7 +41,7 @@ class Agreement:
     @property
     def form(self) -> Form:
         """What a model must know of the data."""
-        return Form(len(self.config.classes), self.shape[0], self.shape[-1])
+        return Form(len(self.config.data.classes), self.shape[0], self.shape[-1])
 
     @property
     def samples(self) -> int:
@@ -50,8 +50,8 @@ class Agreement:
 
     def to_config(self) -> ConfigRecord:
         """Return what every message tells a site."""
-        mean = self.config.mean
-        std = self.config.std
+        mean = self.config.data.mean
+        std = self.config.data.std
         return ConfigRecord(
             {DATA_MEAN: as_value(mean), DATA_STD: as_value(std), DATA_SHAPE: list(self.shape)}
         )
@@ -70,9 +70,9 @@ class Agreement:
         ]
         if same:
             return f"node {same[0]} has its site number {site.site}: give each site its own number"
-        unknown = [name for name in site.class_names if name not in self.config.classes]
+        unknown = [name for name in site.class_names if name not in self.config.data.classes]
         if unknown:
-            known = ", ".join(self.config.classes)
+            known = ", ".join(self.config.data.classes)
             return wire.printable(f"class {unknown[0]!r} is not one of the run's classes: {known}")
         if site.shape != self.shape:
             shapes = f"{_times(site.shape)}, but {_times(self.shape)} at most sites"
@@ -117,7 +117,7 @@ def agree(config: Config, answers: Answers) -> Agreement:
     site again.
     """
     described = [answer for answer in answers.values() if isinstance(answer, SiteData)]
-    if described and not config.classes:
+    if described and not config.data.classes:
         names = wire.printable(
             ",".join(sorted({name for site in described for name in site.class_names}))
         )
@@ -137,7 +137,7 @@ def agree(config: Config, answers: Answers) -> Agreement:
             log(INFO, "Site %d (node %d): %s", answer.site, node, spoken(answer))
             sites[node] = answer
     for node, reason in refused.items():
-        if not 0 < config.min_nodes <= len(sites):
+        if not 0 < config.network.min_nodes <= len(sites):
             raise UsageError(f"node {node}: {reason}")
         log(WARNING, "Node %d is not there at the start: %s", node, reason)
     name_dominant(
@@ -161,7 +161,7 @@ def _normalized(config: Config, sites: Sequence[SiteData]) -> Config:
 
     mean = sum n_k m_k / N,   variance = sum n_k (v_k + (m_k - mean)^2) / N,   N = sum n_k
     """
-    if config.mean:
+    if config.data.mean:
         return config
     counts = [sum(site.train) for site in sites]
     total = sum(counts)
@@ -178,7 +178,7 @@ def _normalized(config: Config, sites: Sequence[SiteData]) -> Config:
         )
         means.append(mean)
         deviations.append(variance**0.5 or 1.0)
-    return replace(config, mean=tuple(means), std=tuple(deviations))
+    return config.but(mean=tuple(means), std=tuple(deviations))
 
 
 def _times(shape: Sequence[int]) -> str:

@@ -5,7 +5,6 @@ site.
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -102,12 +101,12 @@ def load_own_model(path: str | Path, plugins: str = "") -> OwnModel:
             options, about = (json.loads(file.metadata()[key]) for key in ("options", "about"))
     except Exception as error:
         raise ValueError(f"{path} is no file of export_model: {error}") from error
-    config = replace(resolve(options, federation=True, read_from=str(path)).config, init_from="")
+    config = resolve(options, federation=True, read_from=str(path)).config.but(init_from="")
     shape = about["shape"]
     if shape:
-        form = Form(len(config.classes), shape[0], shape[-1])
+        form = Form(len(config.data.classes), shape[0], shape[-1])
     else:
-        form = form_of(load_data(config))
-    model = fresh_model(config, form).eval()
+        form = form_of(load_data(config.data))
+    model = fresh_model(config.model, form, config.seed).eval()
     state.load(model, tensors)
     return OwnModel(model, options, about)

@@ -84,7 +84,7 @@ def worked_with(data: Data, *trained: Any) -> Material:
     clients have.
     """
     return Material(
-        Config(train_loss_global=bool(trained)), data, trained, toy_cnn(), torch.device("cpu")
+        Config().but(train_loss_global=bool(trained)), data, trained, toy_cnn(), torch.device("cpu")
     )
 
 

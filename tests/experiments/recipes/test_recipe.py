@@ -59,8 +59,13 @@ def test_a_setting_has_the_options_of_its_labels(tmp_path: Path) -> None:
         "Shards, local-steps=20",
     ]
     last = recipe.study.experiment(recipe.study.settings[3], "GN", 2).config
-    assert (last.partition, last.lr, last.local_steps, last.rounds) == ("classes:2", 0.1, 20, 30)
-    assert (last.norm, last.seed) == ("gn", 2)
+    assert (last.data.partition, last.training.lr, last.training.local_steps, last.rounds) == (
+        "classes:2",
+        0.1,
+        20,
+        30,
+    )
+    assert (last.model.norm, last.seed) == ("gn", 2)
     # 4 settings x 3 methods, less the one that is left out
     assert len(recipe.study.cells()) == 11
     assert (recipe.study.seeds, recipe.study.grid) == (3, {"lr": [0.01, 0.1]})
@@ -73,14 +78,14 @@ def test_in_small_the_cells_are_the_same(tmp_path: Path) -> None:
     assert [(setting.name, method) for setting, method in small.study.cells()] == names
     changed = small.study.experiment(small.study.settings[3], "TAN", 0).config
     # what the label stands for in small wins over everything; what smoke does not name stays
-    assert (changed.local_steps, changed.rounds, changed.lr, changed.method) == (
+    assert (changed.training.local_steps, changed.rounds, changed.training.lr, changed.method) == (
         4,
         25,
         0.1,
         "fedtan",
     )
     other = small.study.experiment(small.study.settings[2], "BN", 0).config
-    assert (other.local_steps, other.rounds) == (1, 20)
+    assert (other.training.local_steps, other.rounds) == (1, 20)
     assert (small.study.seeds, small.study.grid) == (2, {})
     assert small.paper.notes[-1].startswith(
         "Run in small, with rounds 20; local-steps=20: local-steps 4, rounds 25; TAN: fedtan."
@@ -253,14 +258,15 @@ def test_every_recipe_runs_in_small_for_20_rounds_at_least(name: str) -> None:
     small = read_recipe(name).in_small()
     for setting, method in small.study.cells():
         config = small.study.experiment(setting, method, 0).config
-        assert config.dataset.partition(":")[0] in (
+        assert config.data.dataset.partition(":")[0] in (
             "digits",
             "digits-domains",
             "streets",
             "synthetic",
         )
         assert (
-            rounds_within_budget(config, config.clients, len(load_data(config).train)).rounds >= 20
+            rounds_within_budget(config, config.clients, len(load_data(config.data).train)).rounds
+            >= 20
         )
     for setting in small.study.settings:
         experiment = small.study.experiment(setting, small.study.methods_of(setting)[0], 0)

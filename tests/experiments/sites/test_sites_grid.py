@@ -19,7 +19,7 @@ from fedbn_flwr.wire.site_data import SITE_DATA, SiteData, problem
 
 NORTH = SiteData(0, ("ill", "well"), (3, 1), (1, 1), (1, 8, 8), (0.25,), (0.01,))
 SOUTH = replace(NORTH, site=1, train=(8, 4), mean=(0.75,), variance=(0.09,))
-CONFIG_OF_RUN = Config(dataset="sites", classes=("ill", "well"))
+CONFIG_OF_RUN = Config().but(dataset="sites", classes=("ill", "well"))
 
 
 class Answering(InProcessGrid):
@@ -112,7 +112,7 @@ def test_texts_of_a_site_are_shown_in_one_line() -> None:
     for line in (spoken(many), unlike):
         assert (len(line), line.isprintable()) == (500, True)
     with pytest.raises(UsageError) as unknown:
-        agree(Config(dataset="sites"), {1: replace(NORTH, class_names=("a", "b" * 10**6))})
+        agree(Config().but(dataset="sites"), {1: replace(NORTH, class_names=("a", "b" * 10**6))})
     assert len(str(unknown.value)) < 600
 
 
@@ -136,12 +136,12 @@ def test_a_site_that_does_not_fit_is_left_out_if_enough_others_do(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     unfit, reason = UNFIT[kind]
-    agreement = agree(replace(CONFIG_OF_RUN, min_nodes=2), {3: unfit, 1: NORTH, 2: SOUTH})
-    assert agreement == agree(replace(CONFIG_OF_RUN, min_nodes=2), {1: NORTH, 2: SOUTH})
+    agreement = agree(CONFIG_OF_RUN.but(min_nodes=2), {3: unfit, 1: NORTH, 2: SOUTH})
+    assert agreement == agree(CONFIG_OF_RUN.but(min_nodes=2), {1: NORTH, 2: SOUTH})
     assert warnings(caplog) == [f"Node 3 is not there at the start: {reason}"]
     for fewest in (0, 3):
         with pytest.raises(UsageError, match="node 3: ") as error:
-            agree(replace(CONFIG_OF_RUN, min_nodes=fewest), {3: unfit, 1: NORTH, 2: SOUTH})
+            agree(CONFIG_OF_RUN.but(min_nodes=fewest), {3: unfit, 1: NORTH, 2: SOUTH})
         assert str(error.value) == f"node 3: {reason}"
 
 
@@ -159,18 +159,18 @@ def test_normalization_is_that_of_all_images_together() -> None:
     # 4 images of mean 1/4 and variance 1/100, 12 of mean 3/4 and variance 9/100
     config = agree(CONFIG_OF_RUN, {1: NORTH, 2: SOUTH}).config
     mean = (4 * 0.25 + 12 * 0.75) / 16
-    assert config.mean == (mean,)
+    assert config.data.mean == (mean,)
     spread = 4 * (0.01 + (0.25 - mean) ** 2) + 12 * (0.09 + (0.75 - mean) ** 2)
-    assert config.std[0] == pytest.approx((spread / 16) ** 0.5, rel=1e-15)
+    assert config.data.std[0] == pytest.approx((spread / 16) ** 0.5, rel=1e-15)
     # every site has a number of its own
     with pytest.raises(
         UsageError, match="node 2: node 1 has its site number 0: give each site its own number"
     ):
         agree(CONFIG_OF_RUN, {1: NORTH, 2: replace(SOUTH, site=0)})
-    fewer = replace(CONFIG_OF_RUN, min_nodes=1)
+    fewer = CONFIG_OF_RUN.but(min_nodes=1)
     assert agree(fewer, {1: NORTH, 2: replace(SOUTH, site=0)}).sites == {1: NORTH}
     # a channel without any spread is not divided by 0
-    assert agree(CONFIG_OF_RUN, {1: replace(NORTH, variance=(0.0,))}).config.std == (1.0,)
+    assert agree(CONFIG_OF_RUN, {1: replace(NORTH, variance=(0.0,))}).config.data.std == (1.0,)
 
 
 def test_later_sites_are_asked_once_and_shown_if_they_fit(caplog: pytest.LogCaptureFixture) -> None:

@@ -262,7 +262,7 @@ def test_a_run_goes_on_with_what_the_sites_agreed_on(
 
     monkeypatch.setattr(server_side, "agree", noting)
     serve(later, {**given, "resume": str(tmp_path / "run")})
-    assert [(as_value(config.mean), as_value(config.std)) for config in seen] == [
+    assert [(as_value(config.data.mean), as_value(config.data.std)) for config in seen] == [
         (agreed["mean"], agreed["std"])
     ]
     assert model_bytes(tmp_path / "whole") == model_bytes(tmp_path / "run")
@@ -318,12 +318,23 @@ def test_a_file_without_a_sites_model_is_named(tmp_path: Path) -> None:
             load_own_model(tmp_path / name)
 
 
+def test_a_node_reads_no_weights_because_the_server_sends_them() -> None:
+    assert at_site(Config().but(init_from="/weights.pt"), "").model.init_from == ""
+
+
 def test_a_site_opens_no_file_that_a_run_names(sites: list[str]) -> None:
     at = at_site(
-        Config(dataset="sites", init_from="/weights.pt", data_root="/data", classes=("a", "b")),
+        Config().but(
+            dataset="sites", init_from="/weights.pt", data_root="/data", classes=("a", "b")
+        ),
         sites[0],
     )
-    assert (at.init_from, at.data_root, at.dataset, at.partition) == ("", "", sites[0], "union")
+    assert (at.model.init_from, at.data.data_root, at.data.dataset, at.data.partition) == (
+        "",
+        "",
+        sites[0],
+        "union",
+    )
 
 
 # ---- mistakes ------------------------------------------------------------------------------------
