@@ -27,7 +27,7 @@ from fedbn_flwr.device import count_cores, pick_device
 from fedbn_flwr.experiments.engines import one_step
 from fedbn_flwr.experiments.material import Material
 from fedbn_flwr.experiments.output.run_folder import make_folder
-from fedbn_flwr.simulation.stacked.memory_budget import clients_that_fit
+from fedbn_flwr.simulation.sizing import clients_that_fit
 
 
 @dataclass(frozen=True)

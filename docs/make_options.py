@@ -177,7 +177,8 @@ def with_methods(methods: str) -> str:
 
 def does(strategy: type[FedAvg]) -> str:
     """Return the first line of a docstring, as the cell of a table."""
-    line = (strategy.__doc__ or "").splitlines()[0].removesuffix(".")
+    summary = (strategy.__doc__ or "").partition("\n\n")[0]
+    line = " ".join(summary.split()).removesuffix(".")
     return line if line.startswith(("BN", "Fed")) else line[0].lower() + line[1:]
 
 

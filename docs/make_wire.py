@@ -84,6 +84,11 @@ ELSEWHERE = {
 }
 
 
+def summary_of(thing: object) -> str:
+    """Return the first paragraph of a docstring."""
+    return " ".join((thing.__doc__ or "").partition("\n\n")[0].split())
+
+
 def page() -> str:
     """Return the text of wire.md."""
     keys = [
@@ -97,7 +102,7 @@ def page() -> str:
         if item.name not in ("rule_keys", "server_round")
     ]
     rules = [
-        (f"`{on_wire(key)}`", f"`{default_of(rule, key)!r}`", (rule.__doc__ or "").splitlines()[0])
+        (f"`{on_wire(key)}`", f"`{default_of(rule, key)!r}`", summary_of(rule))
         for key, rule in sorted(RULES.items())
         if on_wire(key) not in Instruction.wire_keys()
     ]

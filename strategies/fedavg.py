@@ -30,8 +30,8 @@ class FedAvg(BaseStrategy):
     McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data,
     AISTATS 2017.
 
-        w <- sum_k p_k w_k,   p_k = n_k / sum n  (`weighting="examples"`)  or  1 / K
-        (`weighting="uniform"`)
+        w <- sum_k p_k w_k,   p_k = n_k / sum n   (`weighting="examples"`)
+                              or  1 / K           (`weighting="uniform"`)
 
     Floating-point entries are averaged in float64 and keep their dtype; of a counter, the largest
     is taken. With one client and E steps this is plain training.

@@ -62,8 +62,10 @@ class FedTAN(Layerwise):
     Wang et al., Why Batch Normalization Damage Federated Learning on Non-IID Data?, algorithms 1 to
     3. In the first of E local steps, with L uses of BN layers, and p_i as for the models,
 
-        forward, each layer:   mean = sum_i p_i mean_i,   variance = sum_i p_i variance_i backward,
-        each layer:  dF/dmean = sum_i p_i dF_i/dmean,   dF/dvariance = sum_i p_i dF_i/dvariance
+        forward, each layer:   mean = sum_i p_i mean_i,
+                               variance = sum_i p_i variance_i
+        backward, each layer:  dF/dmean = sum_i p_i dF_i/dmean,
+                               dF/dvariance = sum_i p_i dF_i/dvariance
 
     where variance_i is the mean square about the pooled mean, not about the client's own. So with E
     = 1 and p_i proportional to the sizes of the mini-batches a round is one step of centralized SGD

@@ -73,6 +73,15 @@ class _Captures:
             log(INFO, "Steps are not captured: %s", " ".join(reason.split()))
 
 
+def account() -> tuple[bool, set[str]]:
+    """Return whether this process has captured steps, and why others were not."""
+    every = [*_OF_MODELS.values()]
+    captured = any(
+        isinstance(step, CapturedStep) for known in every for step in known.steps.values()
+    )
+    return captured, {reason for known in every for reason in known.reasons}
+
+
 NEW = "new"
 _OF_MODELS: WeakKeyDictionary[nn.Module, _Captures] = WeakKeyDictionary()
 #: all that are alive share one memory: no two of them are replayed at once, and none keeps anything

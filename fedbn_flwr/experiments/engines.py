@@ -15,8 +15,6 @@ import numpy as np
 import torch
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
-from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 
 from fedbn_flwr.client import BNClient
 from fedbn_flwr.clientapp import client_app, keep_states_in
@@ -37,24 +35,21 @@ from fedbn_flwr.simulation.in_process import InProcessGrid, OneByOneGrid
 from fedbn_flwr.simulation.processes.grid import WorkersGrid
 from fedbn_flwr.simulation.processes.service import GridFactory
 from fedbn_flwr.simulation.processes.worker import Worker, preload
-from fedbn_flwr.simulation.stacked.grid import StackedGrid
-from fedbn_flwr.simulation.stacked.memory_budget import (
+from fedbn_flwr.simulation.sizing import (
     StepMemory,
+    Work,
     clients_that_fit,
+    count_multiplications,
     keep_freed_memory,
-    largest_useful_stack,
+    useful_workers,
+    visible_gpus,
+    worthwhile_workers,
 )
+from fedbn_flwr.simulation.stacked.grid import StackedGrid
 from fedbn_flwr.state import to_record
 from fedbn_flwr.strategies import BaseStrategy, Layerwise
 from fedbn_flwr.transports import message_client
 
-#: multiplications in the forward passes of a run from which on it starts processes. At this size
-#: two took about as long to start as they saved (on two cores one is started): 40,000 steps of
-#: small-cnn, or 2,000 of resnet20, batches of 20
-WORTH_STARTING = 10**11
-#: clients per process in a round where models are stacked: five clients are faster in a stack than
-#: one after another (docs/benchmarks.md, "Choices in the code")
-CLIENTS_PER_WORKER = 5
 #: makes the grid of some partitions' nodes of what they work with
 MakeGrid = Callable[[Material, Sequence[int]], InProcessGrid]
 #: the address of a Ray that is only for this run
@@ -64,14 +59,10 @@ NEEDED = (__name__, "torch._dynamo", "sklearn.datasets")
 
 
 def count_workers(material: Material, layerwise: bool = False) -> int:
-    """Return the number of processes of the stacked engine:
-
-    `workers`, or in a long run as many as there are cores.
+    """Return the number of processes of the stacked engine: `workers`, or as many as are worth it.
 
     The rule knows the model, the sizes of its activations, the number of clients and steps, the
-    cores and the options, and nothing that is measured. Several processes do not make a GPU faster:
-    each of several GPUs has one. They make a round of a single layer-wise step faster, although
-    they wait for each other at every layer (docs/benchmarks.md).
+    cores and the options, and nothing that is measured.
     """
     config = material.config
     if config.engine.workers:
@@ -79,69 +70,35 @@ def count_workers(material: Material, layerwise: bool = False) -> int:
     if SIDE_BY_SIDE.is_set():  # each of the runs has one
         return 1
     gpus = visible_gpus(config.engine.device)
-    if gpus:
-        return min(len(gpus), config.clients_in_round())
-    if material.device.type != "cpu" or min(count_cores(), config.clients_in_round()) <= 1:
-        return 1
-    samples = expected_steps(config, len(material.data.train)) * config.training.batch_size
-    if samples * count_multiplications(material) < WORTH_STARTING:
-        return 1
-    return useful_workers(material, layerwise, count_cores())
+    return worthwhile_workers(work_of(material, layerwise), gpus, count_cores())
 
 
-def useful_workers(material: Material, layerwise: bool, cores: int) -> int:
-    """Return how many processes on CPUs with so many cores make a round faster."""
-    clients = material.config.clients_in_round()
-    cpu = torch.device("cpu")
-    stacks = largest_useful_stack(material.model, cpu, lambda: one_step(material), layerwise) > 1
-    return max(min(cores, clients // (CLIENTS_PER_WORKER if stacks else 1)), 1)
+def work_of(material: Material, layerwise: bool) -> Work:
+    """Return what a run asks of its processes."""
+    config = material.config
+    train = material.data.train
+    # two samples, for layers that normalize over the batch also when they do not learn
+    both = torch.zeros(2, dtype=torch.int64)
 
+    def multiplications() -> int:
+        return count_multiplications(material.model, train.batch(both, torch.device("cpu"))[0])
 
-def visible_gpus(device: str) -> list[str]:
-    """Return the names of the GPUs of a run, as `CUDA_VISIBLE_DEVICES` has them; none if it is not
-    for all GPUs.
-    """
-    if device not in ("auto", "cuda") or not torch.cuda.is_available():
-        return []
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    count = torch.cuda.device_count()
-    # a name of none hides those after it
-    if named:
-        return named.split(",")[:count]
-    return [str(number) for number in range(count)]
+    return Work(
+        material.model,
+        material.device,
+        layerwise,
+        config.clients_in_round(),
+        expected_steps(config, len(train)) * config.training.batch_size,
+        multiplications,
+        partial(one_step, material),
+    )
 
 
 def one_step(material: Material) -> StepMemory:
     """Return what a client's step on a mini-batch of the training data keeps in memory."""
     few = np.arange(min(len(material.data.train), material.config.training.batch_size))
-    return StepMemory.of(
-        replace(material, partition=[few]).client(0), instruction_of(material.config)
-    )
-
-
-def count_multiplications(material: Material) -> int:
-    """Return the multiplications of convolutions and linear layers in the forward pass of one
-    sample.
-    """
-    model = material.model
-    total = 0
-
-    def count(layer: nn.Module, _: object, output: Tensor) -> None:
-        nonlocal total
-        weight: Tensor = layer.weight  # type: ignore[assignment]
-        total += output.numel() * weight[0].numel()
-
-    layers = [layer for layer in model.modules() if isinstance(layer, (_ConvNd, nn.Linear))]
-    hooks = [layer.register_forward_hook(count) for layer in layers]
-    # two of them, for layers that normalize over the batch also when they do not learn
-    inputs, _ = material.data.train.batch(torch.zeros(2, dtype=torch.int64), torch.device("cpu"))
-    try:
-        with torch.no_grad():
-            model.eval()(inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return total // len(inputs)
+    client = replace(material, partition=[few]).client(0)
+    return StepMemory.of(client, instruction_of(material.config))
 
 
 def _weighting_if_averaged(config: Config, strategy: BaseStrategy) -> str:
@@ -202,7 +159,7 @@ def open_on_cluster(
         workers = (
             config.engine.workers
             or min(gpus, config.clients_in_round())
-            or useful_workers(material, layerwise, cores)
+            or useful_workers(work_of(material, layerwise), cores)
         )
         cluster = ray_worker.Cluster(
             min(workers, config.clients), config.engine.threads, gpu=gpus > 0

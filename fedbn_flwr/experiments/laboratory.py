@@ -74,8 +74,8 @@ def compare(
 ) -> Results:
     """Train with several methods on the same data, model and seeds.
 
-        compare(["fedavg", "fixbn", MyMethod(mu=0.1)], model=make_net, data=(train, test),
-        rounds=100, seeds=3)
+        methods = ["fedavg", "fixbn", MyMethod(mu=0.1)]
+        compare(methods, model=make_net, data=(train, test), rounds=100, seeds=3)
 
     - `methods`: names with options (`fedprox:mu=0.1`), strategies, or their classes; a list, or one
       of them.

@@ -39,9 +39,11 @@ from fedbn_flwr.experiments.output.scoring import Scorer, SiteScorer
 from fedbn_flwr.experiments.output.sinks import open_sinks
 from fedbn_flwr.experiments.runs import asked_of
 from fedbn_flwr.experiments.sites.agreement import SitesGrid, agree, ask_sites
+from fedbn_flwr.plugins import warn_once
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.server.grids import passing
 from fedbn_flwr.server.round import Round
+from fedbn_flwr.simulation.in_process import LocalGrid
 from fedbn_flwr.state import arrays_of, arrays_to_record
 from fedbn_flwr.strategies import BaseStrategy, CannotTrainError, wait_for_nodes
 from fedbn_flwr.traffic.counting_grid import CountingGrid
@@ -144,12 +146,21 @@ def play(
             log(INFO, "The run ends early: %s", standing.stopped_by)
         elif standing.round < config.rounds:
             raise STOPPING[0]
-    summary = journal.summary(experiment, setup.about)
+    summary = {**journal.summary(experiment, setup.about), **trained_by(setup.grid, engine)}
+    for reason in summary.get("trained-alone", ()):
+        warn_once(f"{config.method}: clients train one after another, not in stacks: {reason}")
     arrays = after_round.arrays
     saver.save_personal(arrays)
     # what is kept of entries that stay on the nodes is their mean after the last round
     files.finish(summary, arrays_to_record({**arrays_of(arrays), **strategy.state.personal}))
     return summary
+
+
+def trained_by(grid: Grid, engine: str) -> dict[str, Any]:
+    """Return how the nodes of a run were trained, as its summary says it."""
+    if isinstance(grid, LocalGrid):
+        return grid.how_trained().summary(engine)
+    return {"trained-by": f"{engine}, each client by itself"}
 
 
 @dataclass

@@ -7,16 +7,16 @@ that goes on over the rounds, while the model moves a little in between. In the 
 round t, client k uses in every layer, with the local values m_k, v_k, a_k, b_k of this very pass (A
 and B: see `SharedBatchNorm`), where v is what the layer divides by, the variance plus its eps,
 
-    mean = m_k + o_k sqrt(v_k),   variance = max(v_k q_k - eps, 0),   A = a_k + alpha_k,   B = b_k +
-    beta_k
+    mean = m_k + o_k sqrt(v_k),   variance = max(v_k q_k - eps, 0),
+    A = a_k + alpha_k,   B = b_k + beta_k
 
     o_k = (m - m_k') / sqrt(v_k'),   q_k = v / v_k',   alpha_k = a - a_k',   beta_k = b - b_k'
 
 where m_k', v_k', a_k', b_k' are the client's values of earlier rounds, and m, v, a, b their pool
 over the participants S of round t:
 
-    m = sum_S p_k m_k',   v = sum_S p_k (v_k' + (m_k' - m)^2),   a = sum_S p_k a_k',   b = sum_S p_k
-    b_k'
+    m = sum_S p_k m_k',   v = sum_S p_k (v_k' + (m_k' - m)^2),
+    a = sum_S p_k a_k',   b = sum_S p_k b_k'
 
 The values of one round are those of one mini-batch, and mostly noise. So m_k' and v_k' are running
 means: with a `memory` M, new values of a client that was last heard j rounds ago count 1 - M^j, and

@@ -242,8 +242,8 @@ def why_unusable(kind: Kind, values: Tensor) -> Fault | None:
     finite, and variances at least 0. They must also be so small that the pool is finite in their
     dtype. With M the largest v_i + m_i^2 of a client, and any weights p_i that sum to one,
 
-        variance = sum_i p_i (v_i + (m_i - mean)^2) = sum_i p_i (v_i + m_i^2) - mean^2 <= M,   (m_i
-        - mean)^2 <= 4 M.
+        variance = sum_i p_i (v_i + (m_i - mean)^2) = sum_i p_i (v_i + m_i^2) - mean^2 <= M,
+        (m_i - mean)^2 <= 4 M.
 
     So the pool overflows only if some client's own v_i + m_i^2 is too large, and only such clients
     are refused. At most an eighth of the dtype's largest number is allowed: a factor of 4 for the

@@ -27,8 +27,11 @@ from flwr.common import log
 from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
 from flwr.serverapp import Grid
 
+from fedbn_flwr import wire
+from fedbn_flwr.client import captured
 from fedbn_flwr.clientapp.bn_client_app import BNClientApp, SharedRecords, read_message
 from fedbn_flwr.server.grids import identify
+from fedbn_flwr.simulation.how_trained import HowTrained
 from fedbn_flwr.simulation.replies import Job, ReplyPool, Trained, changes_nothing
 from fedbn_flwr.state.record_files import SUFFIX, pack_records, read_records, write_bytes
 from fedbn_flwr.state.records import lend_record
@@ -148,6 +151,10 @@ class LocalGrid(Grid):
     def remember(self, node: int, state: RecordDict) -> None:
         """Let a node remember this, and nothing else."""
 
+    @abstractmethod
+    def how_trained(self) -> HowTrained:
+        """Return how the clients were trained up to now."""
+
     def save_states(self, folder: Path) -> None:
         """Write what nodes remember into a folder, a file each."""
         files = StateFolder(folder, range(0))
@@ -202,6 +209,7 @@ class InProcessGrid(LocalGrid):
         self._client_app = client_app
         self._run_id = self._run.run_id
         self._run_config = dict(run_config or {})
+        self._how = HowTrained()
         #: by partition, the nodes' ids
         self._nodes: Sequence[int] = range(FIRST_NODE_ID, FIRST_NODE_ID + num_nodes)
         if partitions is None:
@@ -235,6 +243,11 @@ class InProcessGrid(LocalGrid):
     def contexts(self) -> Iterator[Context]:
         """Iterate over the contexts of the nodes that remember something."""
         return (self.context(self._nodes[partition]) for partition in list(self._states))
+
+    def how_trained(self) -> HowTrained:
+        """Return how the clients were trained up to now."""
+        self._how.captured, self._how.eager = captured.account()
+        return self._how
 
     def remember(self, node: int, state: RecordDict) -> None:
         """Let a node remember this, and nothing else."""
@@ -281,6 +294,7 @@ class InProcessGrid(LocalGrid):
             for trained in self._trainer(jobs):
                 with suppress(Exception):  # reported when the message is answered
                     replies |= pool.add(trained)
+                    self._how.sizes.add(len(trained.jobs))
                     for job in trained.jobs:
                         self._keep(job.node, job.context)
         return replies | pool.mean()
@@ -315,6 +329,8 @@ class InProcessGrid(LocalGrid):
             reason = f"{type(error).__name__}: {error}"
             return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
         self._keep(node, context)
+        if message.metadata.message_type in (MessageType.TRAIN, wire.LAYERWISE):
+            self._how.sizes.add(1)
         return reply
 
     def _deliver(self, message: Message) -> Message:

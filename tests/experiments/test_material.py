@@ -24,7 +24,7 @@ TINY = "synthetic:n=200:test=20:classes=4:size=8:channels=1"
 
 
 def config(**options: object) -> Config:
-    return Config(**{"dataset": TINY, "model": "small-cnn", "partition": "iid", **options})  # type: ignore[arg-type]
+    return Config().but(**{"dataset": TINY, "model": "small-cnn", "partition": "iid", **options})
 
 
 # ---- the process ---------------------------------------------------------------------------------

@@ -17,11 +17,13 @@ import torch
 
 from fedbn_flwr.data import Data, Split
 from fedbn_flwr.experiments import Config, engines, resolve
-from fedbn_flwr.experiments.engines import count_multiplications, count_workers, visible_gpus
+from fedbn_flwr.experiments.engines import count_workers, work_of
 from fedbn_flwr.experiments.material import Material
 from fedbn_flwr.layerwise import Answer, SuspendedStep
+from fedbn_flwr.simulation import sizing
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.simulation.processes.worker import Worker
+from fedbn_flwr.simulation.sizing import visible_gpus
 from fedbn_flwr.transports import message_client
 from tests.helpers.runs import DATA, results, run, run_in
 
@@ -33,13 +35,13 @@ MLP = 64 * 30 + 30 * 4
 def _four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes are worth their start."""
     monkeypatch.setattr(engines, "count_cores", lambda: 4)
-    monkeypatch.setattr(engines, "WORTH_STARTING", 0)
+    monkeypatch.setattr(sizing, "WORTH_STARTING", 0)
 
 
 def config(**options: Any) -> Config:
     """Return a run of 10 clients, each with a step of one sample a round."""
     short = {"dataset": DATA, "model": "mlp", "partition": "iid", "clients": 10, "device": "cpu"}
-    return Config(**{**short, "local_steps": 1, "batch_size": 1, "rounds": 1, **options})
+    return Config().but(**{**short, "local_steps": 1, "batch_size": 1, "rounds": 1, **options})
 
 
 def material(**options: Any) -> Material:
@@ -67,7 +69,7 @@ def material(**options: Any) -> Material:
 def test_a_long_run_has_a_process_for_every_five_clients_of_a_round(
     options: dict[str, Any], wanted: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engines, "WORTH_STARTING", 10 * 10 * MLP)
+    monkeypatch.setattr(sizing, "WORTH_STARTING", 10 * 10 * MLP)
     assert [count_workers(material(**options), layerwise) for layerwise in (False, True)] == [
         wanted
     ] * 2
@@ -90,7 +92,7 @@ def test_a_run_has_one_process_beside_others_and_all_in_a_child_process(
 def test_of_a_model_that_is_not_stacked_every_client_can_have_a_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(engines, "largest_useful_stack", lambda *_: 1)
+    monkeypatch.setattr(sizing, "largest_useful_stack", lambda *_: 1)
     for layerwise in (False, True):
         assert [count_workers(material(clients=clients), layerwise) for clients in (1, 3, 5)] == [
             1,
@@ -132,11 +134,14 @@ def test_each_of_several_gpus_has_a_process(
 
 
 def test_multiplications_are_those_of_convolutions_and_linear_layers() -> None:
-    assert count_multiplications(Material.of(config())) == MLP
+    assert work_of(Material.of(config()), False).multiplications() == MLP
     # three 3x3 convolutions of 16, 32 and 32 channels on 8x8, 4x4 and 2x2 positions, and a linear
     # layer
     convolutions = 9 * (1 * 16 * 64 + 16 * 32 * 16 + 32 * 32 * 4)
-    assert count_multiplications(Material.of(config(model="small-cnn"))) == convolutions + 32 * 4
+    assert (
+        work_of(Material.of(config(model="small-cnn")), False).multiplications()
+        == convolutions + 32 * 4
+    )
 
 
 def test_any_number_of_workers_gives_the_same_files(

@@ -37,6 +37,10 @@ def run(*words: str, **options: str) -> int:
     return main(command(*words, **options))
 
 
+#: keys of a summary that say how a run was trained
+HOW_TRAINED = ("trained-by", "trained-alone", "not-captured")
+
+
 def run_in(study: Path, method: str = "", seed: int | str = "") -> Path:
     """Return the folder of the run that a study has, or has of this method and seed; of a run, its
     own.
@@ -61,12 +65,13 @@ def model_bytes(folder: Path) -> bytes:
 
 
 def results(folder: Path) -> dict[str, Any]:
-    """Return what a run has written, without times: the names of its files, rounds, summary and
+    """Return what a run has written, without times and engines: the names of its files, rounds, summary and
     model.
     """
     folder = run_in(folder)
     summary = json.loads((folder / "summary.json").read_text())
-    del summary["seconds"]
+    for key in ("seconds", *HOW_TRAINED):
+        summary.pop(key, None)
     names = sorted(path.name for path in folder.iterdir() if path.name not in BESIDE)
     return {
         "files": names,

@@ -11,10 +11,7 @@ app = ClientApp(model=Net)
 
 
 def loaders(context: Context):
-    partition_id, num_partitions = (
-        context.node_config["partition-id"],
-        context.node_config["num-partitions"],
-    )
+    partition_id, num_partitions = context.node_config["partition-id"], context.node_config["num-partitions"]
     return load_data(partition_id, num_partitions, context.run_config["batch-size"])
 
 
@@ -31,9 +28,7 @@ def train(msg: Message, context: Context):
     model.load_state_dict(msg.content["arrays"].to_torch_state_dict())
     load_local_head(model, context)
     trainloader, _ = loaders(context)
-    train_loss = train_fn(
-        model, trainloader, context.run_config["local-epochs"], msg.content["config"]["lr"]
-    )
+    train_loss = train_fn(model, trainloader, context.run_config["local-epochs"], msg.content["config"]["lr"])
     context.state["head"] = ArrayRecord(model.fc.state_dict())
     metrics = MetricRecord({"train_loss": train_loss, "num-examples": len(trainloader.dataset)})
     content = RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics})
@@ -48,7 +43,5 @@ def evaluate(msg: Message, context: Context):
     load_local_head(model, context)
     _, testloader = loaders(context)
     eval_loss, eval_acc = test_fn(model, testloader)
-    metrics = MetricRecord(
-        {"eval_loss": eval_loss, "eval_acc": eval_acc, "num-examples": len(testloader.dataset)}
-    )
+    metrics = MetricRecord({"eval_loss": eval_loss, "eval_acc": eval_acc, "num-examples": len(testloader.dataset)})
     return Message(content=RecordDict({"metrics": metrics}), reply_to=msg)

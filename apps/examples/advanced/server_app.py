@@ -20,9 +20,7 @@ class DecayingFedAvg(FixBN):
             config["lr"] = config["lr"] / 2
         return super().configure_train(server_round, arrays, config, grid)
 
-    def start(
-        self, grid, initial_arrays, num_rounds, timeout=3600.0, train_config=None, evaluate_fn=None
-    ):
+    def start(self, grid, initial_arrays, num_rounds, timeout=3600.0, train_config=None, evaluate_fn=None):
         arrays = initial_arrays
         result = Result()
         best = 0.0
@@ -59,9 +57,7 @@ def main(grid: Grid, context: Context) -> None:
         loss, accuracy = test(model, testloader)
         return MetricRecord({"loss": loss, "accuracy": accuracy})
 
-    strategy = DecayingFedAvg(
-        freeze_round=2, fraction_train=1.0, fraction_evaluate=0.5, min_available_nodes=2
-    )
+    strategy = DecayingFedAvg(freeze_round=2, fraction_train=1.0, fraction_evaluate=0.5, min_available_nodes=2)
     strategy.start(
         grid=in_workers(grid, context, "client_app:app"),
         initial_arrays=ArrayRecord(Net().state_dict()),

@@ -20,10 +20,7 @@ def trainer(**options):
 
 
 def loaders(context: Context):
-    partition_id, num_partitions = (
-        context.node_config["partition-id"],
-        context.node_config["num-partitions"],
-    )
+    partition_id, num_partitions = context.node_config["partition-id"], context.node_config["num-partitions"]
     return load_data(partition_id, num_partitions, context.run_config["batch-size"])
 
 
@@ -49,7 +46,5 @@ def evaluate(msg: Message, context: Context):
     _, testloader = loaders(context)
     (measured,) = trainer().test(model, testloader, verbose=False)
     eval_loss, eval_acc = measured["test_loss"], measured["test_acc"]
-    metrics = MetricRecord(
-        {"eval_loss": eval_loss, "eval_acc": eval_acc, "num-examples": len(testloader.dataset)}
-    )
+    metrics = MetricRecord({"eval_loss": eval_loss, "eval_acc": eval_acc, "num-examples": len(testloader.dataset)})
     return Message(content=RecordDict({"metrics": metrics}), reply_to=msg)

@@ -11,17 +11,12 @@ import lightning as L
 
 
 class Net(L.LightningModule):
-    """A network of timm with batch normalization, which trains itself.
-
-    `pretrained` as ImageNet left it.
-    """
+    """A network of timm with batch normalization, which trains itself; `pretrained` as ImageNet left it."""
 
     def __init__(self, lr=0.05, pretrained=False):
         super().__init__()
         self.lr = lr
-        self.net = timm.create_model(
-            "test_efficientnet", pretrained=pretrained, num_classes=10, in_chans=1
-        )
+        self.net = timm.create_model("test_efficientnet", pretrained=pretrained, num_classes=10, in_chans=1)
 
     def forward(self, x):
         return self.net(F.interpolate(x, size=32))
@@ -51,6 +46,4 @@ def load_data(partition_id: int, num_partitions: int, batch_size: int):
     test = torch.arange(len(part)) % 5 == 0
     trainset = TensorDataset(inputs[~test], targets[~test])
     testset = TensorDataset(inputs[test], targets[test])
-    return DataLoader(trainset, batch_size=batch_size, shuffle=True), DataLoader(
-        testset, batch_size=batch_size
-    )
+    return DataLoader(trainset, batch_size=batch_size, shuffle=True), DataLoader(testset, batch_size=batch_size)

@@ -16,13 +16,8 @@ class FlowerClient(NumPyClient):
     def __init__(self, context: Context):
         self.context = context
         self.model = Net()
-        partition_id, num_partitions = (
-            context.node_config["partition-id"],
-            context.node_config["num-partitions"],
-        )
-        self.trainloader, self.testloader = load_data(
-            partition_id, num_partitions, context.run_config["batch-size"]
-        )
+        partition_id, num_partitions = context.node_config["partition-id"], context.node_config["num-partitions"]
+        self.trainloader, self.testloader = load_data(partition_id, num_partitions, context.run_config["batch-size"])
 
     def shared(self):
         return list(self.model.state_dict())
@@ -32,15 +27,11 @@ class FlowerClient(NumPyClient):
 
     def set_parameters(self, parameters):
         values = zip(self.shared(), parameters, strict=True)
-        self.model.load_state_dict(
-            OrderedDict({name: torch.tensor(value) for name, value in values}), strict=False
-        )
+        self.model.load_state_dict(OrderedDict({name: torch.tensor(value) for name, value in values}), strict=False)
 
     def fit(self, parameters, config):
         self.set_parameters(parameters)
-        loss = train(
-            self.model, self.trainloader, self.context.run_config["local-epochs"], config["lr"]
-        )
+        loss = train(self.model, self.trainloader, self.context.run_config["local-epochs"], config["lr"])
         return self.get_parameters(), len(self.trainloader.dataset), {"train_loss": loss}
 
     def evaluate(self, parameters, config):

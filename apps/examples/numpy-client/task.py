@@ -34,9 +34,7 @@ def load_data(partition_id: int, num_partitions: int, batch_size: int):
     test = torch.arange(len(part)) % 5 == 0
     trainset = TensorDataset(inputs[~test], targets[~test])
     testset = TensorDataset(inputs[test], targets[test])
-    return DataLoader(trainset, batch_size=batch_size, shuffle=True), DataLoader(
-        testset, batch_size=batch_size
-    )
+    return DataLoader(trainset, batch_size=batch_size, shuffle=True), DataLoader(testset, batch_size=batch_size)
 
 
 def train(net, trainloader, epochs, lr):

@@ -247,10 +247,13 @@ def typical(runs: Frame) -> Any:
     """Return a run whose partition is that of the clients: the centralized reference only if it is
     alone.
     """
-    of_clients = runs
-    if "partition" in runs:
-        of_clients = runs[runs["partition"] != "union"]
-    return (of_clients if len(of_clients) else runs).iloc[0]
+    federated = of_clients(runs)
+    return (federated if len(federated) else runs).iloc[0]
+
+
+def of_clients(runs: Frame) -> Frame:
+    """Return the runs with several clients: all but the centralized reference."""
+    return runs[column(runs, "partition") != "union"]
 
 
 def counts(states: Sequence[str]) -> str:

@@ -21,6 +21,7 @@ from fedbn_flwr.experiments.results.rows import (
     column,
     finished,
     known,
+    of_clients,
     options_of,
     outcome_of,
     pd,
@@ -459,4 +460,8 @@ def cautions(runs: Frame) -> list[str]:
         )
     if left:
         lines.append(f"Caution: {len(left)} nodes were missing in rounds; rounds.jsonl names them.")
+    ways = of_clients(runs).groupby(column(runs, "trained-by"), sort=False)["label"].unique()
+    if len(ways) > 1:
+        each = "; ".join(f"{way} ({', '.join(labels)})" for way, labels in ways.items())
+        lines.append(f"Seconds are of runs trained in different ways: {each}.")
     return lines

@@ -22,6 +22,7 @@ from fedbn_flwr.layerwise import Answer, Requests
 from fedbn_flwr.layerwise.exchange import ExchangeError, OrderError, join
 from fedbn_flwr.plugins import import_function
 from fedbn_flwr.server.grids import identify, is_simulated, wait_for_all
+from fedbn_flwr.simulation.how_trained import HowTrained
 from fedbn_flwr.simulation.in_process import FIRST_NODE_ID, LocalGrid, RunConfig
 from fedbn_flwr.simulation.processes.service import GridFactory, Opened
 from fedbn_flwr.simulation.processes.worker import (
@@ -117,6 +118,11 @@ class WorkersGrid(LocalGrid):
     def remember(self, node: int, state: RecordDict) -> None:
         """Let a node remember this, and nothing else."""
         self._ask_all("remember", {self._worker_of(node): (node, state)})
+
+    def how_trained(self) -> HowTrained:
+        """Return how the workers that live have trained their clients."""
+        answers = self._try_all("how_trained", dict.fromkeys(self._workers)).values()
+        return HowTrained.together(each for each in answers if isinstance(each, HowTrained))
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Deliver the messages, to all workers at once, and keep the replies."""

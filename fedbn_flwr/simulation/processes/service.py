@@ -11,6 +11,7 @@ from flwr.serverapp import Grid
 from fedbn_flwr.data import prefetch
 from fedbn_flwr.layerwise import Answer, Requests
 from fedbn_flwr.layerwise.exchange import ExchangeError, pool_requests
+from fedbn_flwr.simulation.how_trained import HowTrained
 from fedbn_flwr.transports import NodesTransport, Participant, is_unable, open_step
 
 #: makes the grid of some partitions' nodes; it is pickled, and called in the worker
@@ -100,6 +101,11 @@ class Service:
         """Forget the step."""
         if self._step is not None:
             self._step.abandon()
+
+    def how_trained(self, _: None) -> HowTrained:
+        """Return how this worker has trained its clients."""
+        how: HowTrained = self.grid.how_trained()
+        return how
 
     # ---- what nodes remember ---------------------------------------------------------------------
 

@@ -18,12 +18,12 @@ from fedbn_flwr.layerwise.steps import Lockstep, Replicas
 from fedbn_flwr.server.grids import identify
 from fedbn_flwr.simulation.in_process import InProcessGrid, RunConfig, one_by_one
 from fedbn_flwr.simulation.replies import Job, ReplyPool, Trained
-from fedbn_flwr.simulation.stacked.layers import CannotStackError
-from fedbn_flwr.simulation.stacked.memory_budget import (
+from fedbn_flwr.simulation.sizing import (
     StepMemory,
     clients_that_fit,
     largest_useful_stack,
 )
+from fedbn_flwr.simulation.stacked.layers import CannotStackError
 from fedbn_flwr.simulation.stacked.model import Stacks
 from fedbn_flwr.simulation.stacked.training import train_together
 from fedbn_flwr.transports import Participant
@@ -133,7 +133,9 @@ class StackedGrid(InProcessGrid):
         key = kind or reason
         if key not in self._logged:
             self._logged.add(key)
-            log(level, "Clients train one after another: %s", " ".join(reason.split()))
+            said = " ".join(reason.split())
+            self._how.alone.add(said)
+            log(level, "Clients train one after another: %s", said)
 
     def _group(self, jobs: Sequence[Job]) -> list[list[Job]]:
         """Put jobs together that can be stacked.
@@ -206,6 +208,7 @@ class StackedGrid(InProcessGrid):
         """
         model = stack[0].client.model
         structure = self._structures.take(model)
+        self._how.sizes.add(len(stack))
         try:
             return list(
                 pool.add(train_together(stack, structure, self._make_stack, exchange)).values()

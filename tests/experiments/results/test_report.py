@@ -502,7 +502,9 @@ def test_every_format_has_the_same_table(tmp_path: Path) -> None:
     assert pictures
     assert all(picture.read_bytes().startswith(b"%PDF") for picture in pictures)
     assert (out / "report.html").exists()
-    document = r"\documentclass{article}\usepackage{booktabs,graphicx}\begin{document}\input{results}\end{document}"
+    document = (
+        r"\documentclass{article}\usepackage{booktabs}\begin{document}\input{results}\end{document}"
+    )
     (out / "example.tex").write_text(document)
     if pdflatex := shutil.which("pdflatex"):  # Debian: texlive-latex-recommended
         words = [pdflatex, "-interaction=nonstopmode", "-halt-on-error", "example.tex"]

@@ -66,8 +66,8 @@ def test_small_chunks() -> None:
 def test_steps_with_large_activations_are_stacked_only_where_they_are_layerwise(
     strategy: type[BaseStrategy], stacks: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedbn_flwr.simulation.stacked.memory_budget._LARGE_ACTIVATIONS", 0)
-    monkeypatch.setattr("fedbn_flwr.simulation.stacked.memory_budget._LARGEST_LAYERWISE", 2)
+    monkeypatch.setattr("fedbn_flwr.simulation.sizing._LARGE_ACTIVATIONS", 0)
+    monkeypatch.setattr("fedbn_flwr.simulation.sizing._LARGEST_LAYERWISE", 2)
     alone, together = both(lambda: quiet(strategy), grid=stacked_by(0), rounds=1, batch_size=4)
     assert difference(alone, together) < EXACT
     assert together.watch.stacks == stacks

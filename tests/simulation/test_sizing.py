@@ -12,7 +12,7 @@ from torch import nn
 from fedbn_flwr.client import BNClient
 from fedbn_flwr.data import Split
 from fedbn_flwr.device import total_memory
-from fedbn_flwr.simulation.stacked.memory_budget import (
+from fedbn_flwr.simulation.sizing import (
     StepMemory,
     clients_that_fit,
     largest_useful_stack,
@@ -69,11 +69,9 @@ def test_as_many_are_stacked_as_fit_into_half_of_the_memory(
 ) -> None:
     """Into a quarter of a GPU's, which also has it as a captured step."""
     step = StepMemory((10, 20), 7)
-    monkeypatch.setattr(
-        "fedbn_flwr.simulation.stacked.memory_budget.total_memory", lambda _: 9 * step.total
-    )
+    monkeypatch.setattr("fedbn_flwr.simulation.sizing.total_memory", lambda _: 9 * step.total)
     assert [clients_that_fit(step, device) for device in (CPU, CUDA)] == [4, 2]
-    monkeypatch.setattr("fedbn_flwr.simulation.stacked.memory_budget.total_memory", lambda _: 0)
+    monkeypatch.setattr("fedbn_flwr.simulation.sizing.total_memory", lambda _: 0)
     assert clients_that_fit(step, CPU) == 1
 
 

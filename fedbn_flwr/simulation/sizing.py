@@ -1,12 +1,16 @@
-"""The size of a stack: how many clients are worth one, and how many fit into memory."""
+"""How many processes train the clients of a run, and how large a stack is: what is worth it, and
+what fits into memory.
+"""
 
 import copy
 import ctypes
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from fedbn_flwr.client import BNClient, training
 from fedbn_flwr.device import total_memory
@@ -14,6 +18,13 @@ from fedbn_flwr.randomness import OwnRandomness
 from fedbn_flwr.simulation.in_process import PORTION
 from fedbn_flwr.wire import Instruction
 
+#: multiplications in the forward passes of a run from which on it starts processes. At this size
+#: two took about as long to start as they saved (on two cores one is started): 40,000 steps of
+#: small-cnn, or 2,000 of resnet20, batches of 20
+WORTH_STARTING = 10**11
+#: clients per process in a round where models are stacked: five clients are faster in a stack than
+#: one after another (docs/benchmarks.md, "Choices in the code")
+CLIENTS_PER_WORKER = 5
 #: larger stacks do not make a step faster, because a CPU's caches are full. A GPU stacks all
 #: clients that are prepared together: with 100 a round takes 0.11 to 0.16 of a plain loop's time,
 #: with ten 0.29 to 0.52; more is not measured
@@ -124,6 +135,83 @@ def clients_that_fit(step: StepMemory, device: torch.device) -> int:
     if device.type == "cpu":
         share = _SHARE
     return max(1, int(total_memory(device) * share / max(step.total, 1)))
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a run asks of the processes that train its clients."""
+
+    model: nn.Module
+    device: torch.device
+    layerwise: bool
+    #: the clients of a round
+    at_once: int
+    #: samples in the mini-batches of the whole run
+    samples: int
+    #: multiplications of a sample's forward pass, and what a client's step keeps: each takes a pass
+    #: of the model, and is called only where its answer counts
+    multiplications: Callable[[], int]
+    step: Callable[[], StepMemory]
+
+
+def worthwhile_workers(work: Work, gpus: Sequence[str], cores: int) -> int:
+    """Return the number of processes that make a run faster, starting them included.
+
+    Several processes do not make a GPU faster: each of several GPUs has one. They make a round of a
+    single layer-wise step faster, although they wait for each other at every layer
+    (docs/benchmarks.md).
+    """
+    if gpus:
+        return min(len(gpus), work.at_once)
+    if work.device.type != "cpu" or min(cores, work.at_once) <= 1:
+        return 1
+    if work.samples * work.multiplications() < WORTH_STARTING:
+        return 1
+    return useful_workers(work, cores)
+
+
+def useful_workers(work: Work, cores: int) -> int:
+    """Return how many processes on CPUs with so many cores make a round faster."""
+    stack = largest_useful_stack(work.model, torch.device("cpu"), work.step, work.layerwise)
+    clients = CLIENTS_PER_WORKER if stack > 1 else 1
+    return max(min(cores, work.at_once // clients), 1)
+
+
+def visible_gpus(device: str) -> list[str]:
+    """Return the names of the GPUs of a run, as `CUDA_VISIBLE_DEVICES` has them.
+
+    There are none if the run is not for all GPUs.
+    """
+    if device not in ("auto", "cuda") or not torch.cuda.is_available():
+        return []
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = torch.cuda.device_count()
+    # a name of none hides those after it
+    if named:
+        return named.split(",")[:count]
+    return [str(number) for number in range(count)]
+
+
+def count_multiplications(model: nn.Module, inputs: Tensor) -> int:
+    """Return the multiplications of convolutions and linear layers in the forward pass of one
+    sample, of which `inputs` has at least two.
+    """
+    total = 0
+
+    def count(layer: nn.Module, _: object, output: Tensor) -> None:
+        nonlocal total
+        weight: Tensor = layer.weight  # type: ignore[assignment]
+        total += output.numel() * weight[0].numel()
+
+    layers = [layer for layer in model.modules() if isinstance(layer, (_ConvNd, nn.Linear))]
+    hooks = [layer.register_forward_hook(count) for layer in layers]
+    try:
+        with torch.no_grad():
+            model.eval()(inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return total // len(inputs)
 
 
 def keep_freed_memory() -> None:
