@@ -8,14 +8,12 @@ import re
 import sys
 from pathlib import Path
 
-import pandas as pd
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fedbn_flwr.experiments import UsageError, main, resolve
-from fedbn_flwr.experiments.results.plots import marks_of
 from fedbn_flwr.experiments.sites.own_model import load_own_model
 from fedbn_flwr.plugins import described
 from fedbn_flwr.strategies import FedTAN, register_strategy
@@ -126,8 +124,6 @@ def test_a_recipe_imports_nothing_by_itself(
 def test_results_import_nothing_by_themselves(named: dict[str, str]) -> None:
     sys.path.insert(0, str(Path.cwd()))
     options = {"method": "fedavg:lr-schedule=0.1@0.5", "rounds": 4, **named}
-    Path("config.json").write_text(json.dumps({"options": options}))
-    assert marks_of(".", pd.DataFrame({"round": range(1, 5)})) == []
     about = {"options": json.dumps(options), "about": json.dumps({"shape": [1, 8, 8]})}
     save_file({"weight": torch.zeros(1)}, "own.safetensors", about)
     with pytest.raises(UsageError, match=f"own.safetensors {HINT}"):

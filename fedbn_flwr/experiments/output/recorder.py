@@ -147,12 +147,10 @@ class Journal:
         """Write the row of a round with these scores."""
         missing = self._missing(now)
         self.standing.frozen = now.instruction.freeze
-        row = {
-            "round": now.number,
-            **self._training(now, missing),
-            **self._traffic(),
-            **now.measured,
-        }
+        row: dict[str, Any] = {"round": now.number, "lr": now.instruction.lr}
+        if now.instruction.freeze != "none":
+            row["freeze"] = now.instruction.freeze
+        row |= {**self._training(now, missing), **self._traffic(), **now.measured}
         self.files.round({**row, **score})
         for sink in self.sinks:
             sink({**row, **score})

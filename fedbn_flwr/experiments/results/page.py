@@ -13,7 +13,7 @@ from fedbn_flwr.experiments.results.findings import findings
 from fedbn_flwr.experiments.results.plots import SETTINGS, bars, curves
 from fedbn_flwr.experiments.results.rows import Part, counts, read_parts, rounds_of
 from fedbn_flwr.experiments.results.show import fill, say, to_csv, to_latex
-from fedbn_flwr.experiments.results.tables import all_runs, costs, curve_table, results
+from fedbn_flwr.experiments.results.tables import all_runs, costs, results
 from fedbn_flwr.plugins import did_you_mean
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.state.record_files import write_bytes
@@ -99,9 +99,9 @@ def _write_html(parts: Sequence[Content], folder: Path) -> str:
 
 def _write_csv(parts: Sequence[Content], folder: Path) -> str:
     for part in parts:
-        for shown in (*part.tables, part.runs, curve_table(part.part.runs)):
+        for shown in (part.results, part.runs):
             write_bytes(folder / f"{part.prefix}{shown.name}.csv", to_csv(shown).encode())
-    return f"{parts[0].prefix}results.csv (and a file for each other table)"
+    return f"{parts[0].prefix}results.csv (and runs.csv, with a row for each run)"
 
 
 def _write_latex(parts: Sequence[Content], folder: Path) -> str:

@@ -1,4 +1,4 @@
-"""Pictures of runs: curves over rounds, exchanges and bytes, bars by domain, GN minus BN.
+"""Pictures of runs: curves over rounds, exchanges and bytes, and bars by domain.
 
 All have one look, which is legible in print and on a phone, also without colours.
 """
@@ -17,8 +17,6 @@ from typing import IO, Any, NamedTuple, TypeAlias
 import numpy as np
 from flwr.common import log
 
-from fedbn_flwr.experiments.method import resolve
-from fedbn_flwr.experiments.output.run_folder import read_config
 from fedbn_flwr.experiments.recipes.paper import QUANTITIES, Paper
 from fedbn_flwr.experiments.results.rows import (
     Frame,
@@ -39,21 +37,12 @@ from fedbn_flwr.experiments.results.values import (
 )
 from fedbn_flwr.plugins import extra
 from fedbn_flwr.plugins.options import UsageError
-from fedbn_flwr.server.lr_schedule import round_of
 from fedbn_flwr.traffic.counting_grid import MEGABYTE
 
 #: settings of which a report draws pictures, and up to how many it draws more than the score over
 #: rounds
 SETTINGS = 12
 FEW = 4
-#: panels of training dynamics, as in FixBN's Figure 3 (a) to (c)
-DYNAMICS = {
-    "global-change": "(a) change of the global statistics",
-    "batch-change": "(a) change of the mini-batch statistics",
-    "local-distance": "(a) distance of local from global statistics",
-    "window-variance": "(b) variance of the statistics in a window",
-    "loss": "(c) training loss",
-}
 LOSSES = {
     "train-loss": "training loss",
     "loss-deviation": "standard deviation of the clients' losses",
@@ -318,23 +307,18 @@ def draw_or_warn(draw: Callable[[], Any], path: Path) -> None:
 def curves(runs: Frame) -> Iterator[Picture]:
     """Draw the curves of the first settings of runs."""
     rounds = rounds_of(runs)
-    layers = rounds_of(runs, "dynamics.jsonl")
     settings = rounds["setting"].unique()
     for setting in settings[:SETTINGS]:
-        own, its_rounds, its_layers = (
-            each[each["setting"] == setting] for each in (runs, rounds, layers)
-        )
-        yield from filter(None, _curves(own, its_rounds, its_layers, few=len(settings) <= FEW))
+        own = runs[runs["setting"] == setting]
+        its_rounds = rounds[rounds["setting"] == setting]
+        yield from filter(None, _curves(own, its_rounds, few=len(settings) <= FEW))
 
 
-def _curves(runs: Frame, rounds: Frame, layers: Frame, few: bool) -> Iterator[Picture | None]:
+def _curves(runs: Frame, rounds: Frame, few: bool) -> Iterator[Picture | None]:
     setting = runs["setting"].iloc[0]
     score = score_of(runs)
     first = runs.drop_duplicates("label")
-    marks = {
-        run["label"]: marks_of(run["folder"], rounds[rounds["run"] == at])
-        for at, run in first.iterrows()
-    }
+    marks = {run["label"]: marks_of(rounds[rounds["run"] == at]) for at, run in first.iterrows()}
     draw = partial(_picture, setting=setting, marks=marks, looks=looks_of(runs))
     exchanges = column(rounds, "exchanges").fillna(0)
     sums = pd.DataFrame(
@@ -346,16 +330,9 @@ def _curves(runs: Frame, rounds: Frame, layers: Frame, few: bool) -> Iterator[Pi
             points = points_of(rounds, score, positions[kind])
             caption = f"{score.replace('-', ' ')} against {kind}"
             yield draw(points, f"{score}-{kind}", caption, AXES[kind], heading_of(score))
-    if not few:
-        return
-    for key, text in LOSSES.items():
-        yield draw(points_of(rounds, key), key, text, "round", text, log=True)
-    for key, text in DYNAMICS.items():
-        points = (
-            points_of(layers, key).groupby(["label", "run", "x"], sort=False, as_index=False).mean()
-        )
-        points["y"] /= scale_of(key)
-        yield draw(points, key, f"{text}, mean of all layers", "round", text[4:], log=True)
+    if few:
+        for key, text in LOSSES.items():
+            yield draw(points_of(rounds, key), key, text, "round", text, log=True)
 
 
 def _picture(
@@ -394,28 +371,21 @@ def _picture(
     return Picture(file_name(f"{name}-{setting}"), caption, paint, setting=setting)
 
 
-def marks_of(folder: str | Path, rounds: Frame) -> list[Mark]:
-    """Return what changes in a run.
-
-    Nothing where its options are not known, as of a plug-in that is not there.
-    """
-    options = read_config(Path(folder)).get("options", {})
-    last = int(options.get("rounds", 0))
-    try:
-        strategy = resolve(
-            {**options, "resume": ""}, federation=True, read_from=str(folder)
-        ).make_strategy(1)
-    except UsageError:
-        return []
-    freeze_at: float | None = getattr(strategy, "freeze_at", None)
-    fired = next(iter(column(rounds, "frozen-after").dropna()), None)
-    frozen = fired
-    if freeze_at is not None:
-        frozen = round_of(freeze_at, last)
-    stage = next(iter(rounds["round"][column(rounds, "fedbs-stage") == 2]), 1) - 1
-    drops = [("learning rate", change.start(last, frozen)) for change in strategy.schedule]
-    changes = [("freeze", frozen), *drops, ("stage 2", stage)]
-    return [Mark(text, int(after)) for text, after in changes if after and after < last]
+def marks_of(rounds: Frame) -> list[Mark]:
+    """Return what changes in a run, as its rows say: the freeze, steps of the rate, the stage."""
+    frozen = rounds["round"][column(rounds, "freeze").notna()]
+    changed = column(rounds, "lr").diff().fillna(0) != 0
+    # a rate that moves in every round, as under `cosine`, has no steps
+    moving = changed.shift(1, fill_value=False) | changed.shift(-1, fill_value=False)
+    stepped = rounds["round"][changed & ~moving]
+    second = rounds["round"][column(rounds, "fedbs-stage") == 2]
+    changes = [("freeze", frozen[:1]), ("learning rate", stepped), ("stage 2", second[:1])]
+    return [
+        Mark(text, int(number) - 1)
+        for text, numbers in changes
+        for number in numbers
+        if number > 1  # what holds from the first round on is no change
+    ]
 
 
 def draw_marks(axes: Any, marks: Marks, looks: Looks) -> None:
@@ -450,9 +420,6 @@ def bars(runs: Frame, paper: Paper) -> Iterator[Picture]:
     at = values.index.get_level_values("setting")
     for setting in [*settings][:SETTINGS]:
         yield from _domains(setting, values[at == setting].droplevel("setting"), looks_of(runs))
-    labels = dict(zip(runs["method"], runs["label"], strict=True))
-    if {"fedavg+gn", "fedavg"} <= labels.keys():
-        yield from _map(settings, labels["fedavg+gn"], labels["fedavg"], values["mean"].to_dict())
 
 
 def _domains(setting: str, values: Frame, looks: Looks) -> Iterator[Picture]:
@@ -490,48 +457,3 @@ def _domains(setting: str, values: Frame, looks: Looks) -> Iterator[Picture]:
     if (shown["number"] > 1).any():
         caption += "; whiskers: standard deviation of the runs"
     yield Picture(file_name(f"domains-{setting}"), caption, paint, setting=setting)
-
-
-def _map(
-    settings: Mapping[str, Mapping[str, str]],
-    high: str,
-    low: str,
-    means: Mapping[tuple[str, str, str], float],
-) -> Iterator[Picture]:
-    """Draw accuracy with GN minus that with BN over local steps and all other axes, as in FixBN's
-    Figure 2.
-    """
-    gaps = dict[tuple[str, str], float]()
-    for setting, labels in settings.items():
-        others = ", ".join(label for axis, label in labels.items() if axis != "local-steps")
-        first, second = (means.get((setting, "accuracy", method), np.nan) for method in (high, low))
-        gaps[others, labels.get("local-steps", "")] = first - second
-    table = pd.Series(gaps).unstack(sort=False)
-    if len(table.columns) < 2 or table.isna().all(axis=None):
-        return
-    limit = max(table.abs().max(axis=None), 0.1)
-
-    def paint(axes: Any) -> None:
-        # purple and orange differ for all kinds of colour vision, and the numbers say the same
-        axes.imshow(
-            np.ma.masked_invalid(table), cmap="PuOr", vmin=-limit, vmax=limit, aspect="auto"
-        )
-        for (row, at), value in np.ndenumerate(table.to_numpy()):
-            if np.isfinite(value):
-                colour = "black"
-                if abs(value) > 0.7 * limit:
-                    colour = "white"
-                axes.text(
-                    at, row, f"{value:+.1f}", ha="center", va="center", color=colour, fontsize=10
-                )
-        axes.set_xticks(range(len(table.columns)), letters(table.columns))
-        axes.set_yticks(range(len(table)), letters(table.index), fontsize=9)
-        axes.spines[:].set_visible(False)
-        axes.tick_params(length=0)
-
-    yield Picture(
-        "gn-minus-bn",
-        f"Accuracy with {high} minus {low}, in points",
-        paint,
-        height=1.2 + 0.42 * len(table),
-    )

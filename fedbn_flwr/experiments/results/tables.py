@@ -25,7 +25,6 @@ from fedbn_flwr.experiments.results.rows import (
     options_of,
     outcome_of,
     pd,
-    rounds_of,
     score_of,
     typical,
 )
@@ -38,7 +37,6 @@ from fedbn_flwr.experiments.results.values import (
     scaled,
     values_of,
 )
-from fedbn_flwr.traffic.counting_grid import MEGABYTE
 
 #: digits of errors, which may be small
 ERROR_DIGITS = 4
@@ -412,36 +410,6 @@ def all_runs(runs: Frame) -> Table:
         "folder": [Path(folder).name for folder in runs["folder"]],
     }
     return Table("runs", "All runs", pd.DataFrame(columns, runs.index))
-
-
-def curve_table(runs: Frame) -> Table:
-    """Return the score of every run over its rounds, exchanges, bytes and seconds: a line for each
-    round with one.
-    """
-    score = score_of(runs)
-    rounds = rounds_of(runs)
-    ways = column(rounds, "payload-bytes-down").fillna(0) + column(
-        rounds, "payload-bytes-up"
-    ).fillna(0)
-    sums = pd.DataFrame(
-        {
-            "exchanges": column(rounds, "exchanges"),
-            "sent": ways,
-            "seconds": column(rounds, "seconds"),
-        }
-    )
-    sums = sums.fillna(0).groupby(rounds["run"]).cumsum()
-    columns = {
-        **rounds[["setting", "label"]].rename(columns={"label": "method"}),
-        "seed": counts(rounds["seed"]),
-        "round": counts(rounds["round"]),
-        heading_of(score): counts(scaled(rounds, score), 2),
-        "exchanges": counts(sums["exchanges"]),
-        "MB sent": counts(sums["sent"] / MEGABYTE, 1),
-        "seconds": counts(sums["seconds"], 1),
-    }
-    frame = pd.DataFrame(columns, rounds.index)
-    return Table("curves", "The score over the rounds", frame[frame[heading_of(score)] != ""])
 
 
 def cautions(runs: Frame) -> list[str]:
