@@ -155,7 +155,7 @@ def test_what_only_cuda_has_is_asked_for_in_one_file_each() -> None:
         for name, path in SOURCES.items()
         if re.search(r"torch\.(backends\.)?cuda\.", path.read_text())
     }
-    assert names == {"fedbn_flwr.experiments.engines", "fedbn_flwr.client.training"}
+    assert names == {"fedbn_flwr.simulation.sizing", "fedbn_flwr.client.training"}
 
 
 def test_modules_import_each_other_in_no_circle() -> None:

@@ -29,6 +29,7 @@ from fedbn_flwr.plugins.options import (
 from fedbn_flwr.wire import wire_key
 
 
+@dataclass(frozen=True)
 class Options:
     """A group of options: fields with a help text, of types that can be written as text."""
 

@@ -4,7 +4,6 @@ import json
 import os
 import sys
 from argparse import _SubParsersAction
-from dataclasses import fields
 from inspect import Parameter, Signature
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
@@ -17,13 +16,13 @@ from fedbn_flwr.data import AUGMENTATIONS, DATASETS, PARTITIONS
 from fedbn_flwr.deployment.cli import main as console_command
 from fedbn_flwr.experiments import Config, main
 from fedbn_flwr.experiments.cli import _parser
+from fedbn_flwr.experiments.config import shared_options
 from fedbn_flwr.experiments.method import SHARED, all_options, parse, split_methods
 from fedbn_flwr.experiments.output.console import console
 from fedbn_flwr.models import MODELS
 from fedbn_flwr.norm import NORMS
 from fedbn_flwr.plugins.options import option_key
 from fedbn_flwr.strategies import REGISTRY, FedAvg, register_strategy
-from fedbn_flwr.wire import wire_key
 from tests.helpers.runs import run
 
 
@@ -84,11 +83,7 @@ def test_help_names_every_option_with_its_default(
         main([name, "--help-all"])
     assert left.value.code == 0
     words = capsys.readouterr().out.split()
-    wanted = (
-        {wire_key(item.name) for item in fields(Config)}
-        | set(all_options())
-        | {"engine", "verbose"}
-    )
+    wanted = {*shared_options()} | set(all_options()) | {"engine", "verbose"}
     if name == "compare":
         wanted = wanted - {"method", "resume"} | {
             "methods",

@@ -16,8 +16,9 @@ from flwr.clientapp import ClientApp
 from fedbn_flwr.client import BNClient
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.data import Data
-from fedbn_flwr.experiments import Config, UsageError, resolve, serve
+from fedbn_flwr.experiments import UsageError, resolve, serve
 from fedbn_flwr.experiments.client_side import bound_client_fn
+from fedbn_flwr.experiments.config import DataOptions
 from fedbn_flwr.experiments.material import load_data
 from fedbn_flwr.experiments.output.run_folder import RunFolder
 from fedbn_flwr.server.sampling import ASKED_AT_ONCE, Roster
@@ -219,9 +220,9 @@ def test_thousands_are_asked_some_at_a_time_and_once(monkeypatch: pytest.MonkeyP
 def test_options_are_read_once_for_all_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[object] = []
 
-    def counted(config: Config) -> Data:
-        calls.append(config)
-        return load_data(config.data)
+    def counted(options: DataOptions) -> Data:
+        calls.append(options)
+        return load_data(options)
 
     monkeypatch.setattr("fedbn_flwr.experiments.material.load_data", counted)
     options = {"dataset": "synthetic:n=90:test=10", "clients": 9, "partition": "iid", "seed": 123}
