@@ -1,4 +1,3 @@
-"""Seconds a round of each engine, beside a plain PyTorch loop:
-
-`make bench`. Not part of the package.
+"""Seconds a round of each engine, beside a plain PyTorch loop: `make bench`. Not part of the
+package.
 """

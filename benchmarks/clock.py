@@ -21,9 +21,8 @@ class Enough(BaseException):
 
 
 class Clock:
-    """Commands of the driver:
-
-    `("run", n)` for n rounds, answered by their seconds, and `("end",)`.
+    """Commands of the driver: `("run", n)` for n rounds, answered by their seconds, and
+    `("end",)`.
     """
 
     def __init__(self, driver: Connection) -> None:

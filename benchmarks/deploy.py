@@ -1,6 +1,5 @@
-"""Rounds of a deployment on the loopback:
-
-FedTAN by side channel and by messages, and FedAvg: `make bench-deploy`.
+"""Rounds of a deployment on the loopback: FedTAN by side channel and by messages, and FedAvg: `make
+bench-deploy`.
 
 Server and sites are the processes of docker-compose.yml, over TLS, with the proxy in between, and
 each site reaches its server by a relay that holds data back for half a round trip, each way. A

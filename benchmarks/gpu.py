@@ -1,6 +1,5 @@
-"""Check on a GPU what the tests show without one, and measure what they cannot:
-
-`make test-gpu`, in five minutes.
+"""Check on a GPU what the tests show without one, and measure what they cannot: `make test-gpu`, in
+five minutes.
 
 The parts come in the order of importance, each in a process of its own and with a deadline. The
 exit code is 1 if one failed, and 2 if there is no accelerator. It needs torch, this project and its

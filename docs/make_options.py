@@ -1,6 +1,5 @@
-"""Write options.md, the run configuration in pyproject.toml, and the table of methods.md:
-
-`make docs`.
+"""Write options.md, the run configuration in pyproject.toml, and the table of methods.md: `make
+docs`.
 """
 
 import json
@@ -139,9 +138,8 @@ def single_strategies() -> Iterator[tuple[str, ...]]:
 
 
 def with_run_config(project: str) -> str:
-    """Return the text of pyproject.toml with a key for every option:
-
-    Flower refuses to override any other.
+    """Return the text of pyproject.toml with a key for every option: Flower refuses to override any
+    other.
     """
     lines = ["# by whom the nodes are trained: see docs/simulation.md", f'{ENGINE} = "{AUTO}"']
     lines += ["# results that are there and were made with code of your own: taken, or set aside"]

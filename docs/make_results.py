@@ -1,6 +1,5 @@
-"""Write the tables of README.md, results.md and other pages that follow from docs/measured:
-
-`make docs`.
+"""Write the tables of README.md, results.md and other pages that follow from docs/measured: `make
+docs`.
 
 A table stands after a comment with its name. `runs.csv` has a row for every run: a cell is the mean
 of its seeds, with the standard deviation. A difference is paired by seed, with its 95 % interval

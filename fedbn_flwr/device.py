@@ -121,7 +121,7 @@ def pick_device(name: str) -> torch.device:
 def accelerator_name(device: str = "auto") -> str:
     """Return the product name of the accelerator that an option `device` chooses.
 
-    Empty if it chooses none.
+    The name is empty if it chooses none.
     """
     found = accelerator()
     if found is None or (device != "auto" and torch.device(device).type != found.type):

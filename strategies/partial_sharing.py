@@ -1,6 +1,5 @@
-"""Strategies in which a part of the model never leaves the client:
-
-BN, its statistics, its affine part, or all.
+"""Strategies in which a part of the model never leaves the client: BN, its statistics, its affine
+part, or all.
 """
 
 from collections.abc import Sequence

@@ -40,9 +40,8 @@ def register_strategy(name: str) -> Callable[[type[S]], type[S]]:
 
 
 def prepare(model: nn.Module, method: str | type[BaseStrategy], **options: Any) -> nn.Module:
-    """Return the model with the normalizers that a method brings:
-
-    FedWon's, HBN's, HeteroFL's; others' stay.
+    """Return the model with the normalizers that a method brings: FedWon's, HBN's, HeteroFL's;
+    others' stay.
 
     `method` is a strategy, or its name (`fedavg+gn` names a normalizer, too); `options` are those
     of its constructor. The normalizers are replaced in place. The server's initial model and the

@@ -44,9 +44,8 @@ LONGEST = {
 
 @pytest.fixture
 def flower_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """What Flower logs, and this project with it:
-
-    Flower's logger does not pass on to the root logger.
+    """What Flower logs, and this project with it: Flower's logger does not pass on to the root
+    logger.
     """
     logger = logging.getLogger("flwr")
     logger.addHandler(caplog.handler)

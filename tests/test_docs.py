@@ -1,6 +1,5 @@
-"""What the documentation shows works:
-
-Python blocks run, commands parse, links lead somewhere, tables are complete.
+"""What the documentation shows works: Python blocks run, commands parse, links lead somewhere,
+tables are complete.
 """
 
 import json

@@ -138,9 +138,8 @@ def guard(message: Message, context: Context, call_next: ClientAppCallable) -> M
 
 
 def count_bytes(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-    """Add the bytes of the arrays that came and went to the reply's metrics:
-
-    `bytes-down` and `bytes-up`.
+    """Add the bytes of the arrays that came and went to the reply's metrics: `bytes-down` and
+    `bytes-up`.
     """
     down = _bytes_of(message)
     reply = call_next(message, context)
@@ -198,9 +197,8 @@ class Version(NamedTuple):
 
 
 class KeptStates:
-    """The states of one node in one run:
-
-    `FOLDER/RUN/PARTITION/ROUND-RUN.records`, each replaced as a whole.
+    """The states of one node in one run: `FOLDER/RUN/PARTITION/ROUND-RUN.records`, each replaced as
+    a whole.
 
     There are at most two: the latest, and that of the last checkpoint, with which the run may be
     resumed.

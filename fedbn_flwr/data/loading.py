@@ -223,7 +223,6 @@ def _register(
     name: str, folder: str, side: int, read: Callable[..., Data], about: str, **defaults: int
 ) -> None:
     """Register a data set of images in a folder of `data-root`, or elsewhere:
-
     `NAME[:PATH][:key=value]...`.
     """
 
@@ -274,9 +273,8 @@ def load(
     root: str | Path | None = None,
     image_workers: int = WORKERS,
 ) -> Data:
-    """Load the data set of a spec:
-
-    `name`, `name:key=value...`, `name:PATH` or `package.module:function`.
+    """Load the data set of a spec: `name`, `name:key=value...`, `name:PATH` or
+    `package.module:function`.
 
     The same arguments give the same object, shared by all clients of a process, while it is one of
     the last two. `image_size` scales the images, and grey ones are repeated to `channels`. Unless

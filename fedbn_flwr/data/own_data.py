@@ -54,7 +54,7 @@ def preprocess(
 ) -> Tensor:
     """Return raw inputs (tensors or arrays) as training has the `trained` ones: scaled, normalized.
 
-    Ids as they are.
+    Ids stay as they are.
     """
     raw = _inputs(_tensor(inputs))
     floats = raw if raw.is_floating_point() else trained

@@ -117,7 +117,7 @@ def _constants(
 ) -> tuple[Tensor, Tensor]:
     """Return both as tensors in the units of the stored numbers, on a device, for a batch.
 
-    Sent only once.
+    They are sent only once.
     """
     shape = -1, *(1,) * (dimensions - 2)
     center, width = (

@@ -124,11 +124,10 @@ class Split:
         for portion in _portions(sizes, MOST_TOGETHER // max(self.inputs[:1].numel(), 1)):
             end = start + sum(portion)
             chosen = indices[start:end]
-            inputs, labels = (
-                self.batch(chosen, device)
-                if edits is None
-                else self._edited(chosen, device, edits[start:end])
-            )
+            if edits is None:
+                inputs, labels = self.batch(chosen, device)
+            else:
+                inputs, labels = self._edited(chosen, device, edits[start:end])
             yield from zip(inputs.split(portion), labels.split(portion), strict=True)
             start = end
 

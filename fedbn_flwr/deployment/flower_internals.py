@@ -320,7 +320,7 @@ def wait_for_contents(store: Any, message: Message) -> dict[str, bytes]:
 def round_of(object_id: str, content: bytes) -> int:
     """Return the round that an object of a received message names, if it is the configuration.
 
-    Else 0.
+    It is 0 for other objects.
     """
     if get_object_type_from_object_content(content) != ConfigRecord.__name__:
         return 0

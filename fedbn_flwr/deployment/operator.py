@@ -171,7 +171,7 @@ class Operator:
     def progress(self, run: str) -> dict[str, Any]:
         """Return a run's method, its rounds so far and in all, and its last row.
 
-        Nothing if it has no results.
+        A run without results has none of these.
         """
         config = self.result(f"{run}/config.json")
         rounds = self.result(f"{run}/rounds.jsonl")

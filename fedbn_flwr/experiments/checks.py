@@ -166,11 +166,11 @@ def _check_inputs(material: Material, split: data.Split, role: str) -> bool:
             f"{shape}"
         )
     device = next((parameter.device for parameter in model.parameters()), None)
-    kind, dtype = (
-        ("integers (ids: other numbers are float32)", torch.int64)
-        if split.has_ids
-        else ("inputs", None)
-    )
+    kind = "inputs"
+    dtype = None
+    if split.has_ids:
+        kind = "integers (ids: other numbers are float32)"
+        dtype = torch.int64
     try:
         with torch.no_grad(), FunctionalBatchNorm(model) as functional:
             outputs = model.eval()(torch.zeros(1, *shape, device=device, dtype=dtype))

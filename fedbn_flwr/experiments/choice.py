@@ -1,6 +1,5 @@
-"""Values of options that are chosen for each method on held-out training data:
-
-`--grid lr=0.03,0.1`.
+"""Values of options that are chosen for each method on held-out training data: `--grid
+lr=0.03,0.1`.
 """
 
 from collections.abc import Mapping, Sequence

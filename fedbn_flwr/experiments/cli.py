@@ -228,13 +228,14 @@ def _parser(others: Mapping[str, str], everything: bool = False) -> argparse.Arg
 
 def _command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
     lines = "\n".join(f"  fedbn-flwr {name} {words}" for words in EXAMPLES.get(name, ()))
+    epilog = None
+    if lines:
+        epilog = f"examples:\n{lines}\nall options: --help-all; all names: fedbn-flwr list"
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
         help=text,
         description=text,
-        epilog=f"examples:\n{lines}\nall options: --help-all; all names: fedbn-flwr list"
-        if lines
-        else None,
+        epilog=epilog,
         # keeps the lines of examples, and most options with their texts on one line
         formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=20),
         allow_abbrev=False,

@@ -168,9 +168,8 @@ def _client(config: Config, context: Context) -> BNClient:
 
 @lru_cache(maxsize=2)
 def _material(config: Config, nodes: int, root: str | None, own_data: str) -> Material:
-    """Return what Flower's nodes of a process share:
-
-    Flower hands them nothing but a Context, in message after message.
+    """Return what Flower's nodes of a process share: Flower hands them nothing but a Context, in
+    message after message.
 
     `root` is where data are looked for that name no place of their own.
     """

@@ -1,6 +1,5 @@
-"""Experiments from Python:
-
-`compare` and `run` of `fedbn_flwr`. The commands of the same names call them.
+"""Experiments from Python: `compare` and `run` of `fedbn_flwr`. The commands of the same names call
+them.
 """
 
 import shutil

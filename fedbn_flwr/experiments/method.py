@@ -477,11 +477,10 @@ def _arguments(strategy: BaseStrategy) -> dict[str, str]:
     signature = inspect.signature(type(strategy))
     given = dict[str, Any]()
     for name, value in signature.bind(*positional, **named).arguments.items():
-        given |= (
-            value
-            if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
-            else {name: value}
-        )
+        if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+            given |= value
+        else:
+            given[name] = value
     known = own_options(type(strategy))
     texts = dict[str, str]()
     for name, value in given.items():

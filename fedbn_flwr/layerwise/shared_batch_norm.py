@@ -171,12 +171,11 @@ class SharedBatchNorm(torch.autograd.Function):
                 f"what clients say of BN layer {use.layer!r} does not depend on their data"
             )
         flat = inputs.movedim(dims[0], 1).flatten(1, 2)
-        affine = [
-            value
-            if value is None
-            else (value if dim is None else value.movedim(dim, 0)).expand(clients, -1).flatten()
-            for value, dim in zip((weight, bias), dims[1:3], strict=True)
-        ]
+        affine = []
+        for value, dim in zip((weight, bias), dims[1:3], strict=True):
+            if value is not None and dim is not None:
+                value = value.movedim(dim, 0)
+            affine.append(None if value is None else value.expand(clients, -1).flatten())
         apply: Callable[..., tuple[Tensor, ...]] = SharedBatchNorm.apply
         outputs, mean, variance, count = apply(flat, *affine, eps, replace(use, clients=clients))
         shape = (clients, len(mean) // clients)

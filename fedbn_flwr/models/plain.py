@@ -39,9 +39,8 @@ def mlp(num_classes: int, in_channels: int, image_size: int) -> nn.Module:
 
 @register_model("lenet", smallest=16)
 def lenet(num_classes: int, in_channels: int, image_size: int) -> nn.Module:
-    """LeNet-5 (LeCun et al. 1998) as it is used today:
-
-    ReLU, max pools, and BN after each convolution.
+    """LeNet-5 (LeCun et al. 1998) as it is used today: ReLU, max pools, and BN after each
+    convolution.
     """
     side = ((image_size - 4) // 2 - 4) // 2
     return nn.Sequential(

@@ -1,6 +1,5 @@
-"""Networks that give each pixel a class:
-
-DeepLabV3+, as FixBN's on Cityscapes, and a small one for small images.
+"""Networks that give each pixel a class: DeepLabV3+, as FixBN's on Cityscapes, and a small one for
+small images.
 """
 
 from torch import nn

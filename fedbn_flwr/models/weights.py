@@ -69,11 +69,8 @@ def read_weights(path: Path, model: nn.Module | None = None) -> dict[str, Tensor
         raise ValueError(f"no weights: there is no file {path}")
     limit = Limit.of(model)
     try:
-        state: Any = (
-            _read_safetensors(path, limit)
-            if path.suffix == ".safetensors"
-            else _read_torch(path, limit)
-        )
+        read = _read_safetensors if path.suffix == ".safetensors" else _read_torch
+        state: Any = read(path, limit)
     except (MissingExtraError, TooLargeError):
         raise
     except (

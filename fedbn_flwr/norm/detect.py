@@ -59,11 +59,11 @@ def lacks(model: nn.Module, need: str) -> str:
             "the method brings a normalizer of its own, and the model has "
             f"{', '.join(sorted(kinds))}: {made}"
         )
-    kind, entry = (
-        ("affine parameters", "weight")
-        if need == "affine"
-        else ("running statistics", "running_mean")
-    )
+    kind = "running statistics"
+    entry = "running_mean"
+    if need == "affine":
+        kind = "affine parameters"
+        entry = "weight"
     layers = bn_layers(model)
     if layers and all(map(keeps_statistics, layers.values())):
         return (

@@ -118,18 +118,16 @@ def group_norm(model: nn.Module, groups: int = 2) -> nn.Module:
 
 @register_norm("ln")
 def layer_norm(model: nn.Module) -> nn.Module:
-    """LN over a sample's channels and positions:
-
-    GN with one group, so gamma stays one number a channel.
+    """LN over a sample's channels and positions: GN with one group, so gamma stays one number a
+    channel.
     """
     return swap_normalizers(model, lambda slot: _group(slot, 1))
 
 
 @register_norm("in")
 def instance_norm(model: nn.Module) -> nn.Module:
-    """IN, each channel of each sample by itself, without running statistics:
-
-    GN with one group a channel.
+    """IN, each channel of each sample by itself, without running statistics: GN with one group a
+    channel.
     """
     return swap_normalizers(model, lambda slot: _group(slot, slot.channels))
 

@@ -28,18 +28,17 @@ class PackingGrid(PassingGrid):
     def outgoing(self, messages: list[Message]) -> list[Message]:
         """Return the messages of a push, packed where the node can unpack them.
 
-        A model that they share, once.
+        A model that several messages share is packed once.
         """
         known: dict[int, Packed] = {}
-        return [
-            with_content(
-                message,
-                pack(message.content, known)
-                if message.metadata.dst_node_id in self._knowing
-                else asking(message.content),
-            )
-            for message in messages
-        ]
+        sent = []
+        for message in messages:
+            if message.metadata.dst_node_id in self._knowing:
+                content = pack(message.content, known)
+            else:
+                content = asking(message.content)
+            sent.append(with_content(message, content))
+        return sent
 
     def _unpacked(self, reply: Message) -> Message:
         if reply.has_error() or not is_packed(reply.content):

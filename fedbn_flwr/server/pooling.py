@@ -91,7 +91,7 @@ class Averager:
     def refuse_few(self, nodes: int, server_round: int, what: str = "models") -> list[Refusal]:
         """Say in the log why values of so few nodes are not pooled, and return it.
 
-        Nothing if they are.
+        The text is empty if they are pooled.
         """
         return []
 
@@ -125,7 +125,7 @@ def pool_groups(
 ) -> dict[str, Arrays]:
     """Return the means of the groups, by their records' names.
 
-    Nothing of a group that not all replies hold.
+    A group that not all replies hold has none.
     """
     means = {}
     for group in groups:

@@ -110,9 +110,8 @@ def read_each(
 
 @dataclass(frozen=True, eq=False)
 class NodeReply:
-    """A node's usable reply, or the mean of several nodes' replies:
-
-    `node` is then the first of `nodes`.
+    """A node's usable reply, or the mean of several nodes' replies: `node` is then the first of
+    `nodes`.
     """
 
     node: int
@@ -170,9 +169,8 @@ class Expected:
 def parse_replies(
     messages: Iterable[Message], sent: Iterable[Message], expected: Expected
 ) -> tuple[list[NodeReply], list[Refusal]]:
-    """The usable replies, ordered by partition, and why others are not:
-
-    `log_refused` is for the caller to use.
+    """The usable replies, ordered by partition, and why others are not: `log_refused` is for the
+    caller to use.
 
     `sent` are the messages that were answered: Flower's own error replies may not name the node.
     The order makes the result of a run independent of the order in which nodes answer.

@@ -1,6 +1,5 @@
-"""Rules in place of the mean, for runs in which some nodes may send wrong numbers:
-
-Flower's, by entries' names.
+"""Rules in place of the mean, for runs in which some nodes may send wrong numbers: Flower's, by
+entries' names.
 """
 
 from collections.abc import Mapping, Sequence
@@ -90,7 +89,7 @@ class Robust(Averager):
     def refuse_few(self, nodes: int, server_round: int, what: str = "models") -> list[Refusal]:
         """Say in the log why values of so few nodes are not pooled, and return it.
 
-        Nothing if they are.
+        The text is empty if they are pooled.
         """
         missing = self.fewest_nodes - nodes
         if nodes == 0 or missing <= 0:
@@ -171,7 +170,7 @@ class Robust(Averager):
     def _nearest(self, distances: NDArray[Any]) -> list[int]:
         """Return the nodes, in their order, that are nearest to the others.
 
-        Distances are squared, of each to each.
+        Distances are squared, from each node to each.
         """
         count = len(distances) - int(self.number)
         others = max(count - 2, 1)

@@ -109,7 +109,7 @@ class Roster:
 def draw(nodes: Mapping[int, Node], count: int, seed: int, server_round: int) -> list[int]:
     """Draw nodes without replacement, the same partitions for the same seed and round.
 
-    Sorted by partition.
+    They are sorted by partition.
     """
     ordered = sorted(nodes.values(), key=lambda node: (node.partition, node.node))
     generator = numpy_generator(seed, "sampling", server_round)

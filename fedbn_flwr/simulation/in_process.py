@@ -340,12 +340,12 @@ class InProcessGrid(LocalGrid):
         if self._hands_to_clients():
             return message
         records: Any = message.content.items()
-        copies = {
-            name: lend_record(record)
-            if isinstance(record, ArrayRecord)
-            else type(record)(dict(record))
-            for name, record in records
-        }
+        copies: dict[str, Any] = {}
+        for name, record in records:
+            if isinstance(record, ArrayRecord):
+                copies[name] = lend_record(record)
+            else:
+                copies[name] = type(record)(dict(record))
         return with_content(message, RecordDict(copies))
 
     def _hands_to_clients(self) -> bool:

@@ -129,7 +129,7 @@ class ReplyPool:
     def mean(self) -> dict[int, Message]:
         """Return the mean, by the place of the message that it answers.
 
-        Nothing if nothing was added.
+        There is none if nothing was added.
         """
         if self._first is None:
             return {}

@@ -165,9 +165,8 @@ class Members(MutableMapping[str, Array]):
 
 
 def array_records(content: RecordDict) -> dict[str, ArrayRecord]:
-    """Return the records of arrays, as a plain dictionary:
-
-    `content.array_records` takes longer to make.
+    """Return the records of arrays, as a plain dictionary: `content.array_records` takes longer to
+    make.
     """
     return {name: record for name, record in content.items() if isinstance(record, ArrayRecord)}
 

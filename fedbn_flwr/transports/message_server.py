@@ -154,7 +154,7 @@ class MessageTransport:
     def _final_replies(self, replies: Replies) -> list[Message]:
         """Return the replies with models, and errors.
 
-        A node without is left out, as in plain training.
+        A node without a model is left out, as in plain training.
         """
         for node in self.contents.keys() - replies.keys():
             leave_out(node, "it did not answer in time")

@@ -152,13 +152,13 @@ class Instruction:
         Other keys are left alone: they may be a user's own. So may `precision`, which users of
         Lightning give as a number: only a `BNClient` reads it, and refuses what it does not know.
         """
-        known = ((item, on_wire(key)) for key, item in _BY_KEY.items() if on_wire(key) in config)
-        values: dict[str, Any] = {
-            item.name: config[key]
-            if "any type" in item.metadata
-            else _typed(key, config[key], item.default)
-            for item, key in known
-        }
+        values: dict[str, Any] = {}
+        for key, item in _BY_KEY.items():
+            named = on_wire(key)
+            if named in config and "any type" in item.metadata:
+                values[item.name] = config[named]
+            elif named in config:
+                values[item.name] = _typed(named, config[named], item.default)
         keys = sorted(key for key in rule_keys.keys() - _BY_KEY.keys() if on_wire(key) in config)
         asked = ((key, _typed(on_wire(key), config[on_wire(key)], rule_keys[key])) for key in keys)
         return cls(**values, rule_keys=tuple(asked))
@@ -170,7 +170,6 @@ class Instruction:
 
     def with_rule(self, **keys: Scalar) -> Self:
         """Return a copy that also asks clients for a rule, by the rule's keys:
-
         `with_rule(proximal_mu=0.1)`.
 
         These keys are binding. A client that has no rule with such a key does not acknowledge the

@@ -157,9 +157,8 @@ class Project:
         )
 
     def die(self, service: str) -> None:
-        """Let a service's process die, as by an error:
-
-        `docker kill` would count as the wish to stop it.
+        """Let a service's process die, as by an error: `docker kill` would count as the wish to
+        stop it.
         """
         os.kill(int(str(self.state(service)["Pid"])), 9)
 

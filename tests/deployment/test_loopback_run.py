@@ -1,6 +1,5 @@
-"""A server and two sites as plain processes on the loopback, from the compose file:
-
-TLS, node keys, same bits.
+"""A server and two sites as plain processes on the loopback, from the compose file: TLS, node keys,
+same bits.
 """
 
 from pathlib import Path

@@ -45,9 +45,8 @@ def telling(words: Words) -> Callable[[BNClient, int], BNClient]:
 def engine(
     kind: str, federation: Federation, weighting: str = "examples"
 ) -> Iterator[InProcessGrid | WorkersGrid]:
-    """Open a grid of the federation's nodes:
-
-    `inprocess`, `stacked`, or with `sums`, also of two `workers`.
+    """Open a grid of the federation's nodes: `inprocess`, `stacked`, or with `sums`, also of two
+    `workers`.
     """
     app, nodes = client_app(federation.client), len(federation.parts)
     if kind != "workers":

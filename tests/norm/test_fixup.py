@@ -14,9 +14,8 @@ from fedbn_flwr.norm.fixup import ScaleAndShift, Shift
 
 
 def reference(state: dict[str, Tensor], images: Tensor) -> Tensor:
-    """Return the logits of a ResNet-20 with Fixup:
-
-    Zhang, Dauphin and Ma, ICLR 2019, figure 1, on the right.
+    """Return the logits of a ResNet-20 with Fixup: Zhang, Dauphin and Ma, ICLR 2019, figure 1, on
+    the right.
 
     A branch is conv2(relu(conv1(x + b1) + b2) + b3) * scale + b4, and what follows the sum is a
     ReLU. The stem and the classifier have a bias before them, and the stem one before its ReLU.

@@ -109,9 +109,9 @@ def _sized(name: str, role: str, columns: Columns, side: int, most: int | None) 
     empty = [str(digit) for digit in np.flatnonzero(np.bincount(labels, minlength=10) == 0)]
     if empty:
         raise DataFilesError(f"digits-five: no {role} image of class {', '.join(empty)} in {name}")
-    return images if images.shape[-2:] == (side, side) else resize(
-        images.contiguous(), side
-    ), labels
+    if images.shape[-2:] != (side, side):
+        images = resize(images.contiguous(), side)
+    return images, labels
 
 
 @dataclass(frozen=True)

@@ -96,11 +96,11 @@ def _open(name: str, root: Path, subset: str) -> Mapping[str, Any]:
         if (home / "dataset_dict.json").exists()
     ]
     try:
-        splits: Mapping[str, Any] = (
-            DatasetDict.load_from_disk(str(saved[0]))
-            if saved
-            else load_dataset(name, subset or None)
-        )
+        splits: Mapping[str, Any]
+        if saved:
+            splits = DatasetDict.load_from_disk(str(saved[0]))
+        else:
+            splits = load_dataset(name, subset or None)
     except (
         Exception
     ) as error:  # the Hub cannot be reached, knows no such data set, or has another subset

@@ -68,9 +68,8 @@ def _flat_validation(home: Path, folder: str, classes: list[str]) -> FileList:
 
 
 def tiny_imagenet(home: Path, side: int = 64, workers: int = 0) -> Data:
-    """Read the 200 classes of `tiny-imagenet-200`:
-
-    `train/CLASS/images` and `val/images` with their annotations.
+    """Read the 200 classes of `tiny-imagenet-200`: `train/CLASS/images` and `val/images` with their
+    annotations.
     """
     train, test, classes = list_tiny_imagenet(home)
     lists = [listed.split(side, "squash", MEAN, STD, workers) for listed in (train, test)]

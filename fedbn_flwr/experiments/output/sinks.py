@@ -1,6 +1,5 @@
-"""Where the rows of a run also go:
-
-TensorBoard and Weights & Biases, each through its own library.
+"""Where the rows of a run also go: TensorBoard and Weights & Biases, each through its own
+library.
 """
 
 import os

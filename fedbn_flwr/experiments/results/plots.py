@@ -245,9 +245,8 @@ def bar_style(look: int) -> dict[str, Any]:
 
 
 def draw_lines(axes: Any, points: Frame, looks: Looks) -> None:
-    """Draw the mean of each label's runs at the points that they share, and their range:
-
-    `label`, `run`, `x`, `y`.
+    """Draw the mean of each label's runs at the points that they share, and their range: `label`,
+    `run`, `x`, `y`.
     """
     for place, label in enumerate(label for label in looks if label in set(points["label"])):
         own = points[points["label"] == label]

@@ -1,6 +1,5 @@
-"""Folders of results as a `pandas.DataFrame`:
-
-`rows` has a row for every run, `read_parts` what stands beside them.
+"""Folders of results as a `pandas.DataFrame`: `rows` has a row for every run, `read_parts` what
+stands beside them.
 """
 
 from collections import Counter

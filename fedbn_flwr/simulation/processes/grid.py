@@ -104,7 +104,7 @@ class WorkersGrid(LocalGrid):
     def contexts(self) -> Iterator[Context]:
         """Iterate over copies of the contexts of nodes that remember something.
 
-        Those of a worker that died do not.
+        The nodes of a worker that died remember nothing.
         """
         for worker in self._workers:
             nodes = self._try_all("remembering", {worker: None})[worker]

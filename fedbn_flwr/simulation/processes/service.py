@@ -67,7 +67,7 @@ class Service:
     def advance(self, answer: Answer) -> Requests | None:
         """Take this worker's nodes to their next exchange.
 
-        Once it has their weights, as one row for all of them.
+        Once the worker has their weights, it answers with one row for all of them.
         """
         self._weights = answer.weights or self._weights
         return self._advance(answer)

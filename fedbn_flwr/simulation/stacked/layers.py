@@ -1,6 +1,5 @@
-"""The layers of stacked clients inside `torch.func.vmap`:
-
-BN in one call, images channels last, dropout by client.
+"""The layers of stacked clients inside `torch.func.vmap`: BN in one call, images channels last,
+dropout by client.
 
 `vmap` by itself would compute the same, slower (docs/benchmarks.md, "Choices in the code"). It
 hides the dimension for the clients, and the functions of torch that show it are private: a version

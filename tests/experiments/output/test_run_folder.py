@@ -1,6 +1,5 @@
-"""What a run leaves behind, and where else its rounds are logged:
-
-TensorBoard and Weights & Biases, read back.
+"""What a run leaves behind, and where else its rounds are logged: TensorBoard and Weights & Biases,
+read back.
 """
 
 import json
