@@ -38,7 +38,7 @@ from fedbn_flwr.experiments.material import Material, set_up_process
 from fedbn_flwr.experiments.server_side import instruction_of
 from fedbn_flwr.simulation import WorkersGrid
 from fedbn_flwr.strategies import BaseStrategy
-from fedbn_flwr.traffic.counting_grid import CountingGrid
+from fedbn_flwr.transports.counting_grid import CountingGrid
 
 Engine = Callable[[Sequence[Case], Clock], None]
 

@@ -24,7 +24,7 @@ FLOORS = (
     ("fedbn_flwr.wire", "fedbn_flwr.diagnosis"),
     ("fedbn_flwr.client", "fedbn_flwr.server"),
     ("fedbn_flwr.transports",),
-    ("strategies", "fedbn_flwr.traffic"),
+    ("strategies",),
     ("fedbn_flwr.clientapp",),
     ("fedbn_flwr.simulation",),
     ("fedbn_flwr.experiments",),

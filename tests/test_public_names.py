@@ -22,7 +22,7 @@ PAGES = {
     if (found := re.search(r"^::: (\S+)$", page.read_text(), re.M))
 }
 #: rooms that users import nothing from
-INTERNAL = {"deployment", "experiments", "plugins", "server", "traffic", "transports"}
+INTERNAL = {"deployment", "experiments", "plugins", "server", "transports"}
 
 
 @cache

@@ -46,7 +46,7 @@ from fedbn_flwr.server.round import Round
 from fedbn_flwr.simulation.in_process import LocalGrid
 from fedbn_flwr.state import arrays_of, arrays_to_record
 from fedbn_flwr.strategies import BaseStrategy, CannotTrainError, wait_for_nodes
-from fedbn_flwr.traffic.counting_grid import CountingGrid
+from fedbn_flwr.transports.counting_grid import CountingGrid
 from fedbn_flwr.wire import Instruction
 
 

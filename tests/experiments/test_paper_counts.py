@@ -21,7 +21,7 @@ from fedbn_flwr.experiments.client_side import bound_client_fn
 from fedbn_flwr.experiments.material import Material
 from fedbn_flwr.experiments.method import resolve
 from fedbn_flwr.simulation.in_process import InProcessGrid
-from fedbn_flwr.traffic.counting_grid import CountingGrid, Traffic
+from fedbn_flwr.transports.counting_grid import CountingGrid, Traffic
 from fedbn_flwr.wire import Instruction
 
 MEGABYTE, GIGABYTE = 2**20, 2**30

@@ -9,7 +9,7 @@ from torch import nn
 
 from fedbn_flwr import state, wire
 from fedbn_flwr.strategies import BaseStrategy, FedAvg, FedBN, FedNorm, FedTAN, Scaffold
-from fedbn_flwr.traffic.counting_grid import CountingGrid
+from fedbn_flwr.transports.counting_grid import CountingGrid
 from tests.helpers.harness import Federation
 from tests.helpers.nonsense import (
     BAD,

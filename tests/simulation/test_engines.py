@@ -25,7 +25,7 @@ from fedbn_flwr.strategies import (
     FedTAN,
     Scaffold,
 )
-from fedbn_flwr.traffic.counting_grid import CountingGrid, Traffic
+from fedbn_flwr.transports.counting_grid import CountingGrid, Traffic
 from tests.helpers.engine_comparison import EXACT, Stacked, memories, memory_difference
 from tests.helpers.harness import SIZES, Federation, distance, make_model
 from tests.helpers.tellers import engine

@@ -31,7 +31,7 @@ from fedbn_flwr.layerwise.carried import (
 from fedbn_flwr.server.grids import PassingGrid, identify
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.strategies import FedAvg, FedBN, FedDNA, FedTAN, FedTANII
-from fedbn_flwr.traffic.counting_grid import CountingGrid
+from fedbn_flwr.transports.counting_grid import CountingGrid
 from fedbn_flwr.wire import Instruction
 from tests.helpers.faults import FAULTY, FaultyReply, failed, spoiling, too_large
 from tests.helpers.harness import (

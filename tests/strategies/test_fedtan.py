@@ -11,7 +11,7 @@ from torch import nn
 
 from fedbn_flwr import state
 from fedbn_flwr.strategies import FedAvg, FedDNA, FedTAN, FedTANII, Scaffold
-from fedbn_flwr.traffic.counting_grid import CountingGrid
+from fedbn_flwr.transports.counting_grid import CountingGrid
 from tests.helpers.harness import (
     ALONE,
     INSTRUCTION,

@@ -23,7 +23,7 @@ from fedbn_flwr.server.method_state import (
 )
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.strategies import REGISTRY, BaseStrategy, FedAvg, FedBN, Scaffold
-from fedbn_flwr.traffic.counting_grid import CountingGrid
+from fedbn_flwr.transports.counting_grid import CountingGrid
 from tests.helpers.faults import failed, infinite, spoiling
 from tests.helpers.harness import INSTRUCTION, Federation, Traffic, distance, make_model
 from tests.strategies.test_contract import TABLE

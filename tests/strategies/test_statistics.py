@@ -30,7 +30,7 @@ from fedbn_flwr.strategies import (
     SiloBN,
     Standalone,
 )
-from fedbn_flwr.traffic.counting_grid import CountingGrid
+from fedbn_flwr.transports.counting_grid import CountingGrid
 from tests.clientapp.test_own_loop import own_app, plain_loop
 from tests.helpers.engine_comparison import quiet
 from tests.helpers.faults import failed, spoiling

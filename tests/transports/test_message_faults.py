@@ -12,8 +12,8 @@ from flwr.common.constant import ErrorCode
 from fedbn_flwr import state, wire
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.strategies import CannotTrainError, FedTAN
-from fedbn_flwr.traffic.counting_grid import CountingGrid
 from fedbn_flwr.transports import message_records as layerwise_wire
+from fedbn_flwr.transports.counting_grid import CountingGrid
 from fedbn_flwr.transports.message_client import STEPS
 from fedbn_flwr.transports.message_records import StepPosition
 from tests.helpers.faults import FAULTY, Fault, Faulty, Without, elsewhere, lies, silent, too_large

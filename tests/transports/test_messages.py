@@ -18,9 +18,9 @@ from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.layerwise import Answer, SuspendedStep
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.strategies import FedAvg, FedDNA, FedTAN
-from fedbn_flwr.traffic.counting_grid import CountingGrid
 from fedbn_flwr.transports import message_client as suspended
 from fedbn_flwr.transports import message_records as layerwise_wire
+from fedbn_flwr.transports.counting_grid import CountingGrid
 from fedbn_flwr.transports.message_records import StepPosition
 from tests.helpers.concurrent_nodes import ConcurrentNodes, dropout_model, make_client
 from tests.helpers.harness import SIZES, Federation

@@ -27,8 +27,8 @@ from fedbn_flwr.deployment.cli import main as fedbn_flwr
 from fedbn_flwr.layerwise import Answer, Requests, SuspendedStep
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.strategies import FedAvg, FedDNA, FedTAN
-from fedbn_flwr.traffic.counting_grid import CountingGrid, Traffic
 from fedbn_flwr.transports import message_client, side_channel_client
+from fedbn_flwr.transports.counting_grid import CountingGrid, Traffic
 from fedbn_flwr.transports.message_records import REQUEST, SIDE_CHANNEL
 from fedbn_flwr.transports.side_channel_client import (
     CERTIFICATES_VARIABLE,

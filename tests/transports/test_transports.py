@@ -24,8 +24,8 @@ from fedbn_flwr.simulation.processes.pipe import ObjectPipe
 from fedbn_flwr.simulation.processes.service import Service
 from fedbn_flwr.simulation.processes.worker import OwnShare, WorkerError
 from fedbn_flwr.simulation.stacked.grid import StackedTransport
-from fedbn_flwr.traffic.counting_grid import CountingGrid
 from fedbn_flwr.transports import NodesTransport, Participant
+from fedbn_flwr.transports.counting_grid import CountingGrid
 from fedbn_flwr.transports.message_records import StepPosition
 from tests.helpers.harness import INSTRUCTION, SIZES, Federation, make_model
 

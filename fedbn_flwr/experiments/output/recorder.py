@@ -23,7 +23,7 @@ from fedbn_flwr.server.round import Round
 from fedbn_flwr.server.site_names import with_names
 from fedbn_flwr.state import Arrays, arrays_of
 from fedbn_flwr.strategies import BaseStrategy, DivergedError, NodeReply
-from fedbn_flwr.traffic.counting_grid import Traffic
+from fedbn_flwr.transports.counting_grid import Traffic
 
 #: options that a summary has
 SUMMED_UP = (

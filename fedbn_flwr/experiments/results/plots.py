@@ -37,7 +37,7 @@ from fedbn_flwr.experiments.results.values import (
 )
 from fedbn_flwr.plugins import extra
 from fedbn_flwr.plugins.options import UsageError
-from fedbn_flwr.traffic.counting_grid import MEGABYTE
+from fedbn_flwr.transports.counting_grid import MEGABYTE
 
 #: settings of which a report draws pictures, and up to how many it draws more than the score over
 #: rounds

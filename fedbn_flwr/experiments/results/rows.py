@@ -21,7 +21,7 @@ from fedbn_flwr.experiments.runs import FREE, setting_name
 from fedbn_flwr.experiments.study import STUDY
 from fedbn_flwr.plugins import extra
 from fedbn_flwr.plugins.options import UsageError
-from fedbn_flwr.traffic.counting_grid import MEGABYTE
+from fedbn_flwr.transports.counting_grid import MEGABYTE
 
 #: a `pandas.DataFrame`
 Frame = Any

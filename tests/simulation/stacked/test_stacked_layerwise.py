@@ -18,7 +18,7 @@ from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.simulation.processes.grid import WorkersGrid
 from fedbn_flwr.simulation.processes.worker import OwnShare
 from fedbn_flwr.strategies import BaseStrategy, FedAvg, FedTAN
-from fedbn_flwr.traffic.counting_grid import CountingGrid
+from fedbn_flwr.transports.counting_grid import CountingGrid
 from fedbn_flwr.transports.message_client import STEPS
 from fedbn_flwr.transports.message_records import StepPosition
 from tests.helpers.engine_comparison import (

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.state import arrays_to_record
 from fedbn_flwr.state.records import payload_bytes
-from fedbn_flwr.traffic.counting_grid import CountingGrid, Traffic, paper_bytes
+from fedbn_flwr.transports.counting_grid import CountingGrid, Traffic, paper_bytes
 from fedbn_flwr.wire import DESCRIBE, GATHER
 
 Arrays = Mapping[str, NDArray[np.generic]]

@@ -1,1 +1,0 @@
-"""Count exchanges and bytes."""
