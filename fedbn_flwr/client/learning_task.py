@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedbn_flwr.client.training import LossFunction, logits_of
 from fedbn_flwr.data.augmentation import AUGMENTATIONS, IGNORED, Crop, parse_augmentation
-from fedbn_flwr.plugins import add, extra, import_function
+from fedbn_flwr.plugins import Own, add, extra, import_function
 
 #: of a confusion matrix, true class x predicted class; a last column counts predictions of none, if
 #: there are any
@@ -103,22 +103,23 @@ class Objective:
 OBJECTIVES: dict[str, LossFunction] = {"mse": F.mse_loss, "mae": F.l1_loss}
 
 
-def task_of(name: str, objective: str = "") -> LearningTask:
+def task_of(name: str, objective: str | Own = "") -> LearningTask:
     """Return a task by its name, with the loss that `objective` names in place of its own."""
     if name not in TASKS:
         raise ValueError(f"unknown task {name!r}; there are: {', '.join(TASKS)}")
     task = TASKS[name]
     if not objective:
         return task
-    function = OBJECTIVES.get(objective) or import_function("objective", objective, OBJECTIVES)
-    if task.has_classes and objective in OBJECTIVES:
-        raise ValueError(f"objective {objective!r} is for float targets, not for {name}")
     error = "loss"
-    if objective in OBJECTIVES:
+    if isinstance(objective, str) and objective in OBJECTIVES:
+        if task.has_classes:
+            raise ValueError(f"objective {objective!r} is for float targets, not for {name}")
+        function = OBJECTIVES[objective]
         error = objective
-    return replace(
-        task, loss=Objective(function), metric=task.metric if task.has_classes else error
-    )
+    else:
+        function = import_function("objective", objective, OBJECTIVES)
+    metric = task.metric if task.has_classes else error
+    return replace(task, loss=Objective(function), metric=metric)
 
 
 def pixel_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ from fedbn_flwr.data.sets.hugging_face import CHOICES, hugging_face
 from fedbn_flwr.data.sets.imagenet import imagenet, tiny_imagenet
 from fedbn_flwr.data.splits import Data, Split
 from fedbn_flwr.data.streets import SIDE, streets
-from fedbn_flwr.plugins import Named, add, did_you_mean, warn_once
+from fedbn_flwr.plugins import Own, add, did_you_mean, warn_once
 from fedbn_flwr.plugins.options import Option, Range, option_key, read_options, read_pairs
 from fedbn_flwr.randomness import torch_generator
 
@@ -266,7 +266,7 @@ def _hugging_face(request: DatasetRequest) -> Data:
 
 
 def load(
-    spec: str,
+    spec: str | Own,
     *,
     image_size: int | None = None,
     channels: int = 0,
@@ -286,7 +286,7 @@ def load(
     if image_size is not None and image_size < 1:
         raise ValueError(f"the image size must be at least 1, not {image_size}")
     with _loading:  # clients in other threads wait for the first client
-        if isinstance(spec, Named):
+        if isinstance(spec, Own):
             return _prepared(spec.target, image_size, channels)
         name, _, argument = spec.partition(":")
         if name in DATASETS:

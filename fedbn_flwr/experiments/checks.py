@@ -19,7 +19,7 @@ from fedbn_flwr.experiments.output.scoring import LOWER_IS_BETTER
 from fedbn_flwr.experiments.output.sinks import check_sinks
 from fedbn_flwr.layerwise.shared_statistics import check_layers
 from fedbn_flwr.norm.detect import FunctionalBatchNorm
-from fedbn_flwr.plugins import described, warn_once
+from fedbn_flwr.plugins import Own, described, warn_once
 from fedbn_flwr.plugins.options import UsageError, refusing
 from fedbn_flwr.strategies import BaseStrategy, Layerwise
 
@@ -93,7 +93,8 @@ def check_task(config: Config, loaded: data.Data) -> None:
         if targets:
             raise UsageError(f"class-metrics are of labels, and {loaded.name} has {targets}")
     task.check_augmentation(config.training.augmentation)
-    entry = models.MODELS.get(config.model.model)
+    model = config.model.model
+    entry = None if isinstance(model, Own) else models.MODELS.get(model)
     if entry is not None and task_of(entry.task).placed != task.placed:
         able = ", ".join(
             name

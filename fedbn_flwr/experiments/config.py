@@ -14,7 +14,7 @@ from fedbn_flwr.client.evaluation import CLASS_METRICS
 from fedbn_flwr.client.training import OPTIMIZERS, PRECISIONS
 from fedbn_flwr.data import SITES, parse_augmentation
 from fedbn_flwr.data.pixels import Channels
-from fedbn_flwr.plugins import did_you_mean
+from fedbn_flwr.plugins import Own, did_you_mean
 from fedbn_flwr.plugins.options import (
     ALL_OPTIONS,
     Option,
@@ -55,7 +55,8 @@ class DataOptions(Options):
     """What is learned from, and how it is split over the clients."""
 
     dataset: Annotated[
-        str, "data set: a name, synthetic:n=..., folder:PATH, package.module:function, or sites"
+        Own | str,
+        "data set: a name, synthetic:n=..., folder:PATH, package.module:function, or sites",
     ] = "digits"
     classes: Annotated[
         tuple[str, ...], "comma-separated names of the classes, in the order of the model's outputs"
@@ -116,7 +117,7 @@ class ModelOptions(Options):
     """What makes the model, and what it learns."""
 
     model: Annotated[
-        str, "model: a name, or package.module:function; or timm:NAME, torchvision:NAME"
+        Own | str, "model: a name, or package.module:function; or timm:NAME, torchvision:NAME"
     ] = "small-cnn"
     norm: Annotated[str, "normalizer of the model, for methods that do not set one themselves"] = (
         "bn"
@@ -138,7 +139,7 @@ class ModelOptions(Options):
         "head=10: at ten times the rate of the others, which learn too",
     ] = ()
     objective: Annotated[
-        str,
+        Own | str,
         "loss to train with: mse or mae (of float targets), or package.module:function; empty: "
         "the task's own",
     ] = ""

@@ -42,7 +42,7 @@ from fedbn_flwr.experiments.study import (
     quiet,
     write_study,
 )
-from fedbn_flwr.plugins import Named
+from fedbn_flwr.plugins import Own
 from fedbn_flwr.plugins.options import UsageError, as_given, option_key, refusing, whole_number
 
 #: a name, a function or class that makes a model, or a model
@@ -183,7 +183,7 @@ def given_options(
     objective = given.get("objective")
     if callable(objective):
         name = getattr(objective, "__name__", type(objective).__name__)
-        given["objective"] = Named(name, objective)
+        given["objective"] = Own(name, objective)
     if data is not UNSET and "dataset" in given:
         raise UsageError("data and dataset mean the same: give one of them")
     if model is not UNSET:
@@ -195,7 +195,7 @@ def given_options(
     return given
 
 
-def model_of(given: Model) -> str:
+def model_of(given: Model) -> str | Own:
     """Return a model's name, which holds the function that makes it if it is none of the registered
     ones.
     """
@@ -203,23 +203,23 @@ def model_of(given: Model) -> str:
         return given
     if isinstance(given, nn.Module):
         held = deepcopy(given)
-        return Named(type(held).__name__, lambda: deepcopy(held))
+        return Own(type(held).__name__, lambda: deepcopy(held))
     if not callable(given):
         raise UsageError(
             "model must be a name, a function or class that makes a torch.nn.Module, or a "
             "torch.nn.Module, got "
             f"{type(given).__name__}"
         )
-    return Named(getattr(getattr(given, "func", given), "__name__", "model"), given)
+    return Own(getattr(getattr(given, "func", given), "__name__", "model"), given)
 
 
-def dataset_of(given: str | OwnData) -> str:
+def dataset_of(given: str | OwnData) -> str | Own:
     """Return a data set's name, which holds the data if they are none of the registered ones."""
     if isinstance(given, str):
         return given
     with refusing():
         data = own_data(given)
-    return Named(data.name, data)
+    return Own(data.name, data)
 
 
 def comparison(

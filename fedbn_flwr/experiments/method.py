@@ -19,7 +19,7 @@ from fedbn_flwr.models import LIBRARIES, MODELS, build, published
 from fedbn_flwr.norm import NORMS
 from fedbn_flwr.plugins import (
     TRUSTED,
-    Named,
+    Own,
     did_you_mean,
     fingerprint,
     is_foreign,
@@ -78,7 +78,7 @@ class Experiment:
         their content.
         """
         initial = Path(self.config.model.init_from).expanduser()
-        listed = _listing(self.config.data.dataset)
+        listed = _listing(str(self.config.data.dataset))
         digests = dict[str, str]()
         if listed:
             digests["dataset"] = listed
@@ -123,7 +123,7 @@ class Experiment:
         bound = (
             key
             for key, value in named.items()
-            if isinstance(value, Named) and not is_importable(value.target)
+            if isinstance(value, Own) and not is_importable(value.target)
         )
         return next((f"the {key} {named[key]!r}" for key in bound), "")
 
@@ -184,13 +184,13 @@ class Parsed(NamedTuple):
     options: Mapping[str, str]
 
 
-def _is_own(value: str, built_in: Mapping[str, Any]) -> bool:
+def _is_own(value: str | Own, built_in: Mapping[str, Any]) -> bool:
     """Return whether the value of an option is a user's own code or data, by object, by name or as
     module:function.
     """
-    name, colon, _ = value.partition(":")
-    if isinstance(value, Named):
+    if isinstance(value, Own):
         return True
+    name, colon, _ = value.partition(":")
     if name in built_in:
         return is_foreign(built_in[name])
     return bool(colon) and name not in LIBRARIES
@@ -201,7 +201,7 @@ def _listing(dataset: str) -> str:
     """Return a fingerprint of the names and sizes of the files of `folder:PATH`, which a process
     reads once.
     """
-    kind, _, path = str(dataset).partition(":")
+    kind, _, path = dataset.partition(":")
     folder = Path(path).expanduser()
     if kind != "folder" or not folder.is_dir():
         return ""
@@ -264,14 +264,14 @@ def resolve(values: Mapping[str, Any], federation: bool = False, read_from: str 
     }
     config = Config.from_mapping(common)
     if read_from:
-        built_in: list[tuple[str, Iterable[str]]] = [
+        built_in: list[tuple[str | Own, Iterable[str]]] = [
             (config.model.model, LIBRARIES),
             (config.data.dataset, DATASETS),
             (config.model.objective, ()),
         ]
         for value, known in built_in:
-            module, colon, _ = value.partition(":")
-            if colon and module not in known and not isinstance(value, Named):
+            module, colon, _ = str(value).partition(":")
+            if colon and module not in known and not isinstance(value, Own):
                 refuse_code(read_from, [module])
     config = _with_clients(_with_images(config), federation)
     config = _with_norm(config, REGISTRY[method.strategy], options, method.norm)

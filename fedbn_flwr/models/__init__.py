@@ -17,7 +17,7 @@ from torch import nn
 from fedbn_flwr import norm as norms
 from fedbn_flwr.models.libraries import LIBRARIES, make_published, published
 from fedbn_flwr.models.weights import load_weights, read_weights
-from fedbn_flwr.plugins import add, described, import_function
+from fedbn_flwr.plugins import Own, add, described, import_function
 from fedbn_flwr.plugins.options import Option, Range
 from fedbn_flwr.randomness import derive
 
@@ -83,7 +83,7 @@ def register_model(
 
 
 def build(
-    name: str,
+    name: str | Own,
     num_classes: int = 10,
     in_channels: int = 3,
     image_size: int = 32,
@@ -156,7 +156,7 @@ def _choose(model: nn.Module, patterns: Sequence[str]) -> None:
     cast(Any, model).rate_factors = factors
 
 
-def _maker(name: str, image_size: int, pretrained: bool) -> Make:
+def _maker(name: str | Own, image_size: int, pretrained: bool) -> Make:
     found = published(name)
     if found:
         return partial(make_published, found, pretrained)
@@ -165,7 +165,7 @@ def _maker(name: str, image_size: int, pretrained: bool) -> Make:
             f"init-from={PRETRAINED} is for models such as timm:resnet18 or torchvision:resnet18, "
             f"not {name}"
         )
-    if name not in MODELS:
+    if isinstance(name, Own) or name not in MODELS:
         return _custom_model(name)
     entry = MODELS[name]
     if image_size < entry.smallest or (entry.largest is not None and image_size > entry.largest):
@@ -178,7 +178,7 @@ def _maker(name: str, image_size: int, pretrained: bool) -> Make:
     return entry.make
 
 
-def _custom_model(spec: str) -> Make:
+def _custom_model(spec: str | Own) -> Make:
     """Return the function or class that `spec` names, called with those of the three arguments it
     accepts.
     """

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from fedbn_flwr.models.weights import load_weights
-from fedbn_flwr.plugins import did_you_mean, extra
+from fedbn_flwr.plugins import Own, did_you_mean, extra
 from fedbn_flwr.plugins.options import UsageError
 
 
@@ -98,12 +98,12 @@ def _unknown(library: str, name: str, known: Iterable[str]) -> UsageError:
 LIBRARIES = {"timm": _timm, "torchvision": _torchvision}
 
 
-def published(model: str) -> Published | None:
+def published(model: str | Own) -> Published | None:
     """Return what a library has under a name `LIBRARY:NAME`; None if the name is none of a
     library.
     """
-    library, _, name = model.partition(":")
-    if library in LIBRARIES:
+    library, _, name = str(model).partition(":")
+    if library in LIBRARIES and not isinstance(model, Own):
         return LIBRARIES[library](name)
     return None
 

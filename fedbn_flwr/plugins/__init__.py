@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
 from hashlib import blake2b
@@ -129,36 +130,29 @@ def warn_once(line: str) -> None:
     logging.getLogger("flwr").warning(line)
 
 
-class Named(str):
-    """The name of an object that a user has handed over: a model's function, or a data set.
+@dataclass(frozen=True, eq=False)
+class Own:
+    """An object that a user has handed over in place of a name: a function, or data.
 
-    Tables and files show the text. Code that resolves the name takes `target` instead of looking
-    the name up. It is equal to itself only, because another object may have the same name.
+    Tables and files show its name. It is equal to itself only.
     """
 
+    name: str
     target: Any
 
-    def __new__(cls, text: str, target: Any = None) -> "Named":
-        """Make the name of an object."""
-        named = super().__new__(cls, text)
-        named.target = target
-        return named
+    def __str__(self) -> str:
+        return self.name
 
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    def __ne__(self, other: object) -> bool:
-        return self is not other
-
-    __hash__ = object.__hash__
+    def __repr__(self) -> str:
+        return repr(self.name)
 
 
-def import_function(kind: str, spec: str, known: Iterable[str]) -> Any:
-    """Return the function or class of "package.module:function", or that a name holds.
+def import_function(kind: str, spec: str | Own, known: Iterable[str]) -> Any:
+    """Return the function or class of "package.module:function", or the one handed over.
 
-    Else a ValueError.
+    A ValueError says what is wrong with the text.
     """
-    if isinstance(spec, Named):
+    if isinstance(spec, Own):
         return spec.target
     module_name, _, function_name = spec.partition(":")
     if not (

@@ -14,7 +14,7 @@ from math import inf, isfinite
 from types import MappingProxyType, NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
-from fedbn_flwr.plugins import did_you_mean
+from fedbn_flwr.plugins import Own, did_you_mean
 
 Value = bool | int | float | str
 #: options that are read before their types are known
@@ -26,6 +26,7 @@ _SPOKEN: dict[Any, str] = {
     float: "a number",
     bool: "true or false",
     str: "text",
+    Own: "an object of its kind",
 }
 
 
@@ -201,8 +202,10 @@ def as_given(value: Any) -> Any:
 
 def as_value(value: Any) -> Value:
     """Return an option's value as it is written in a file: items of a tuple with commas between."""
+    if isinstance(value, Own):
+        return value.name
     if not isinstance(value, tuple):
-        return str(value) if isinstance(value, str) else value  # of a user's object, the name
+        return value  # type: ignore[no-any-return]
     return ",".join(
         "=".join(map(str, item)) if isinstance(item, tuple) else str(item) for item in value
     )

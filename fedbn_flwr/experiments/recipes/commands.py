@@ -146,7 +146,7 @@ def show_plan(title: str, runs: Sequence[Run]) -> None:
             )
             total += steps
         try:
-            if not config.data.dataset.startswith(REMOTE):
+            if not str(config.data.dataset).startswith(REMOTE):
                 load_data(config.data)
         except (ValueError, OSError, RuntimeError) as error:
             missing[f"data set {config.data.dataset!r} is not there: {error}"] = None

@@ -258,7 +258,7 @@ def test_every_recipe_runs_in_small_for_20_rounds_at_least(name: str) -> None:
     small = read_recipe(name).in_small()
     for setting, method in small.study.cells():
         config = small.study.experiment(setting, method, 0).config
-        assert config.data.dataset.partition(":")[0] in (
+        assert str(config.data.dataset).partition(":")[0] in (
             "digits",
             "digits-domains",
             "streets",
