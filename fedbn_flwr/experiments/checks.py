@@ -52,9 +52,9 @@ def checked_material(experiment: Experiment, strategy: BaseStrategy) -> Material
         RuntimeError,
     ) as error:  # a model's weights may be those of a server
         about = str(error)
-        is_told = config.method in about or (
-            config.model.norm == "bn" and ":" not in config.method
-        )  # others may do
+        text = str(config.method)
+        # another method, or another normalizer, may do
+        is_told = text in about or (config.model.norm == "bn" and ":" not in text)
         raise UsageError(about if is_told else f"method {config.method!r}: {about}") from error
     if material is None and experiment.strategy_class.one_node:
         raise UsageError(

@@ -332,7 +332,7 @@ class Config(Options):
         str, "comma-separated modules that register methods, normalizers and more; imported first"
     ] = ""
     method: Annotated[
-        str, "STRATEGY[+NORM][:key=value]..., e.g. fixbn:freeze-round=0.3 or fedavg+gn"
+        Own | str, "STRATEGY[+NORM][:key=value]..., e.g. fixbn:freeze-round=0.3 or fedavg+gn"
     ] = "fedavg"
     seed: Annotated[int, "seed of everything: model, partition, batches, sampling"] = 0
     clients: Annotated[

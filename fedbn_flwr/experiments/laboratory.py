@@ -25,9 +25,11 @@ from fedbn_flwr.experiments.method import (
     data_here,
     import_plugins,
     method_of,
+    own_options,
     owners,
     parse,
     resolve,
+    with_option,
 )
 from fedbn_flwr.experiments.output.console import Bars
 from fedbn_flwr.experiments.results.results import Results
@@ -136,20 +138,21 @@ def run(
         given = given_options(model, data, folder, options)
         if method is not None:
             given["method"] = method_of(method)
-        label = str(given.get("method", Config.method))
+        asked = given.get("method", Config.method)
+        label = str(asked)
         resumed = given.get("resume")
         if resumed and anew:
             raise UsageError(
                 "resume goes on with a run, and anew begins it again: give one of them"
             )
         if not resumed:
-            _refuse_ignored([label], given)
+            _refuse_ignored([asked], given)
         with _opened(resumed or given.get(RESULTS)) as (place, is_kept):
             if resumed:
                 one = resume(given, engine)
                 engine_named(one.engine)
             else:
-                study = Study({label: label}, [Setting({}, given)], engine=engine_named(engine))
+                study = Study({label: asked}, [Setting({}, given)], engine=engine_named(engine))
                 (one,) = study.runs(place)
             prepare(ENGINES[one.engine], one.experiment)
             check_simulation(one.experiment)
@@ -252,35 +255,36 @@ def comparison(
             f"compare has no option {key!r}; `methods` names methods, and the same call goes on "
             "by itself"
         )
-    texts = [method_of(method) for method in methods]
+    asked = [method_of(method) for method in methods]
+    texts = [str(method) for method in asked]
     twice = [text for text in texts if texts.count(text) > 1]
     if twice:
         raise UsageError(f"methods names {twice[0]!r} twice")
-    _refuse_ignored(texts, {**given, **grid})
+    _refuse_ignored(asked, {**given, **grid})
     if given.get("unseen") == EACH:
         given = {key: value for key, value in given.items() if key != "unseen"}
-        data = data_here(resolve({**given, "method": texts[0]}).config.data)
+        data = data_here(resolve({**given, "method": asked[0]}).config.data)
         # the runs refuse `each` as a domain that there is not, or say that the data are not here
         names = [EACH]
         if data and data.domain_names:
             names = [*data.domain_names]
-        texts = [f"{text}:unseen={name}" for name in names for text in texts]
-    return Study(
-        {text: text for text in texts}, [Setting({}, given)], seeds, grid, grid_seeds, engine
-    )
+        asked = [with_option(method, "unseen", name) for name in names for method in asked]
+    labels = {str(method): method for method in asked}
+    return Study(labels, [Setting({}, given)], seeds, grid, grid_seeds, engine)
 
 
-def _refuse_ignored(methods: Sequence[str], given: Mapping[str, Any]) -> None:
+def _refuse_ignored(methods: Sequence[str | Own], given: Mapping[str, Any]) -> None:
     """Refuse an option of single strategies that none of the methods has.
 
     In a comparison, one that some of them have is for these.
     """
-    strategies = [parse(method).strategy for method in methods]
+    parsed = [parse(method) for method in methods]
     for key in given:
         names = owners(key)
-        if names and not set(names) & set(strategies):
+        if names and not any(key in own_options(method.strategy) for method in parsed):
+            ignoring = ", ".join(method.name for method in parsed)
             raise UsageError(
-                f"{key} is an option of {', '.join(names)}; {', '.join(strategies)} would ignore it"
+                f"{key} is an option of {', '.join(names)}; {ignoring} would ignore it"
             )
 
 

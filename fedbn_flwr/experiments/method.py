@@ -25,6 +25,7 @@ from fedbn_flwr.plugins import (
     is_foreign,
     is_importable,
     load_plugins,
+    same_definition,
     warn_once,
 )
 from fedbn_flwr.plugins.options import (
@@ -32,7 +33,6 @@ from fedbn_flwr.plugins.options import (
     UsageError,
     Value,
     as_given,
-    as_value,
     option_key,
     options_of,
     read_options,
@@ -40,7 +40,7 @@ from fedbn_flwr.plugins.options import (
     refusing,
 )
 from fedbn_flwr.server.constructor_options import constructor_options
-from fedbn_flwr.strategies import REGISTRY, BaseStrategy, register_strategy
+from fedbn_flwr.strategies import REGISTRY, BaseStrategy
 from fedbn_flwr.wire import wire_key
 
 #: a name with options, a strategy, or a strategy's class
@@ -65,7 +65,9 @@ class Experiment:
     """A method with every option resolved."""
 
     config: Config
+    #: the name of the strategy
     strategy: str
+    strategy_class: type[BaseStrategy]
     options: Mapping[str, Any] = field(default_factory=dict)
     #: what was chosen for this run from a grid, or is to be
     choice: Choice | None = None
@@ -127,11 +129,6 @@ class Experiment:
         )
         return next((f"the {key} {named[key]!r}" for key in bound), "")
 
-    @property
-    def strategy_class(self) -> type[BaseStrategy]:
-        """The strategy behind the name."""
-        return REGISTRY[self.strategy]
-
     def make_strategy(self, nodes: int) -> BaseStrategy:
         """The strategy for a federation of so many nodes."""
         config = self.config
@@ -176,12 +173,14 @@ class Experiment:
 
 
 class Parsed(NamedTuple):
-    """A method as it is written, taken apart."""
+    """A method, taken apart."""
 
-    strategy: str
-    #: None where the text names none
+    name: str
+    strategy: type[BaseStrategy]
+    #: None where the method names none
     norm: str | None
-    options: Mapping[str, str]
+    #: by key, text or values
+    options: Mapping[str, Any]
 
 
 def _is_own(value: str | Own, built_in: Mapping[str, Any]) -> bool:
@@ -232,10 +231,10 @@ def resolve(values: Mapping[str, Any], federation: bool = False, read_from: str 
     if read_from:
         refuse_code(read_from, plugins.split(","))
     import_plugins(plugins)
-    text = str(values.get("method", Config.method))
+    text = values.get("method", Config.method)
     method = parse(text)
-    owned = all_options()
-    own = own_options(REGISTRY[method.strategy])
+    own = own_options(method.strategy)
+    owned = {**all_options(), **own}
     shared = shared_options()
     # the others say what is run, and not how
     inside = {
@@ -274,9 +273,9 @@ def resolve(values: Mapping[str, Any], federation: bool = False, read_from: str 
             if colon and module not in known and not isinstance(value, Own):
                 refuse_code(read_from, [module])
     config = _with_clients(_with_images(config), federation)
-    config = _with_norm(config, REGISTRY[method.strategy], options, method.norm)
-    experiment = Experiment(config, method.strategy, options)
-    if experiment.strategy_class.one_node:
+    config = _with_norm(config, method.strategy, options, method.norm)
+    experiment = Experiment(config, method.name, method.strategy, options)
+    if method.strategy.one_node:
         return _pooled(experiment, method)
     return experiment
 
@@ -409,8 +408,11 @@ def refuse_code(read_from: str, modules: Iterable[str]) -> None:
         )
 
 
-def parse(text: str) -> Parsed:
-    """Split `STRATEGY[+NORM][:key=value]...`."""
+def parse(text: str | Own) -> Parsed:
+    """Split `STRATEGY[+NORM][:key=value]...`; of a user's own strategy, return what is known."""
+    if isinstance(text, Own):
+        method: Parsed = text.target
+        return method
     head, *items = text.split(":")
     strategy, plus, norm = head.partition("+")
     if strategy not in REGISTRY:
@@ -418,61 +420,63 @@ def parse(text: str) -> Parsed:
     if plus and norm not in NORMS:
         raise UsageError(f"unknown normalizer {norm!r}; {did_you_mean(norm, NORMS)}")
     options = dict(read_pairs(f"method {text!r}", _rejoined(items)))
-    return Parsed(strategy, norm if plus else None, options)
+    return Parsed(strategy, REGISTRY[strategy], norm if plus else None, options)
 
 
-def method_of(given: Method) -> str:
-    """Return a method as text; the class of a strategy is registered under its name, unless it has
-    one already.
+def method_of(given: Method) -> str | Own:
+    """Return a method as text, or a strategy of a user's own with its name.
 
     A strategy stands for its class and the arguments that it was made with: each run makes one of
     its own.
     """
     if isinstance(given, str):
         return given
-    if isinstance(given, type):
-        strategy = given
-    else:
-        strategy = type(given)
+    strategy = given if isinstance(given, type) else type(given)
     if not issubclass(strategy, BaseStrategy):
         raise UsageError(
             "a method must be a name, or a strategy of fedbn_flwr.strategies or a subclass of "
-            "one, got "
-            f"{strategy.__module__}.{strategy.__qualname__}"
+            f"one, got {strategy.__module__}.{strategy.__qualname__}"
         )
-    name = _registered(strategy)
-    if isinstance(given, type):
-        pairs = {}
-    else:
-        pairs = _arguments(given)
-    text = ":".join([name, *(f"{key}={value}" for key, value in pairs.items())])
-    if parse(text).options != pairs:
-        raise UsageError(
-            f"{strategy.__name__}: an option's value cannot be written in a method, got {text!r}"
-        )
-    return text
+    options = {} if isinstance(given, type) else _arguments(given)
+    method: str | Own = Own(name_of(strategy), Parsed(name_of(strategy), strategy, None, {}))
+    for key, value in options.items():
+        method = with_option(method, key, value)
+    return method
 
 
-def _registered(strategy: type[BaseStrategy]) -> str:
+def with_option(method: str | Own, key: str, value: Value) -> str | Own:
+    """Return a method with one option more."""
+    written = str(value).lower() if isinstance(value, bool) else value
+    text = f"{method}:{key}={written}"
+    if isinstance(method, str):
+        return text
+    parsed = parse(method)
+    return Own(text, parsed._replace(options={**parsed.options, key: value}))
+
+
+def name_of(strategy: type[BaseStrategy]) -> str:
+    """Return the registered name of a strategy, or one made of its class's name."""
     for name, known in REGISTRY.items():
         if known is strategy:
             return name
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|_+", "-", strategy.__name__)
     name = words.strip("-").lower()
-    before = REGISTRY.get(name)
-    try:
-        register_strategy(name)(strategy)
-        all_options()
-    except ValueError as error:
-        REGISTRY.pop(name) if before is None else REGISTRY.update({name: before})
+    if name in REGISTRY and not same_definition(REGISTRY[name], strategy):
         raise UsageError(
-            f"{error}; @register_strategy gives the class {strategy.__name__} another name"
-        ) from error
+            f"strategy {name!r} is there already; @register_strategy gives the class "
+            f"{strategy.__name__} another name"
+        )
+    taken = shared_options().keys() & own_options(strategy).keys()
+    if taken:
+        raise UsageError(
+            f"strategy {name!r}: the option {min(taken)!r} of its constructor is one of all "
+            "commands"
+        )
     return name
 
 
-def _arguments(strategy: BaseStrategy) -> dict[str, str]:
-    """Return the options that a strategy was made with, as they are written in a method."""
+def _arguments(strategy: BaseStrategy) -> dict[str, Value]:
+    """Return the options that a strategy was made with, by key."""
     positional, named = strategy.made_with
     signature = inspect.signature(type(strategy))
     given = dict[str, Any]()
@@ -482,7 +486,7 @@ def _arguments(strategy: BaseStrategy) -> dict[str, str]:
         else:
             given[name] = value
     known = own_options(type(strategy))
-    texts = dict[str, str]()
+    options = dict[str, Value]()
     for name, value in given.items():
         key = option_key(name)
         value = as_given(value)
@@ -491,14 +495,10 @@ def _arguments(strategy: BaseStrategy) -> dict[str, str]:
         if not isinstance(value, bool | int | float | str):
             raise UsageError(
                 f"{type(strategy).__name__}: an experiment cannot write down {name}={value!r}; a "
-                "subclass can set it "
-                "in its constructor"
+                "subclass can set it in its constructor"
             )
-        if isinstance(value, bool):
-            texts[key] = str(as_value(value)).lower()
-        else:
-            texts[key] = str(as_value(value))
-    return texts
+        options[key] = value
+    return options
 
 
 def split_methods(text: str) -> list[str]:

@@ -48,7 +48,7 @@ from fedbn_flwr.experiments.output.run_folder import (
 )
 from fedbn_flwr.plugins import MissingExtraError, described, fingerprint
 from fedbn_flwr.plugins.options import UsageError
-from fedbn_flwr.strategies import CannotTrainError
+from fedbn_flwr.strategies import REGISTRY, CannotTrainError
 
 #: held by the process that writes into a folder of results
 LOCK = "lock"
@@ -170,7 +170,8 @@ class Run:
     def place(self) -> dict[str, Any]:
         """Where the run stands in a table."""
         config = self.experiment.config
-        named = {"label": self.label or config.method, "method": config.method, "seed": config.seed}
+        method = str(config.method)
+        named = {"label": self.label or method, "method": method, "seed": config.seed}
         return {"setting": self.setting, "labels": dict(self.labels), **named}
 
     @property
@@ -261,7 +262,7 @@ class Run:
         """Return the summary of a run that failed, and write it if the run has not."""
         config = self.experiment.config
         summary = read_json(self.folder / SUMMARY) or {
-            "method": config.method,
+            "method": str(config.method),
             "seed": config.seed,
             "lr": config.training.lr,
         }
@@ -316,6 +317,14 @@ def resume(given: Mapping[str, Any], engine: str | None) -> Run:
     saved = {**config["options"], **config["asked"]["options"], "results-dir": str(folder)}
     asked = config["asked"]
     engine = engine or str(asked["engine"])
+    name = str(saved.get("method", "")).partition(":")[0].partition("+")[0]
+    if str(given.get("method")) == saved.get("method"):  # a strategy of one's own, by its name
+        saved["method"] = given["method"]
+    elif name not in REGISTRY and "method" not in given and not saved.get("plugins"):
+        raise UsageError(
+            f"{folder} was made with a strategy {name!r} of your own: name its module in plugins, "
+            "or hand it over again, as in run(MyStrategy, resume=...)"
+        )
     changed = {**saved, **given, "results-dir": str(folder)}
     before, now = (
         resolve(options, federation=True, read_from=str(folder)) for options in (saved, changed)

@@ -37,9 +37,9 @@ from fedbn_flwr.experiments.output.recorder import Progress, Summary
 from fedbn_flwr.experiments.output.run_folder import command_line, make_folder, write_json
 from fedbn_flwr.experiments.output.scoring import merit
 from fedbn_flwr.experiments.runs import SIDE_BY_SIDE, Run, setting_name, stoppable
+from fedbn_flwr.plugins import Own
 from fedbn_flwr.plugins.options import UsageError, as_value, convert
 from fedbn_flwr.simulation.processes.worker import preload
-from fedbn_flwr.strategies import REGISTRY
 
 VALIDATION_SHARE = 0.2
 #: options that a study sets for all methods alike
@@ -82,8 +82,8 @@ class Study:
     name.
     """
 
-    #: label -> `STRATEGY[+NORM][:key=value]...`
-    methods: Mapping[str, str]
+    #: label -> `STRATEGY[+NORM][:key=value]...`, or a strategy of a user's own
+    methods: Mapping[str, str | Own]
     settings: Sequence[Setting]
     seeds: int = 1
     grid: Grid = field(default_factory=dict)
@@ -170,19 +170,23 @@ class Study:
         else:
             automatic = {"checkpoint-every": AUTOMATIC}
         own = {"method": self.methods[label], "seed": base + seed}
-        return resolve({**automatic, **setting.options, **own, **changes}, read_from=self.read_from)
+        others = self._options_of_others(self.methods[label])
+        options = {key: value for key, value in setting.options.items() if key not in others}
+        return resolve({**automatic, **options, **own, **changes}, read_from=self.read_from)
 
-    def choice(self, method: str) -> Choice | None:
+    def _options_of_others(self, method: str | Own) -> set[str]:
+        """Return the options of strategies that a method does not have."""
+        every = {*all_options()}
+        for other in self.methods.values():
+            every |= {*own_options(parse(other).strategy)}
+        return every - {*own_options(parse(method).strategy)}
+
+    def choice(self, method: str | Own) -> Choice | None:
         """Return what is to be chosen for a method: options of the grid that it has and does not
         name itself.
         """
-        strategy, _, named = parse(method)
-        others = all_options().keys() - own_options(REGISTRY[strategy])
-        grid = {
-            key: values
-            for key, values in self.grid.items()
-            if key not in named and key not in others
-        }
+        without = {*parse(method).options, *self._options_of_others(method)}
+        grid = {key: values for key, values in self.grid.items() if key not in without}
         if grid:
             return Choice(grid, self.grid_seeds)
         return None
@@ -194,7 +198,7 @@ class Study:
         options = {key: as_value(value) for key, value in setting.options.items() if key not in own}
         grid = {key: list(values) for key, values in self.grid.items()}
         return {
-            "methods": dict(self.methods),
+            "methods": {label: as_value(method) for label, method in self.methods.items()},
             "options": options,
             "seeds": self.seeds,
             "grid": grid,

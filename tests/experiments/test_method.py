@@ -71,7 +71,9 @@ def test_options_belong_to_the_strategies_that_have_them() -> None:
     ],
 )
 def test_a_method_is_taken_apart(method: str, wanted: tuple[Any, ...]) -> None:
-    assert parse(method) == wanted
+    parsed = parse(method)
+    assert (parsed.name, parsed.norm, parsed.options) == wanted
+    assert parsed.strategy is REGISTRY[parsed.name]
 
 
 def test_a_methods_own_options_override_the_shared_ones() -> None:

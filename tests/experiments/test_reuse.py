@@ -215,7 +215,9 @@ def test_an_interrupted_run_of_own_code_goes_on_where_the_user_says_so(
     if how == "reuse":
         quick(Dies, tmp_path / "out", reuse=True, **options)
     else:
-        run(resume=str(run_in(tmp_path / "out")))
+        with pytest.raises(UsageError, match="made with a strategy 'dies' of your own"):
+            run(resume=str(run_in(tmp_path / "out")))
+        run(Dies, resume=str(run_in(tmp_path / "out")))
         with pytest.raises(UsageError, match="resume goes on with a run, and anew begins it again"):
             run(resume=str(run_in(tmp_path / "out")), anew=True)
     assert results(run_in(tmp_path / "out")) == results(run_in(tmp_path / "whole"))

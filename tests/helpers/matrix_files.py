@@ -101,7 +101,7 @@ def write_matrix(
             place = {"setting": setting.name, "labels": dict(setting.labels), "label": label}
             runs.append({**place, "method": study.methods[label], "seed": seed, "folder": name})
             for accuracy in accuracies.get((setting.name, label), ())[seed : seed + 1]:
-                write_finished(folder / name, accuracy, study.methods[label], seed)
+                write_finished(folder / name, accuracy, str(study.methods[label]), seed)
     return write_study(folder, content, runs)
 
 

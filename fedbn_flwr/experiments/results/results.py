@@ -182,7 +182,7 @@ class Results:
 
     def _key_of(self, method: Method, seed: int | None) -> Key:
         if method != "":
-            text = method_of(method)
+            text = str(method_of(method))
         else:
             text = str(self.rows["method"][0])
         for key in map(_key, finished(self.rows).to_dict("records")):
