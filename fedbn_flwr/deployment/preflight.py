@@ -172,12 +172,11 @@ def _user() -> str:
 def _clock(date: str) -> Check:
     ahead = time.time() - parsedate_to_datetime(date).timestamp()
     good = -BEHIND < ahead < AHEAD
-    text = f"{abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} the server's"
-    return Check(
-        "clock",
-        "ok" if good else "failed",
-        text + ("" if good else f"; at most {AHEAD} ahead, {BEHIND} behind"),
-    )
+    where = "ahead of" if ahead > 0 else "behind"
+    text = f"{abs(ahead):.0f} s {where} the server's"
+    if good:
+        return Check("clock", "ok", text)
+    return Check("clock", "failed", f"{text}; at most {AHEAD} ahead, {BEHIND} behind")
 
 
 def _key(kit: Path, env: Mapping[str, str]) -> Iterator[Check]:

@@ -203,14 +203,15 @@ def _check_inputs(material: Material, split: data.Split, role: str) -> bool:
     return bool(functional.found)
 
 
-def check_simulation(experiment: Experiment) -> Material:
+def check_simulation(experiment: Experiment) -> tuple[Material, BaseStrategy]:
     """Check a run that brings its own nodes, and so must know how many.
 
-    Return what it works with.
+    Return what it works with, and its strategy.
     """
     config = experiment.config
     refuse_sites(config.network)
-    material = checked_material(experiment, experiment.make_strategy(config.clients))
+    strategy = experiment.make_strategy(config.clients)
+    material = checked_material(experiment, strategy)
     if material is None:
         raise UsageError(
             "the data set 'sites' is at the sites of a deployment: submit the run with `flwr run`"
@@ -226,7 +227,7 @@ def check_simulation(experiment: Experiment) -> Material:
     classes = absent_classes(material.data, material.partition)
     if classes:
         warn_once(about_absent(classes, config.data.partition, config.clients))
-    return material
+    return material, strategy
 
 
 def refuse_sites(options: NetworkOptions) -> None:

@@ -108,7 +108,7 @@ def run_diagnosis(options: dict[str, Any]) -> None:
     """Diagnose on mini-batches of each client; write `diagnosis.json` to the results folder."""
     count = whole_number("--batches", options.pop("batches"))
     experiment = resolve(options)
-    material = check_simulation(experiment)
+    material, _ = check_simulation(experiment)
     config = material.config
     set_up_process(config.engine)
     print(material.data)

@@ -251,8 +251,7 @@ def run_with_grid(
     """Run with one client after another (`inprocess`) or with stacks of clients (`stacked`): no
     network.
     """
-    material = check_simulation(experiment)
-    strategy = experiment.make_strategy(experiment.config.clients)
+    material, strategy = check_simulation(experiment)
     saved = None
     if experiment.config.results.resume:
         saved = read_checkpoint(folder)

@@ -169,9 +169,8 @@ def _maker(name: str | Own, image_size: int, pretrained: bool) -> Make:
         return _custom_model(name)
     entry = MODELS[name]
     if image_size < entry.smallest or (entry.largest is not None and image_size > entry.largest):
-        able = (
-            f"those of {entry.smallest}x{entry.smallest} {'only' if entry.largest else 'and more'}"
-        )
+        more = "only" if entry.largest else "and more"
+        able = f"those of {entry.smallest}x{entry.smallest} {more}"
         raise ValueError(
             f"model {name!r} cannot take {image_size}x{image_size} images; it takes {able}"
         )

@@ -56,18 +56,21 @@ class Range(NamedTuple):
 
     def has(self, value: float) -> bool:
         """Return whether a number is in it."""
-        if self.excluded == "low":
-            above = value > self.low
-        else:
-            above = value >= self.low
-        return above and (value < self.high if self.excluded == "high" else value <= self.high)
+        if value == self.low:
+            return self.excluded != "low"
+        if value == self.high:
+            return self.excluded != "high"
+        return self.low < value < self.high
 
     def __str__(self) -> str:
         if self.high < inf and not self.excluded:
             return f"between {self.low:g} and {self.high:g}"
-        least = f"{'above' if self.excluded == 'low' else 'at least'} {self.low:g}"
-        most = f" and {'less than' if self.excluded == 'high' else 'at most'} {self.high:g}"
-        return least + most * (self.high < inf)
+        words = "above" if self.excluded == "low" else "at least"
+        text = f"{words} {self.low:g}"
+        if self.high < inf:
+            words = "less than" if self.excluded == "high" else "at most"
+            text += f" and {words} {self.high:g}"
+        return text
 
 
 class Option(NamedTuple):

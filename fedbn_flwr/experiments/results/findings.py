@@ -113,10 +113,13 @@ def _claim(
     source = ""
     if direction.place:
         source = f" ({direction.place})"
-    named = ", ".join(
-        [*direction.labels, *([] if direction.column in ACCURACIES else [direction.column])]
-    )
-    text = f"Direction: {direction.text}{f' in {named}' if named else ''}{source}: "
+    named = [*direction.labels]
+    if direction.column not in ACCURACIES:
+        named.append(direction.column)
+    place = ""
+    if named:
+        place = f" in {', '.join(named)}"
+    text = f"Direction: {direction.text}{place}{source}: "
     if not pairs:
         return Finding(f"{text}not run", None)
     if not against:

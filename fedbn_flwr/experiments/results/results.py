@@ -189,9 +189,10 @@ class Results:
             if key[0] == text and seed in (None, key[1]):
                 return key
         names = ", ".join(f"{name!r} (seed {number})" for name, number in self._runs)
-        raise UsageError(
-            f"there is no model of {text!r}{'' if seed is None else f', seed {seed}'}; of: {names}"
-        )
+        wanted = repr(text)
+        if seed is not None:
+            wanted += f", seed {seed}"
+        raise UsageError(f"there is no model of {wanted}; of: {names}")
 
     def to_pandas(self) -> Frame:
         """Return a `pandas.DataFrame` with a row for each run, as `rows` of a folder."""
