@@ -62,6 +62,12 @@ class HeldStep:
 STEPS: dict[tuple[int, int], HeldStep] = {}
 
 
+def allow_steps(number: int) -> None:
+    """Let at least so many steps wait in this process."""
+    global MAX_STEPS
+    MAX_STEPS = max(MAX_STEPS, number)
+
+
 def handle_layerwise_message(
     content: RecordDict,
     context: Context,

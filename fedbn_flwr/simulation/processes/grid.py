@@ -382,5 +382,5 @@ def _open_app(
     client_app: str, nodes: int, run_config: RunConfig, partitions: Sequence[int]
 ) -> StackedGrid:
     # all of its nodes may wait in the middle of a layer-wise step
-    message_client.MAX_STEPS = max(message_client.MAX_STEPS, len(partitions))
+    message_client.allow_steps(len(partitions))
     return StackedGrid(import_function("ClientApp", client_app, ()), nodes, run_config, partitions)
