@@ -104,7 +104,7 @@ def one_step(material: Material) -> StepMemory:
 def _weighting_if_averaged(config: Config, strategy: BaseStrategy) -> str:
     """Return by what stacks can average their nodes' replies.
 
-    Nothing if the server needs them one by one.
+    The text is empty if the server needs them one by one.
     """
     single = config.results.record_dynamics or strategy.needs_single_replies
     # a user's own hooks may look at whatever they like
@@ -349,7 +349,7 @@ def prepare(engine: Engine, experiment: Experiment, elsewhere: bool = False) -> 
 def engine_named(name: str | None) -> str:
     """Return the engine's name, or that of the default one.
 
-    A UsageError if there is none of the name.
+    A name that no engine has is a UsageError.
     """
     name = name or "stacked"
     if name not in ENGINES:

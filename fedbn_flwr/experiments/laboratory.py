@@ -177,7 +177,7 @@ def run(
 def given_options(
     model: Model, data: str | OwnData, folder: str | Path | None, options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return options by the keys of the command; objects become names that hold them.
+    """Return options by the keys of the command; objects get names.
 
     Plug-ins are imported.
     """
@@ -292,7 +292,7 @@ def _refuse_ignored(methods: Sequence[str | Own], given: Mapping[str, Any]) -> N
 def _opened(folder: str | None) -> Iterator[tuple[Path, bool]]:
     """Return a folder of results.
 
-    A temporary one, which is removed if the work fails, if there is no name.
+    Without a name it is a temporary one, which is removed if the work fails.
     """
     if folder is not None:
         yield Path(folder).expanduser(), True

@@ -116,7 +116,7 @@ class Experiment:
     def bound_here(self) -> str:
         """What another process could not import, such as a notebook's function.
 
-        Empty if there is nothing.
+        The text is empty if there is nothing.
         """
         strategy = self.strategy_class
         named = {key: self.config.get(key) for key in ("model", "objective")}

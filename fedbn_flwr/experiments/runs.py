@@ -197,7 +197,7 @@ class Run:
     def refuse_other_run(self) -> None:
         """Refuse a folder whose results are another run's, or that this version cannot go on with.
 
-        A UsageError.
+        That is a UsageError.
         """
         refuse_links(self.folder)
         if not has_results(self.folder):
@@ -387,7 +387,7 @@ def every(runs: Iterable[Run]) -> list[Run]:
 def progress_of(runs: Sequence[Run]) -> str:
     """Return how many runs are finished, and how far the others have come.
 
-    Empty if none has results.
+    The text is empty if none has results.
     """
     finished = [run for run in runs if run.finished() is not None]
     parts = []

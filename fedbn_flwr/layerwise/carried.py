@@ -132,8 +132,8 @@ LIMIT = 256 * 2**20
 def carried_corrections(
     kind: Kind, values: Tensor, weights: Sequence[float], combiner: Combiner = combine
 ) -> Tensor:
-    """Return the participants' corrections from all participants' kept values of one kind, a row
-    for each.
+    """Return one correction per participant (a row each), computed from the `values` that all of
+    them kept.
     """
     corrections = correction(kind, values, combiner(kind, values, weights))
     if kind == "statistics":
@@ -146,7 +146,7 @@ def carried_corrections(
 def correction(kind: Kind, values: Tensor, pooled: Tensor) -> Tensor:
     """Return what takes clients' local values to the pooled ones, a row for each.
 
-    The inverse of `correct`.
+    This is the inverse of `correct`.
     """
     if kind == "gradients":
         return pooled - values
@@ -422,7 +422,7 @@ def _form(values: Mapping[str, np.ndarray]) -> Hashable:
 def why_not_carried(values: Mapping[str, np.ndarray]) -> str:
     """Return why these cannot be pooled with other nodes' values of the same BN layers.
 
-    Nothing if they can.
+    The text is empty if they can.
     """
     if not _are_of_layers(values):
         return "its carried values are not of BN layers"

@@ -111,7 +111,7 @@ def batch_norm(model: nn.Module, momentum: float | None = None) -> nn.Module:
 def group_norm(model: nn.Module, groups: int = 2) -> nn.Module:
     """GN with `groups` groups a layer.
 
-    Two, as in FixBN's comparison (Zhong et al. 2023, appendix B.4).
+    The default is two, as in FixBN's comparison (Zhong et al. 2023, appendix B.4).
     """
     return swap_normalizers(model, lambda slot: _group(slot, groups))
 

@@ -458,9 +458,9 @@ class SideChannel:
         self._server.start()
 
     def wait(self, is_over: Callable[[NodeLink], bool], seconds: float) -> bool:
-        """Return whether it is over for every node, after at most so many seconds.
+        """Wait up to `seconds`; return True once `is_over` holds for every node.
 
-        Nodes that are silent fail.
+        A node that is silent has failed.
         """
         with self._changed:
             is_over_for_all = self._changed.wait_for(

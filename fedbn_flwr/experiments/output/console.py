@@ -27,8 +27,8 @@ def percent(share: float) -> str:
 class Bars:
     """A progress bar over all runs, with the present run and the last score of its model.
 
-    It stands in a terminal or under a notebook's cell, which it leaves at the end. Elsewhere, each
-    run prints a line in every tenth of its rounds. Over both stands a line about the data.
+    In a terminal or under a notebook's cell, the bar disappears at the end. Elsewhere, each run
+    prints a line in every tenth of its rounds. A line about the data comes first.
     """
 
     def __init__(self, runs: int, data: Data, progress: bool = True) -> None:

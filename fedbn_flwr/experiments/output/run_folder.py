@@ -218,7 +218,7 @@ def read_json(path: Path) -> Any:
 def read_config(folder: Path) -> dict[str, Any]:
     """Return the content of a run's `config.json`.
 
-    Empty before the run began, and if it is not as one is written.
+    It is empty before the run began, and if the file is not as one is written.
     """
     content = read_json(folder / CONFIG)
     if not isinstance(content, dict):

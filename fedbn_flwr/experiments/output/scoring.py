@@ -189,7 +189,7 @@ def score_nodes(
 ) -> Score:
     """Return means of the nodes' own evaluations, with the task's `basic_score`.
 
-    Nothing if none can be read.
+    There are none if no evaluation can be read.
     """
     named = ((reply.node, reply.metrics) for reply in replies)
     read, refused = read_each(named, lambda _, metrics: _scores(metrics, bool(domain_names), basic))
@@ -237,7 +237,7 @@ def class_means(
 def _scores(metrics: Mapping[str, Any], has_domains: bool, basic: str) -> Score:
     """Return what a node's evaluation says, by the names of scores.
 
-    An error if anything is missing or impossible.
+    Anything missing or impossible is an error.
     """
     of_task = {key: key.removeprefix(wire.SCORE) for key in metrics if key.startswith(wire.SCORE)}
     # the names of all tasks are last: a node's `score-accuracy` is not the accuracy

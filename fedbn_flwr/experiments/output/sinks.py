@@ -98,7 +98,7 @@ SINKS: dict[str, tuple[str, OpenSink]] = {
 def numbers_of(row: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of a row by name.
 
-    Those of a mapping, such as accuracies by domain, as `name/key`.
+    Numbers of a mapping, such as accuracies by domain, are named `name/key`.
     """
     numbers: dict[str, float] = {}
     for name, value in row.items():

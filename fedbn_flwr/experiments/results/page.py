@@ -54,7 +54,7 @@ class Content:
     def facts(self) -> list[tuple[str, str]]:
         """Return what ran and how, each fact with its name.
 
-        Different values of the runs side by side.
+        Different values of the runs stand side by side.
         """
         facts: dict[str, list[str]] = {"command": [], "versions": [], "machine": []}
         for own in self.configs:

@@ -219,10 +219,10 @@ def looks_of(runs: Frame) -> dict[str, int]:
 
 
 def line_style(look: int, place: int = 0, points: int = 0) -> dict[str, Any]:
-    """Return how a line with this look and so many points is drawn, at its place among lines.
+    """Return matplotlib's style of a line with `points` points.
 
-    Lines that coincide stay visible by their widths, and neighbours have their markers at other
-    points.
+    `look` chooses colour, stroke and marker. `place`, the line's position among the lines of a
+    picture, chooses its width and which points have markers, so that coinciding lines stay visible.
     """
     step = max(1, points // 8)
     return {

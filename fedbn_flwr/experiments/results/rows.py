@@ -134,7 +134,7 @@ def _study(folder: Path) -> Part:
 
 
 def _single(folder: Path) -> Part:
-    """Return the run that only its own files tell of."""
+    """Read a run that belongs to no study, from its own files."""
     if not (folder / CONFIG).is_file():
         raise UsageError(f"{folder} holds no results of `fedbn-flwr run`, `compare` or `reproduce`")
     known = {**read_config(folder).get("options", {}), **(read_json(folder / SUMMARY) or {})}

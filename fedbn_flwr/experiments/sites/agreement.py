@@ -59,7 +59,7 @@ class Agreement:
     def objection(self, node: int, site: SiteData | str, others: Mapping[int, SiteData]) -> str:
         """Return why a node cannot take part beside others, whose answer may be a reason.
 
-        Empty if it can.
+        The text is empty if it can.
         """
         if isinstance(site, str):
             return site
