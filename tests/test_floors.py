@@ -39,6 +39,7 @@ INNER_FLOORS = (
         "method",
         "output.run_folder",
         "recipes.paper",
+        "stopping",
     ),  # what a run is, and its files
     ("material", "checks", "output"),
     (

@@ -48,9 +48,6 @@ STATES = "states"
 PARTIAL = f"{PREFIX}partial"
 OLD = f"{PREFIX}old"
 
-#: what is to be raised after the present round, since a signal has asked this process to end
-STOPPING: list[type[KeyboardInterrupt]] = []
-
 
 @dataclass(frozen=True)
 class Checkpoint:

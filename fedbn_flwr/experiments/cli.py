@@ -34,7 +34,7 @@ from fedbn_flwr.experiments.results.page import WRITERS, report
 from fedbn_flwr.experiments.results.plots import draw_or_warn
 from fedbn_flwr.experiments.results.rows import read_parts
 from fedbn_flwr.experiments.results.show import show_part
-from fedbn_flwr.experiments.runs import Terminated
+from fedbn_flwr.experiments.stopping import Terminated
 from fedbn_flwr.experiments.study import quiet
 from fedbn_flwr.plugins import did_you_mean
 from fedbn_flwr.plugins.options import Option, UsageError, as_value, whole_number

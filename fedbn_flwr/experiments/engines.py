@@ -27,8 +27,9 @@ from fedbn_flwr.experiments.material import Material, expected_steps, set_up_pro
 from fedbn_flwr.experiments.method import Experiment, import_plugins
 from fedbn_flwr.experiments.output.recorder import Progress, Summary
 from fedbn_flwr.experiments.output.run_folder import make_folder
-from fedbn_flwr.experiments.runs import SIDE_BY_SIDE, Engine
+from fedbn_flwr.experiments.runs import Engine
 from fedbn_flwr.experiments.server_side import instruction_of, play, run, set_up_here
+from fedbn_flwr.experiments.stopping import SIDE_BY_SIDE
 from fedbn_flwr.plugins import did_you_mean, extra, fingerprint, is_foreign
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.simulation.in_process import InProcessGrid, OneByOneGrid

@@ -11,9 +11,7 @@ of results that they made.
 
 import json
 import os
-import signal
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -27,7 +25,6 @@ from flwr.common import log
 from fedbn_flwr import __version__
 from fedbn_flwr.experiments.checkpoint import (
     PREFIX,
-    STOPPING,
     checkpoint_round,
     clear,
     read_checkpoint,
@@ -46,6 +43,7 @@ from fedbn_flwr.experiments.output.run_folder import (
     refuse_links,
     write_json,
 )
+from fedbn_flwr.experiments.stopping import stoppable
 from fedbn_flwr.plugins import MissingExtraError, described, fingerprint
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.strategies import REGISTRY, CannotTrainError
@@ -56,8 +54,6 @@ LOCK = "lock"
 BEFORE = "before"
 #: differing options that an error names
 NAMED = 4
-#: set in a process whose run has others beside it, which their common parent stops
-SIDE_BY_SIDE = threading.Event()
 #: letters of a label in the name of a folder: file systems allow 255
 LONGEST = 150
 #: what the code that goes on with a run must have in common with the code that began it
@@ -89,10 +85,6 @@ FREE = {
 
 #: trains the nodes of an experiment, and writes its folder
 Engine = Callable[[Experiment, Path, Progress | None], Summary]
-
-
-class Terminated(KeyboardInterrupt):
-    """The process was asked to end by SIGTERM."""
 
 
 def asked_of(experiment: Experiment, engine: str) -> dict[str, Any]:
@@ -456,35 +448,3 @@ def keeping(
 def _kept(folder: Path, runs: Sequence[Run]) -> str:
     kept = progress_of(runs) or "nothing yet, as no round has ended"
     return f"kept in {folder}: {kept}; run the same again to go on"
-
-
-@contextmanager
-def stoppable(at_once: bool = False) -> Iterator[None]:
-    """Let the first SIGTERM or Ctrl-C end the run after its present round, and a second one, or
-    `at_once`, now.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(number: int, _: object) -> None:
-        error = KeyboardInterrupt
-        if number == signal.SIGTERM:
-            error = Terminated
-        if at_once or STOPPING:
-            raise error
-        STOPPING.append(error)
-        if not SIDE_BY_SIDE.is_set():
-            print("fedbn-flwr: stops after this round; once more stops it now", file=sys.stderr)
-
-    # a terminal sends Ctrl-C to all processes, and those that this one has started obey its SIGTERM
-    numbers = [signal.SIGTERM]
-    if not SIDE_BY_SIDE.is_set():
-        numbers.append(signal.SIGINT)
-    before = {number: signal.signal(number, stop) for number in numbers}
-    try:
-        yield
-    finally:
-        STOPPING.clear()
-        for number, handler in before.items():
-            signal.signal(number, handler)

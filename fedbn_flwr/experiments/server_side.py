@@ -14,7 +14,6 @@ from fedbn_flwr import state
 from fedbn_flwr.client.training import products
 from fedbn_flwr.data import SITES
 from fedbn_flwr.experiments.checkpoint import (
-    STOPPING,
     Checkpoint,
     Saver,
     clear,
@@ -39,6 +38,7 @@ from fedbn_flwr.experiments.output.scoring import Scorer, SiteScorer
 from fedbn_flwr.experiments.output.sinks import open_sinks
 from fedbn_flwr.experiments.runs import asked_of
 from fedbn_flwr.experiments.sites.agreement import SitesGrid, agree, ask_sites
+from fedbn_flwr.experiments.stopping import STOP
 from fedbn_flwr.plugins import warn_once
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.server.grids import passing
@@ -145,7 +145,7 @@ def play(
         if standing.stopped_by:
             log(INFO, "The run ends early: %s", standing.stopped_by)
         elif standing.round < config.rounds:
-            raise STOPPING[0]
+            STOP.obey()
     summary = {**journal.summary(experiment, setup.about), **trained_by(setup.grid, engine)}
     for reason in summary.get("trained-alone", ()):
         warn_once(f"{config.method}: clients train one after another, not in stacks: {reason}")
@@ -193,7 +193,7 @@ class AfterRound:
         self.standing.take(now.number, score, scorer.metric, config.results, is_last)
         if self.progress:
             self.progress(now.number, config.rounds, self.standing.score.get(scorer.metric))
-        stops = bool(STOPPING) and not is_last
+        stops = STOP.is_asked and not is_last
         if stops or self.saver.is_due(now.number):
             self.saver.save(now)
         return stops or bool(self.standing.stopped_by)

@@ -21,7 +21,7 @@ from typing import Any
 
 from fedbn_flwr.data.prefetch import serve_parent
 from fedbn_flwr.device import settings_restored
-from fedbn_flwr.experiments.checkpoint import AUTOMATIC, STOPPING
+from fedbn_flwr.experiments.checkpoint import AUTOMATIC
 from fedbn_flwr.experiments.checks import check_simulation
 from fedbn_flwr.experiments.choice import SEEDS, Choice, Grid, metric_of
 from fedbn_flwr.experiments.engines import ENGINES, NEEDED, prepare
@@ -36,7 +36,8 @@ from fedbn_flwr.experiments.method import (
 from fedbn_flwr.experiments.output.recorder import Progress, Summary
 from fedbn_flwr.experiments.output.run_folder import command_line, make_folder, write_json
 from fedbn_flwr.experiments.output.scoring import merit
-from fedbn_flwr.experiments.runs import SIDE_BY_SIDE, Run, setting_name, stoppable
+from fedbn_flwr.experiments.runs import Run, setting_name
+from fedbn_flwr.experiments.stopping import SIDE_BY_SIDE, STOP, stoppable
 from fedbn_flwr.plugins import Own
 from fedbn_flwr.plugins.options import UsageError, as_value, convert
 from fedbn_flwr.simulation.processes.worker import preload
@@ -313,8 +314,7 @@ def _run_cell(runs: Sequence[Run], announce: Announce) -> Iterator[tuple[Run, Su
 
 def _train(run: Run, announce: Announce) -> Summary:
     summary = run.train_or_fail(ENGINES[run.engine], announce(run.name))
-    if STOPPING:
-        raise STOPPING[0]
+    STOP.obey()
     return summary
 
 
@@ -375,12 +375,12 @@ def _in_processes(cells: Sequence[Sequence[Run]], count: int) -> Iterator[tuple[
     running = dict[Connection, tuple[Sequence[Run], BaseProcess]]()
     told = False
     try:
-        while running or (ahead and not STOPPING):
-            while ahead and len(running) < count and not STOPPING:
+        while running or (ahead and not STOP.is_asked):
+            while ahead and len(running) < count and not STOP.is_asked:
                 cell = ahead.popleft()
                 connection, process = _start(cell)
                 running[connection] = cell, process
-            if STOPPING and not told:
+            if STOP.is_asked and not told:
                 told = True
                 for _, process in running.values():
                     process.terminate()  # each stops after its round
@@ -392,8 +392,7 @@ def _in_processes(cells: Sequence[Sequence[Run]], count: int) -> Iterator[tuple[
         for connection, (_, process) in running.items():
             connection.close()
             process.kill()
-    if STOPPING:
-        raise STOPPING[0]
+    STOP.obey()
 
 
 def _start(cell: Sequence[Run]) -> tuple[Connection, BaseProcess]:
@@ -416,7 +415,7 @@ def _result(
     except EOFError:
         process.join()
         reason = f"its process ended with exit code {process.exitcode}"
-        if STOPPING:
+        if STOP.is_asked:
             return []
         return [(run, run.finished() or run.failed(reason, {})) for run in cell]
     finally:

@@ -18,7 +18,8 @@ from fedbn_flwr.experiments.engines import ENGINES
 from fedbn_flwr.experiments.method import Experiment
 from fedbn_flwr.experiments.output.recorder import Journal, Progress, Summary
 from fedbn_flwr.experiments.recipes.schema import parse_recipe
-from fedbn_flwr.experiments.runs import SIDE_BY_SIDE, Run
+from fedbn_flwr.experiments.runs import Run
+from fedbn_flwr.experiments.stopping import SIDE_BY_SIDE
 from fedbn_flwr.experiments.study import (
     VALIDATION_SHARE,
     Announce,
