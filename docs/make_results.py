@@ -521,6 +521,26 @@ def unseen() -> str:
     return table(["method", "statistics", *kinds], lines)
 
 
+def without_bn() -> str:
+    """Return the accuracies of networks that need no normalizer, beside group normalization."""
+    names = ("FedWon", "FedAvg+GN-WS", "FedAvg+Fixup")
+    place = ("normalizer-free", "two classes")
+    tried = read("rates")
+    tried = tried[(tried["recipe"] == place[0]) & (tried["setting"] == "i.i.d.")].set_index(
+        "method"
+    )
+    rates = ["0.03", "0.1", "0.3"]
+    columns = {
+        "rate": lambda name: f"{rates_used()[(*place, name)]:g}",
+        "two classes": partial(cell, place),
+        **{
+            f"IID, held out, at {each}": lambda name, each=each: tried.loc[name, each]
+            for each in rates
+        },
+    }
+    return by_method(names, columns)
+
+
 def mixtures() -> str:
     """Return, for few and skewed samples, means over the domains with the model's statistics as N
     samples.
@@ -604,6 +624,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "speakers": lambda: by_method(
         by_mean(SPEAKERS), {"rate": rate, "accuracy, %": partial(cell, SPEAKERS)}
     ),
+    "without BN": without_bn,
     "momentum": momentum,
     "first screen": first_screen,
     "pretrained": pretrained,
