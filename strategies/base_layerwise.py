@@ -130,8 +130,7 @@ class Layerwise(FedAvg):
                 log(
                     WARNING,
                     "Round %d: node %d counted %d of %d samples in the layer-wise step, but %d of "
-                    "%d in the average of "
-                    "the models: give its ClientApp `num_examples`",
+                    "%d in the average of the models: give its ClientApp `num_examples`",
                     *(
                         self.round.number,
                         reply.node,

@@ -24,8 +24,7 @@ from .registry import register_strategy
 #: said where clients have a rate that the server does not know
 UNBOUNDED = (
     "FixBN: the train config has no `lr`, so frozen statistics do not bound the learning rate; "
-    "lower your own at the "
-    "freeze, or training may diverge"
+    "lower your own at the freeze, or training may diverge"
 )
 LATE = "%s: BN would freeze after round %d, and the run has %d: nothing is ever frozen"
 #: more rounds than any run has
@@ -222,8 +221,7 @@ class FixBN(FedAvg):
             log(
                 WARNING,
                 "FixBN: the rule freeze_round=auto never fired in %d rounds (variance %s, "
-                "threshold %g): this run was "
-                "FedAvg",
+                "threshold %g): this run was FedAvg",
                 server_round,
                 variance,
                 self.threshold,

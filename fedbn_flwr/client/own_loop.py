@@ -35,15 +35,13 @@ from fedbn_flwr.wire import Instruction
 
 SHARED = (
     "BN statistics were those of all nodes in %d forward passes, up to the first step of an "
-    "optimizer (%s, of %d of "
-    "the %d parameters that learn)"
+    "optimizer (%s, of %d of the %d parameters that learn)"
 )
 
 
 TRAINING_MODE = (
     "the evaluation runs BN in training mode, so every batch is normalized with its own "
-    "statistics: call model.eval() "
-    "in the handler"
+    "statistics: call model.eval() in the handler"
 )
 
 
@@ -246,8 +244,7 @@ class OwnLoop:
                 trained = f"a {self._other}, whose entries are others"
             raise RuntimeError(
                 f"cannot obey {', '.join(sorted(keys))}: the handler trained {trained}; `model` "
-                "of the ClientApp must "
-                "have the entries of the model that the handler trains"
+                "of the ClientApp must have the entries of the model that the handler trains"
             )
 
 

@@ -151,8 +151,7 @@ def _folders(kit: Path, env: Mapping[str, str]) -> Iterator[Check]:
                 raise DeploymentError(f"the disk of {name} is full: make room") from error
             raise DeploymentError(
                 f"{name} cannot be written by user {_user()} ({error.strerror}): `docker compose "
-                "run --rm init`, or as "
-                "root `fedbn-flwr site init`, gives the kit to "
+                "run --rm init`, or as root `fedbn-flwr site init`, gives the kit to "
                 f"FEDBN_USER={env.get('FEDBN_USER', '10001:10001')}"
             ) from error
     yield Check("folders", "ok", f"{', '.join(WRITTEN)} can be written by user {_user()}")

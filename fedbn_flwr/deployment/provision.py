@@ -145,8 +145,7 @@ def _provision_server(federation: Federation, out: Path) -> None:
     elif missing := set(_hosts(federation)) - certificate_hosts(server / "server.crt"):
         raise DeploymentError(
             f"the server's certificate is not for {', '.join(sorted(missing))}: delete server.crt "
-            "and server.key in "
-            f"{server}, and run this again"
+            f"and server.key in {server}, and run this again"
         )
     values = {
         "FEDERATION": federation.name,

@@ -116,8 +116,7 @@ def read_checkpoint(run: Path) -> Checkpoint:
         )
         raise UsageError(
             f"the checkpoint {path} is damaged: {NODES}/{name} should have "
-            f"{checkpoint.nodes.get(name, 0)} bytes, and "
-            f"has {sizes.get(name, 0)}"
+            f"{checkpoint.nodes.get(name, 0)} bytes, and has {sizes.get(name, 0)}"
         )
     return checkpoint
 

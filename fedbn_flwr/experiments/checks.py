@@ -64,8 +64,7 @@ def checked_material(experiment: Experiment, strategy: BaseStrategy) -> Material
     if material is None and config.model.objective in OBJECTIVES:
         raise UsageError(
             f"objective {config.model.objective!r} is for float targets, and the data of sites "
-            "have "
-            "classes"
+            "have classes"
         )
     refuse_percent(config.results.stop_at, material.task.metric if material else "accuracy")
     fewest = strategy.averager.fewest_nodes
@@ -103,8 +102,7 @@ def check_task(config: Config, loaded: data.Data) -> None:
         )
         raise UsageError(
             f"model {config.model.model!r} is for {entry.task}, {loaded.name} for {loaded.task}; "
-            "there "
-            f"are: {able}"
+            f"there are: {able}"
         )
 
 
@@ -163,8 +161,7 @@ def _check_inputs(material: Material, split: data.Split, role: str) -> bool:
     if len(shape) != 3 and config.training.augmentation != "none":
         raise UsageError(
             f"augmentation {config.training.augmentation!r} is for images, not for inputs of the "
-            "shape "
-            f"{shape}"
+            f"shape {shape}"
         )
     device = next((parameter.device for parameter in model.parameters()), None)
     kind = "inputs"
@@ -234,8 +231,7 @@ def refuse_sites(options: NetworkOptions) -> None:
     """Refuse to choose sites where there are none."""
     if options.sites:
         raise UsageError(
-            f"sites={','.join(options.sites)!r} chooses sites of a deployment, and a "
-            "simulation "
+            f"sites={','.join(options.sites)!r} chooses sites of a deployment, and a simulation "
             "has none"
         )
 

@@ -135,8 +135,7 @@ class ModelOptions(Options):
     trainable: Annotated[
         tuple[str, ...],
         "patterns of the parameters that learn: classifier.*, or all but !classifier.*; head: "
-        "last layer; "
-        "head=10: at ten times the rate of the others, which learn too",
+        "last layer; head=10: at ten times the rate of the others, which learn too",
     ] = ()
     objective: Annotated[
         Own | str,
@@ -205,8 +204,7 @@ class EngineOptions(Options):
     chunk: Annotated[
         int,
         "most clients in a stack; 0: as many as speed up a step (20, 5 or 1 on a CPU) and fit "
-        "into half of the memory, "
-        "or a quarter of a GPU's",
+        "into half of the memory, or a quarter of a GPU's",
         Range(0),
     ] = 0
     captured: Annotated[
@@ -242,8 +240,7 @@ class NetworkOptions(Options):
     exchange_port: Annotated[
         int,
         "port of the side channel for layer-wise exchanges on the ServerApp; 0: exchanges are "
-        "messages; "
-        "-1: FEDBN_FLWR_EXCHANGE_PORT in the ServerApp's environment, or none",
+        "messages; -1: FEDBN_FLWR_EXCHANGE_PORT in the ServerApp's environment, or none",
         Range(-1),
     ] = -1
     exchange_address: Annotated[
@@ -286,8 +283,7 @@ class ResultsOptions(Options):
     record_dynamics: Annotated[
         int,
         "write dynamics.jsonl: how each BN layer's statistics change, how far they are from the "
-        "global "
-        "ones, and their variance over this many rounds; 0: off",
+        "global ones, and their variance over this many rounds; 0: off",
         Range(0),
     ] = 0
     log_to: Annotated[

@@ -105,8 +105,7 @@ def choose_engine(grid: Grid, given: str, experiment: Experiment, folder: Path) 
         if given != AUTO:
             raise UsageError(
                 f"engine={given!r} is for simulations: the nodes of a deployment are reached by "
-                "Flower's messages, or "
-                "by the side channel; leave engine out"
+                "Flower's messages, or by the side channel; leave engine out"
             )
         refuse_own_nodes(experiment.config.engine)
         return DEPLOYED
@@ -133,8 +132,7 @@ def choose_engine(grid: Grid, given: str, experiment: Experiment, folder: Path) 
     if engine == "stacked" and cluster:
         raise UsageError(
             f"engine='stacked' with RAY_ADDRESS={cluster}: Flower's own Ray takes that cluster's "
-            "processors; use "
-            "`fedbn-flwr run`, or engine='ray'"
+            "processors; use `fedbn-flwr run`, or engine='ray'"
         )
     if engine in OWN:
         trained = (

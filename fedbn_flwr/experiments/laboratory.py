@@ -210,8 +210,7 @@ def model_of(given: Model) -> str | Own:
     if not callable(given):
         raise UsageError(
             "model must be a name, a function or class that makes a torch.nn.Module, or a "
-            "torch.nn.Module, got "
-            f"{type(given).__name__}"
+            f"torch.nn.Module, got {type(given).__name__}"
         )
     return Own(getattr(getattr(given, "func", given), "__name__", "model"), given)
 

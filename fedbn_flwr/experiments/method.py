@@ -365,12 +365,8 @@ def all_options() -> dict[str, Option]:
     """
     options: dict[str, Option] = {}
     for name, strategy in REGISTRY.items():
+        refuse_taken(name, strategy)
         for key, option in own_options(strategy).items():
-            if key in shared_options():
-                raise UsageError(
-                    f"strategy {name!r}: the option {key!r} of its constructor is one of all "
-                    "commands"
-                )
             options.setdefault(key, option)
     return options
 
@@ -438,7 +434,8 @@ def method_of(given: Method) -> str | Own:
             f"one, got {strategy.__module__}.{strategy.__qualname__}"
         )
     options = {} if isinstance(given, type) else _arguments(given)
-    method: str | Own = Own(name_of(strategy), Parsed(name_of(strategy), strategy, None, {}))
+    name = name_of(strategy)
+    method: str | Own = Own(name, Parsed(name, strategy, None, {}))
     for key, value in options.items():
         method = with_option(method, key, value)
     return method
@@ -466,13 +463,17 @@ def name_of(strategy: type[BaseStrategy]) -> str:
             f"strategy {name!r} is there already; @register_strategy gives the class "
             f"{strategy.__name__} another name"
         )
-    taken = shared_options().keys() & own_options(strategy).keys()
-    if taken:
-        raise UsageError(
-            f"strategy {name!r}: the option {min(taken)!r} of its constructor is one of all "
-            "commands"
-        )
+    refuse_taken(name, strategy)
     return name
+
+
+def refuse_taken(name: str, strategy: type[BaseStrategy]) -> None:
+    """Refuse a strategy whose constructor has an option of all commands."""
+    for key in own_options(strategy):
+        if key in shared_options():
+            raise UsageError(
+                f"strategy {name!r}: the option {key!r} of its constructor is one of all commands"
+            )
 
 
 def _arguments(strategy: BaseStrategy) -> dict[str, Value]:

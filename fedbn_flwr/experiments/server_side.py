@@ -305,8 +305,7 @@ def count_nodes(grid: Grid, config: Config) -> int:
     if nodes > config.clients > 0:
         raise UsageError(
             f"the federation has {nodes} nodes, the experiment {config.clients} clients: they "
-            "must be equal "
-            "(clients=0: one per node; sites=NAME,NAME chooses)"
+            "must be equal (clients=0: one per node; sites=NAME,NAME chooses)"
         )
     if nodes < config.clients:
         absent = config.clients - nodes

@@ -74,8 +74,7 @@ def _residual_blocks(model: nn.Module) -> list[Any]:
     if not blocks:
         raise ValueError(
             "normalizer 'fixup' is for residual networks of torchvision's BasicBlock and "
-            "Bottleneck "
-            f"(resnet20, resnet18 and its kin), and this {type(model).__name__} has none"
+            f"Bottleneck (resnet20, resnet18 and its kin), and this {type(model).__name__} has none"
         )
     return blocks
 

@@ -59,8 +59,7 @@ WRAPPED = (
     "{} must be started itself, by `start`: a strategy around it, such as Flower's for "
     "differential privacy, takes "
     "entries by their positions, also variances and counters; in its place, strategies take "
-    "`privacy=Privacy(...)` "
-    "(a loop of your own around `configure_train` sets `started = True`)"
+    "`privacy=Privacy(...)` (a loop of your own around `configure_train` sets `started = True`)"
 )
 #: said where a loop of a user's own does not do what `start` does
 NOT_ASKED = (
@@ -578,8 +577,7 @@ class BaseStrategy(FlowerFedAvg):
             f"{type(self).__name__} cannot run in Flower's older server (`start_simulation`, "
             "`start_server`, "
             "`ServerApp(strategy=...)`): call `strategy.start(grid, initial_arrays, num_rounds)` "
-            "in a function with "
-            "`@server_app.main()`"
+            "in a function with `@server_app.main()`"
         )
 
     # ---- what hooks and results use --------------------------------------------------------------

@@ -21,8 +21,7 @@ BY_NODE = {"by node": True}
 
 UNTRAINED = (
     "`result.arrays` has %d entries that stay on the nodes and were not trained (%s): evaluate on "
-    "the nodes, or use "
-    "`export_personal`"
+    "the nodes, or use `export_personal`"
 )
 
 

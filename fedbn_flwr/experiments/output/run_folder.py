@@ -35,8 +35,7 @@ ABOUT = ("mean", "std", "image-size", "class-names", "frozen")
 #: said of `model.safetensors` where nodes have models of their own
 NOT_WHOLE = (
     "model.safetensors has at most the mean of what nodes keep: the files in `personal` hold the "
-    "entries of each node, "
-    "and `export_personal` makes the model of a node elsewhere"
+    "entries of each node, and `export_personal` makes the model of a node elsewhere"
 )
 
 

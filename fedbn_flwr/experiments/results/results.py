@@ -149,8 +149,7 @@ class Results:
         if not [*folder.glob("*.safetensors")]:
             raise UsageError(
                 f"{folder} is missing or empty: with the engine ray and in deployments nodes keep "
-                "their models, "
-                "of which `export_personal` makes one there"
+                "their models, of which `export_personal` makes one there"
             )
         weights = read_weights(folder.parent / "model.safetensors")
         own = dict[int | str, nn.Module]()

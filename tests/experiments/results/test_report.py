@@ -412,6 +412,7 @@ def test_runs_of_several_settings_share_no_picture(tmp_path: Path) -> None:
             [("freeze", 6), ("learning rate", 6)],
         ),
         ("fixbn:freeze-round=0.3:frozen-lr=1:lr-schedule=cosine", [("freeze", 6)]),
+        ("fixbn:freeze-round=auto:latest=0.2:frozen-lr=1:lr-schedule=", [("freeze", 4)]),
         ("fedavg:freeze-bn=true:lr-schedule=", []),
         ("fedbs:lr-schedule=:epsilon=100:patience-rounds=3", [("stage 2", 3)]),
     ],
