@@ -146,6 +146,9 @@ def play(
             log(INFO, "The run ends early: %s", standing.stopped_by)
         elif standing.round < config.rounds:
             STOP.obey()
+            raise CannotTrainError(
+                f"the strategy's `start` ended after round {standing.round} of {config.rounds}"
+            )
     summary = {**journal.summary(experiment, setup.about), **trained_by(setup.grid, engine)}
     for reason in summary.get("trained-alone", ()):
         warn_once(f"{config.method}: clients train one after another, not in stacks: {reason}")

@@ -435,6 +435,17 @@ def test_a_strategy_whose_name_or_options_are_taken() -> None:
     quick()
 
 
+def test_a_start_of_ones_own_that_ends_early_is_no_finished_run() -> None:
+    class Short(FedAvg):
+        def start(self, grid: Any, arrays: Any, rounds: int, *more: Any, **named: Any) -> Any:  # type: ignore[override]
+            return super().start(grid, arrays, rounds - 1, *more, **named)
+
+    found = compare([Short], **{**SMALL, "data": DATA, "rounds": 3})
+    assert found.failures == {
+        ("short", 0): "the strategy's `start` ended after round 2 of 3",
+    }
+
+
 def test_one_method_needs_no_list() -> None:
     for one in ("fedavg", FedAvg(), FedAvg):
         assert [row["method"] for row in compare(one, data=DATA, **SMALL).summaries] == ["fedavg"]
