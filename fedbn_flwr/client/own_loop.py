@@ -13,7 +13,6 @@ from logging import INFO
 from typing import Any, Self, cast
 
 import torch
-from flwr.app import RecordDict
 from flwr.common import log
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -23,7 +22,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from fedbn_flwr import norm, state
+from fedbn_flwr import state
 from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.client.reply import Metrics
 from fedbn_flwr.client.rules import Rule, Session, rules_for
@@ -260,22 +259,3 @@ def saying_training_mode() -> Iterator[None]:
     with ExitStack() as undo:
         undo.callback(register_module_forward_pre_hook(look).remove)
         yield
-
-
-class GatheringLoop(OwnLoop):
-    """While open, gathers what the model's BN layers see, in whatever mode this thread runs it (see
-    `norm.gather`).
-    """
-
-    def __init__(self, structure: nn.Module) -> None:
-        super().__init__(structure, Instruction(), {}, Memory(RecordDict()))
-        #: by layer, complete after the block
-        self.seen: Mapping[str, norm.Moments] = {}
-
-    def _before_forward(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        if self._entry is not None or threading.get_ident() != self._thread:
-            return
-        model = self._find_model(module)
-        if model is not None:
-            self._entry = model
-            self.seen = self._undo.enter_context(norm.gathering(model))

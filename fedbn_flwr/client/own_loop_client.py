@@ -1,20 +1,21 @@
 """What a `BNClient` does, done by a handler that somebody else wrote."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
-import torch
 from flwr.app import Context, Message, RecordDict
 from torch import nn
 
-from fedbn_flwr import norm, state, wire
+from fedbn_flwr import state, wire
 from fedbn_flwr.client.bn_client import model_names
 from fedbn_flwr.client.node_memory import Memory
-from fedbn_flwr.client.own_loop import GatheringLoop, OwnLoop, saying_training_mode
+from fedbn_flwr.client.own_loop import OwnLoop, saying_training_mode
+from fedbn_flwr.client.passes import Pass, StatisticsPass, make_pass, parts_of
 from fedbn_flwr.client.reply import Metrics, Reply
 from fedbn_flwr.client.rules import obeyed_keys
 from fedbn_flwr.client.training import require_bn
+from fedbn_flwr.device import pick_device
 from fedbn_flwr.layerwise import Exchange
 from fedbn_flwr.randomness import OwnRandomness, derive, seed_unused
 from fedbn_flwr.state import State
@@ -23,10 +24,12 @@ from fedbn_flwr.wire.packed import with_content
 
 Handler = Callable[[Message, Context], Message]
 
-CANNOT_GATHER = (
-    "the strategy's `statistics` are those of the nodes' data, and nothing here runs the model "
-    "over them without "
-    'training: register a handler with @app.train("gather"), or with @app.evaluate()'
+#: batches of a node's training data
+TrainingData = Callable[[Message, Context], Iterable[Any]]
+
+NO_DATA = (
+    "the strategy runs the model over the nodes' training data without training: register a "
+    "function that returns them, in batches of inputs and labels, with @app.training_data()"
 )
 
 
@@ -44,15 +47,14 @@ class OwnLoopClient:
         context: Context,
         num_examples: int | None = None,
         loss_key: str = wire.TRAIN_LOSS,
-        gathering: Handler | None = None,
+        training_data: TrainingData | None = None,
     ) -> None:
         #: says which entries there are; the handler makes and trains a model of its own
         self.model = structure
         self._handler = handler
         self._message = message
         self._context = context
-        #: runs the model over the node's data without training
-        self._gathering = gathering
+        self._training_data = training_data
         self._num_examples = num_examples
         self._loss_key = loss_key
         self.memory = Memory(context.state)
@@ -66,8 +68,8 @@ class OwnLoopClient:
         exchange: Exchange | None = None,
     ) -> Reply:
         """Let the handler train for one round, as `BNClient.train` does."""
-        if "statistics" in instruction.later.split(",") and not self._gathering:
-            raise ValueError(CANNOT_GATHER)
+        if "statistics" in instruction.later.split(",") and not self._training_data:
+            raise ValueError(NO_DATA)
         drawing = (
             nullcontext() if exchange else OwnRandomness(self.step_seed(instruction)).drawing()
         )
@@ -109,7 +111,9 @@ class OwnLoopClient:
         live here.
         """
         if instruction.statistics == "own":
-            own = moments.own_statistics(self.model, self._gather(received, instruction))
+            made = StatisticsPass(self.model)
+            self._run(made, received, instruction)
+            own = moments.own_statistics(self.model, made.seen)
             stays = self.memory.personal(state.group_keys(self.model, instruction.stays))
             self.memory.store(wire.STAYS, {**stays, **own})
             received = {**received, wire.ARRAYS: {**received[wire.ARRAYS], **own}}
@@ -121,26 +125,28 @@ class OwnLoopClient:
         return self._reply_of(content, instruction, {wire.STAYS: kept})
 
     def gather(self, received: Mapping[str, State], instruction: Instruction) -> Reply:
-        """Reply with the moments of what the received model's BN layers see in a handler that does
-        not train.
+        """Reply with what a pass of the received model over this node's data adds up, without
+        training.
         """
-        seen = moments.pack(self.model, self._gather(received, instruction))
-        return Reply(0, {wire.PARTITION_ID: self.partition_id}, {wire.MOMENTS: seen})
+        made = make_pass(self.model, instruction, received)
+        samples = self._run(made, received, instruction)
+        report = {wire.OBEYED: obeyed_keys(instruction)}
+        metrics: Metrics = {wire.PARTITION_ID: self.partition_id}
+        return Reply(samples, metrics, {wire.MOMENTS: made.found()}, report)
 
-    def _gather(
-        self, received: Mapping[str, State], instruction: Instruction
-    ) -> Mapping[str, norm.Moments]:
-        if not self._gathering:
-            raise ValueError(CANNOT_GATHER)
-        drawing = OwnRandomness(self.step_seed(instruction)).drawing()
-        with torch.no_grad(), drawing, GatheringLoop(self.model) as loop:
+    def _run(self, made: Pass, received: Mapping[str, State], instruction: Instruction) -> int:
+        """Run a pass over the node's training data; return the number of samples."""
+        if not self._training_data:
+            raise ValueError(NO_DATA)
+        message = self._seen(received, instruction)
+        arrays, _ = wire.record_names(message.content)
+        device = pick_device("auto")
+        state.load(self.model, state.from_record(message.content.array_records[arrays]))
+        self.model.to(device)
+        with OwnRandomness(self.step_seed(instruction)).drawing():
             seed_unused()
-            self._gathering(self._seen(received, instruction), self._context)
-        if not loop.seen:
-            raise RuntimeError(
-                "cannot gather statistics: the handler ran no model with the entries of `model`"
-            )
-        return loop.seen
+            given = self._training_data(message, self._context)
+            return made.run(parts_of(batch, device) for batch in given)
 
     def describe(self) -> Reply:
         """Reply with the node's partition and the names of the model's entries."""

@@ -17,7 +17,7 @@ from torch import nn
 
 from fedbn_flwr import wire
 from fedbn_flwr.client import Reply
-from fedbn_flwr.client.own_loop_client import Handler, OwnLoopClient
+from fedbn_flwr.client.own_loop_client import Handler, OwnLoopClient, TrainingData
 from fedbn_flwr.clientapp.bn_client_app import NodeApp, answer, make_message
 from fedbn_flwr.transports.message_client import handle_layerwise_message
 
@@ -53,8 +53,7 @@ class ClientApp(NodeApp):
         self._num_examples = num_examples
         self._loss_key = loss_key
         super().query("describe")(self._describe)
-        #: runs the model without training
-        self._gathering: Handler | None = None
+        self._training_data: TrainingData | None = None
         super().train("gather")(partial(self._act, OwnLoopClient.gather, _no_handler))
 
     @cached_property
@@ -63,20 +62,10 @@ class ClientApp(NodeApp):
         return self._make_model()
 
     def train(self, action: str = "default", *, mods: Any = None) -> Decorator:
-        """Register a training handler.
-
-        The default one also takes layer-wise steps, and that of "gather" only runs.
-        """
+        """Register a training handler; the default one also takes layer-wise steps."""
 
         def decorate(handler: Handler) -> Handler:
-            if action == "gather":
-                if mods:
-                    raise ValueError(
-                        "a handler that gathers has no mods of its own: give them to "
-                        "ClientApp(mods=...)"
-                    )
-                self._gathering = handler
-            elif action != "default":
+            if action != "default":
                 NodeApp.train(self, action, mods=mods)(handler)
             else:
                 NodeApp.train(self, "layerwise", mods=mods)(partial(self._train_in_step, handler))
@@ -85,14 +74,25 @@ class ClientApp(NodeApp):
 
         return decorate
 
-    def evaluate(self, action: str = "default", *, mods: Any = None) -> Decorator:
-        """Register an evaluation handler, under which statistics are gathered if there is none for
-        that.
+    def training_data(self) -> Callable[[TrainingData], TrainingData]:
+        """Register a function of message and context that returns the node's training data, in
+        batches: pairs of inputs and labels, as of a DataLoader, or dictionaries.
+
+        Strategies that need more of them than training run the model over these: exact statistics,
+        the nodes' own, a head in closed form.
         """
+
+        def decorate(function: TrainingData) -> TrainingData:
+            self._training_data = function
+            return function
+
+        return decorate
+
+    def evaluate(self, action: str = "default", *, mods: Any = None) -> Decorator:
+        """Register an evaluation handler."""
         register = super().evaluate(action, mods=mods)
 
         def decorate(handler: Handler) -> Handler:
-            self._gathering = self._gathering or handler
             register(partial(self._act, OwnLoopClient.test, handler))
             return handler
 
@@ -103,7 +103,7 @@ class ClientApp(NodeApp):
         if self._num_examples:
             weight = self._num_examples(context)
         return OwnLoopClient(
-            self.structure, handler, message, context, weight, self._loss_key, self._gathering
+            self.structure, handler, message, context, weight, self._loss_key, self._training_data
         )
 
     def _act(

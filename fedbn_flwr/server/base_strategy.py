@@ -19,6 +19,7 @@ from flwr.serverapp.strategy.strategy_utils import log_strategy_start_info
 from fedbn_flwr import wire
 from fedbn_flwr.plugins import warn_once
 from fedbn_flwr.plugins.options import Range
+from fedbn_flwr.server.closed_form import HEAD, solved_head
 from fedbn_flwr.server.constructor_options import (
     MomentumKind,
     OptimizerKind,
@@ -83,12 +84,15 @@ class BaseStrategy(FlowerFedAvg):
     round calls them:
 
     - `own_norm`: the normalizer that the method brings, before there is a model and a round,
+    - `begin`: the state that the first round starts from,
     - `instruct`: what clients do in this round,
     - `package`: the arrays that nodes get,
     - `ask`: the replies to the messages, which it takes to the nodes,
+    - `check`: refuses a reply that the method cannot use,
     - `weigh`: how much each reply counts,
     - `update`: the new global state, made of what was pooled; it knows nothing of who pooled,
     - `lose_round`: takes the place of `update` after a round without a usable reply,
+    - `is_finished`: whether later rounds would bring nothing,
     - `instruct_evaluation`: what clients do when they evaluate,
     - `learn_from_evaluation`: what the method takes from the nodes' evaluations.
 
@@ -211,6 +215,11 @@ class BaseStrategy(FlowerFedAvg):
             "keep BN statistics as the initial model has them, in training too; affine parameters "
             "still learn",
         ] = False,
+        closed_form: Annotated[
+            str,
+            "solve a linear layer in closed form before the first round: head (the last one), or "
+            "its name; the network must have been trained",
+        ] = "",
         privacy: Privacy | None = None,
         **flower: Any,
     ) -> None:
@@ -272,6 +281,9 @@ class BaseStrategy(FlowerFedAvg):
             named.append(GATHERED)
         for sent in named:
             self.let_send(sent)
+        self.closed_form = closed_form
+        if closed_form:
+            self.averager.refuse(type(self).__name__, HEAD)
         self.state = self.state_type()
         self.roster = Roster(exchange_timeout)
         self.num_rounds: int | None = None
@@ -308,6 +320,13 @@ class BaseStrategy(FlowerFedAvg):
         options.
         """
         return None
+
+    def begin(self, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> ArrayRecord:
+        """Return the state that the first round starts from, of the initial one."""
+        if not self.closed_form:
+            return arrays
+        wait_for_nodes(grid, self.min_available_nodes, self.patience)
+        return solved_head(arrays, config, grid, self.closed_form, self.exchange_timeout)
 
     def instruct(self, instruction: Instruction) -> Instruction:
         """Return the shared options, changed into what clients do in this round."""
@@ -346,6 +365,9 @@ class BaseStrategy(FlowerFedAvg):
         self.round.was_asked = True
         return grid.send_and_receive(messages, timeout=timeout)
 
+    def check(self, reply: NodeReply) -> None:
+        """Raise RefusedError for a reply that the method cannot use."""
+
     @abstractmethod
     def weigh(self, replies: Sequence[NodeReply]) -> list[float]:
         """Return each reply's weight, up to a common factor."""
@@ -368,6 +390,10 @@ class BaseStrategy(FlowerFedAvg):
 
     def learn_from_evaluation(self, replies: Sequence[NodeReply]) -> None:
         """Take what the method needs from nodes' evaluations."""
+
+    def is_finished(self) -> bool:
+        """Return whether later rounds would bring nothing, so that a run ends with this one."""
+        return False
 
     # ---- Flower's interface ----------------------------------------------------------------------
 
@@ -402,6 +428,8 @@ class BaseStrategy(FlowerFedAvg):
         arrays = initial_arrays
         result = Result()
         began = time.perf_counter()
+        if not rounds_done:
+            arrays = self.begin(arrays, configs[0], grid)
         if evaluate_fn and not rounds_done:
             _note(
                 "Initial global evaluation results",
@@ -441,6 +469,8 @@ class BaseStrategy(FlowerFedAvg):
             result.arrays = arrays
             if on_round and on_round(self.training.end(arrays)):
                 break
+            if self.is_finished():
+                break
         if self.stays != "none":
             self.state.name_untrained(self.training.current)
         log(INFO, "")
@@ -462,10 +492,11 @@ class BaseStrategy(FlowerFedAvg):
             raise RuntimeError(NOT_GATHERED.format(type(self).__name__))
         self.training = self._begin_round(server_round, arrays, config, grid, MessageType.TRAIN)
         nodes = self.draw_nodes(grid, server_round, self.fraction_train, self.min_train_nodes)
+        kind = MessageType.TRAIN
         if self.round.instruction.waits_for_others:
             kind = wire.LAYERWISE
-        else:
-            kind = MessageType.TRAIN
+        elif not self.round.instruction.trains:
+            kind = wire.GATHER
         return self._make_messages(nodes, arrays, config, kind)
 
     def aggregate_train(
@@ -602,11 +633,16 @@ class BaseStrategy(FlowerFedAvg):
         fewest = 0
         if self.state.ever_trained:
             fewest = self.averager.fewest_nodes
-        nodes = wait_for_nodes(grid, max(self.min_available_nodes, minimum, fewest), self.patience)
-        count = max(int(len(nodes) * fraction), minimum)
+        there = wait_for_nodes(grid, max(self.min_available_nodes, minimum, fewest), self.patience)
+        count = max(int(len(there) * fraction), minimum)
+        nodes = self.eligible(there)
         if count >= len(nodes):
             return nodes
         return draw(self.describe(grid, nodes), count, self.seed, server_round)
+
+    def eligible(self, nodes: list[int]) -> list[int]:
+        """Return the nodes that a round may ask."""
+        return nodes
 
     def describe(self, grid: Grid, nodes: list[int]) -> Mapping[int, Node]:
         """Ask nodes for their descriptions, once a run."""
@@ -617,7 +653,8 @@ class BaseStrategy(FlowerFedAvg):
 
     def evaluates(self, server_round: int) -> bool:
         """Return whether models are evaluated after a round."""
-        return server_round % self.evaluate_every == 0 or server_round == self.num_rounds
+        is_last = self.is_finished() or server_round == self.num_rounds
+        return is_last or server_round % self.evaluate_every == 0
 
     # ---- the parts -------------------------------------------------------------------------------
 
@@ -632,7 +669,9 @@ class BaseStrategy(FlowerFedAvg):
         required = []
         if kind == MessageType.TRAIN:
             now.instruction = self.instruct(now.instruction)
-            required = [group.record for group in self.groups if group.is_required]
+            if now.instruction.trains:
+                required = [wire.ARRAYS]
+            required += [group.record for group in self.groups if group.is_required]
         else:
             now.instruction = self.instruct_evaluation(now.instruction)
         now.expected = Expected(
@@ -643,6 +682,8 @@ class BaseStrategy(FlowerFedAvg):
             required,
             now.instruction.later,
         )
+        if kind == MessageType.TRAIN:
+            now.expected = replace(now.expected, check=self.check)
         return now
 
     def _refuse_unsaid(self) -> None:

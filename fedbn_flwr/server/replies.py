@@ -141,8 +141,8 @@ class NodeReply:
 
     @property
     def arrays(self) -> Mapping[str, np.ndarray]:
-        """The entries of the model's state that the node sent."""
-        return self.records[wire.ARRAYS]
+        """The entries of the model's state that the node sent; none after a pass over its data."""
+        return self.records.get(wire.ARRAYS, {})
 
 
 @dataclass(frozen=True)
@@ -159,6 +159,8 @@ class Expected:
     groups: Sequence[str] = ()
     #: the binding keys of later rounds, for the words of a refusal
     later: str = ""
+    #: raises RefusedError for what else cannot be used
+    check: Callable[["NodeReply"], None] = lambda reply: None
 
     @cached_property
     def layout(self) -> Layout:
@@ -243,7 +245,7 @@ def read_reply(node: int, message: Message, expected: Expected) -> NodeReply:
     if missing:
         raise RefusedError(f"it lacks {missing[0]!r}")
     for group, arrays in records.items():
-        of_model = group in (wire.ARRAYS, wire.STAYS, *expected.groups)
+        of_model = group in (wire.ARRAYS, wire.STAYS, *expected.groups) and group != wire.MOMENTS
         if of_model and expected.arrays and arrays.layout is not expected.layout:
             _check_forms(arrays, expected.arrays, is_beside=group in expected.groups)
         # of carried values, nodes do without those that cannot be used
@@ -261,9 +263,11 @@ def read_reply(node: int, message: Message, expected: Expected) -> NodeReply:
         count = metrics[key]
     else:
         count = read_count(metrics[key], key)
-    return NodeReply(
+    reply = NodeReply(
         node, whole(metrics, wire.PARTITION_ID, node), count, metrics, records, content
     )
+    expected.check(reply)
+    return reply
 
 
 def read_count(count: object, key: str = wire.NUM_EXAMPLES) -> float:

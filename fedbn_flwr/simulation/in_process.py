@@ -272,32 +272,41 @@ class InProcessGrid(LocalGrid):
     # ---- many messages at once -------------------------------------------------------------------
 
     def _train_together(self, messages: Sequence[Message]) -> dict[int, Message | None]:
-        """Let the trainer answer training messages.
+        """Let the trainer answer training messages, and clients those of a pass over their data.
 
         Return the replies of those that do not fail, by place.
 
         There is None in the place of a reply that is in the mean at another place.
         """
-        places = [
-            place
-            for place, message in enumerate(messages)
-            if message.metadata.message_type == MessageType.TRAIN
-        ]
-        if self._trainer is None or len(places) < 2 or not self._hands_to_clients():
+        if self._trainer is None or not self._hands_to_clients():
             return {}
         replies = dict[int, Message | None]()
-        pool = ReplyPool(self._average_by)
-        for start in range(0, len(places), PORTION):
-            jobs = self._prepare(
-                {place: messages[place] for place in places[start : start + PORTION]}
-            )
-            for trained in self._trainer(jobs):
-                with suppress(Exception):  # reported when the message is answered
-                    replies |= pool.add(trained)
-                    self._how.sizes.add(len(trained.jobs))
-                    for job in trained.jobs:
-                        self._keep(job.node, job.context)
-        return replies | pool.mean()
+        for kind, trainer in ((MessageType.TRAIN, self._trainer), (wire.GATHER, gather_each)):
+            places = [
+                place
+                for place, message in enumerate(messages)
+                if message.metadata.message_type == kind
+            ]
+            if len(places) < 2:
+                continue
+            pool = ReplyPool(self._average_by)
+            for start in range(0, len(places), PORTION):
+                jobs = self._prepare(
+                    {place: messages[place] for place in places[start : start + PORTION]}
+                )
+                for done in trainer(jobs):
+                    with suppress(Exception):  # reported when the message is answered
+                        replies |= pool.add(done)
+                        self._take_note(done)
+            replies |= pool.mean()
+        return replies
+
+    def _take_note(self, done: Trained) -> None:
+        """Take note of how clients were trained, and let them keep what they remember."""
+        if done.jobs[0].trains:
+            self._how.sizes.add(len(done.jobs))
+        for job in done.jobs:
+            self._keep(job.node, job.context)
 
     def _prepare(self, messages: Mapping[int, Message]) -> list[Job]:
         """Make the clients of messages, given by place, except those that cannot be made."""
@@ -391,6 +400,13 @@ def one_by_one(jobs: Sequence[Job]) -> Iterator[Trained]:
             yield from trained
             trained = []
     yield from trained
+
+
+def gather_each(jobs: Sequence[Job]) -> Iterator[Trained]:
+    """Yield the replies of clients whose data a pass goes over, those that do not fail."""
+    for job in jobs:
+        with suppress(Exception):  # reported when the message is answered
+            yield Trained([job], [job.client.gather(job.received, job.instruction)])
 
 
 class OneByOneGrid(InProcessGrid):

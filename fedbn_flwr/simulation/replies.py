@@ -17,6 +17,7 @@ from flwr.app import Context, Message
 
 from fedbn_flwr import wire
 from fedbn_flwr.client import BNClient, Reply
+from fedbn_flwr.client.passes import kind_of_pass
 from fedbn_flwr.clientapp.bn_client_app import make_message
 from fedbn_flwr.layerwise.exchange import LARGEST, MOST
 from fedbn_flwr.state import State
@@ -40,6 +41,16 @@ class Job:
     def node(self) -> int:
         """The node that the message is for."""
         return self.message.metadata.dst_node_id
+
+    @property
+    def trains(self) -> bool:
+        """Whether the client trains; otherwise a pass goes over its data."""
+        return self.message.metadata.message_type != wire.GATHER
+
+    @property
+    def has_mean(self) -> bool:
+        """Whether the reply may be added to others."""
+        return self.trains or kind_of_pass(self.instruction).is_mean
 
     @cached_property
     def steps(self) -> int:
@@ -110,7 +121,7 @@ class ReplyPool:
         reply: numbers that are not finite, a weight of 0, or what is unlike the first replies.
         """
         counts = [reply.num_examples or 0 for reply in trained.replies]
-        are_plain = all(changes_nothing(job.client) for job in trained.jobs)
+        are_plain = all(changes_nothing(job.client) and job.has_mean for job in trained.jobs)
         if not (self._weighting and are_plain and 0 < min(counts) <= max(counts) <= MOST):
             return trained.messages()
         totals = self._totals_of(trained, counts)

@@ -37,6 +37,7 @@ CONTROL_VARIATES = "control-variates"
 MOMENTS = "moments"
 CARRIED = "carried"
 STAYS = "stays"
+CLASS_WEIGHTS = "class-weights"
 
 NUM_EXAMPLES = "num-examples"
 PARTITION_ID = "partition-id"
@@ -63,6 +64,8 @@ BN_ENTRIES = "bn-entries"
 NUM_ROUNDS = "num-rounds"
 DESCRIBE = "query.describe"
 GATHER = "train.gather"
+#: the pass of a `train.gather` message that gathers BN's statistics
+STATISTICS = "statistics"
 LAYERWISE = "train.layerwise"
 
 #: before the wire names of what changes the method
@@ -120,6 +123,9 @@ class Instruction:
     momentum_state: str = _binding("none")
     #: share BN statistics with the other clients in the first step: one of LAYERWISE_MODES
     layerwise: str = _binding("none")
+    #: the pass over the node's data that takes the place of training, and what follows its name
+    #: after a colon; see `fedbn_flwr.client.passes`
+    gather: str = _binding(STATISTICS)
     #: samples from which statistics are gathered, in one batch; 0: all
     gather_samples: int = 0
     #: in an evaluation, `own`: with BN statistics of the node's own training data, which it then
@@ -204,6 +210,11 @@ class Instruction:
         return ConfigRecord(
             {on_wire(key): value for key, value in {**sent, **dict(self.rule_keys)}.items()}
         )
+
+    @property
+    def trains(self) -> bool:
+        """Return whether clients train; otherwise a pass goes over their data."""
+        return self.gather == STATISTICS
 
     @property
     def waits_for_others(self) -> bool:

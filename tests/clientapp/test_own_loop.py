@@ -117,6 +117,11 @@ def own_app(
         content = RecordDict({arrays: ArrayRecord(model.state_dict()), "metrics": metrics})
         return Message(content, reply_to=message)
 
+    @app.training_data()
+    def training_data(message: Message, context: Context) -> list[Batch]:
+        own = torch.from_numpy(parts()[int(context.node_config["partition-id"])])
+        return [(split.inputs[own], split.labels[own])]
+
     @app.evaluate()
     def evaluate(message: Message, context: Context) -> Message:
         model = make()

@@ -416,7 +416,7 @@ def test_what_a_method_can_be_evaluated_with() -> None:
     others = {
         **dict.fromkeys(("fedbn", "silobn", "standalone", "fednorm"), ("running", "own")),
         **dict.fromkeys(("hbn", "heterofl"), ("exact",)),
-        **dict.fromkeys(("fbn", "fedwon"), ("running",)),
+        **dict.fromkeys(("fbn", "fedwon", "fed3r", "fedncm"), ("running",)),
         "mtfl": ("running", "exact", "own"),
     }
     for name, strategy in REGISTRY.items():
@@ -446,49 +446,47 @@ def frozen_later() -> BaseStrategy:
     return FixBN(statistics="exact")
 
 
-def gathering_app(part_of: Callable[[int], torch.Tensor], loop: Any = plain_loop) -> ClientApp:
-    """Return an app with a handler that runs the model over inputs, and asks nothing else of it."""
-    app: Any = own_app(loop, make_model)
-
-    @app.train("gather")  # type: ignore[untyped-decorator]
-    def gather(message: Message, context: Any) -> Message:
-        model = make_model()
-        model.load_state_dict(message.content.array_records[wire.ARRAYS].to_torch_state_dict())
-        model.eval()
-        with torch.inference_mode():
-            model(part_of(int(context.node_config["partition-id"])))
-        return Message(RecordDict({"metrics": MetricRecord({"num-examples": 1})}), reply_to=message)
-
-    return app  # type: ignore[no-any-return]
+def own_grid() -> InProcessGrid:
+    return InProcessGrid(own_app(plain_loop, make_model), len(SIZES))
 
 
-def own_inputs(part: int) -> torch.Tensor:
-    return make_split().inputs[torch.from_numpy(parts(SIZES)[part])]
-
-
-def test_a_handler_that_gathers_gives_the_same_statistics() -> None:
+def test_a_loops_training_data_give_the_same_statistics() -> None:
     wanted = Federation(make_model()).run(FedAvg(statistics="exact"), lr=0.05, **WHOLE)
-    grid = InProcessGrid(gathering_app(own_inputs), len(SIZES))
-    assert (
-        distance(
-            Federation(make_model()).run(FedAvg(statistics="exact"), grid=grid, lr=0.05, **WHOLE),
-            wanted,
-        )
-        < EXACT
-    )
+    strategy = FedAvg(statistics="exact")
+    got = Federation(make_model()).run(strategy, grid=own_grid(), lr=0.05, **WHOLE)
+    assert distance(got, wanted) < EXACT
 
 
-def test_without_one_statistics_are_those_of_what_evaluations_see() -> None:
-    """Here all samples, on each of four nodes."""
-    grid = InProcessGrid(own_app(plain_loop, make_model), len(SIZES))
-    model = Federation(make_model()).run(FedAvg(statistics="exact"), grid=grid, lr=0.05)
-    assert_has(model, statistics_of(everywhere(model), make_split().inputs))
+@pytest.mark.parametrize("form", ["pair", "list", "dictionary", "inputs"])
+def test_batches_may_have_several_forms(form: str) -> None:
+    """Of a dictionary, the first tensor with several dimensions is the inputs."""
+    app: Any = own_app(plain_loop, make_model)
+    split = make_split()
+
+    @app.training_data()  # type: ignore[untyped-decorator]
+    def training_data(message: Message, context: Any) -> list[Any]:
+        own = torch.from_numpy(parts()[int(context.node_config["partition-id"])])
+        inputs, labels = split.inputs[own], split.labels[own]
+        forms = {
+            "pair": (inputs, labels),
+            "list": [inputs, labels],
+            "dictionary": {"label": labels, "img": inputs},
+            "inputs": inputs,
+        }
+        return [forms[form]]
+
+    grid = InProcessGrid(app, len(SIZES))
+    runs = [
+        Federation(make_model()).run(FedAvg(statistics="exact"), grid=each, lr=0.05, **WHOLE)
+        for each in (grid, own_grid())
+    ]
+    assert distance(*runs) == 0
 
 
 @pytest.mark.parametrize("strategy", [FedBN, MTFL])
 def test_a_loops_nodes_are_evaluated_with_their_own(strategy: Callable[..., BaseStrategy]) -> None:
     losses = []
-    for grid in (InProcessGrid(gathering_app(own_inputs), len(SIZES)), None):
+    for grid in (own_grid(), None):
         made = strategy(statistics="own", fraction_evaluate=1.0)
         Federation(make_model()).run(made, grid=grid, lr=0.05, **WHOLE)
         losses.append([reply.metrics["eval-loss"] for reply in made.evaluation.replies])
@@ -512,24 +510,16 @@ def test_a_loop_that_has_only_training_is_refused_in_the_first_round(
         )
         return Message(content, reply_to=message)
 
-    wanted = r'no node could train in round 1: .*register a handler with @app.train\("gather"\), or with @app.evaluate'
+    wanted = r"no node could train in round 1: .*with @app.training_data\(\)"
     with pytest.raises(CannotTrainError, match=wanted):
         Federation(make_model(kind)).run(made(), 9, grid=InProcessGrid(app, len(SIZES)))
 
 
-def test_a_handler_that_gathers_takes_no_mods() -> None:
-    with pytest.raises(ValueError, match="has no mods of its own: give them to ClientApp"):
-        ClientApp(model=make_model).train("gather", mods=[lambda *_: None])(lambda *_: None)  # type: ignore[arg-type]
-
-
-def test_a_handler_that_runs_another_model_is_named() -> None:
+@pytest.mark.parametrize("batch", [[], {"label": torch.zeros(2)}, "text"])
+def test_data_that_are_no_batches_are_named(batch: Any) -> None:
     app: Any = own_app(plain_loop, make_model)
-    app.train("gather")(
-        lambda message, context: Message(RecordDict({"a": ArrayRecord()}), reply_to=message)
-    )
-    with pytest.raises(
-        CannotTrainError, match="the handler ran no model with the entries of `model`"
-    ):
+    app.training_data()(lambda message, context: [batch])
+    with pytest.raises(CannotTrainError, match="a batch of training data is a pair of inputs"):
         Federation(make_model()).run(
             FedAvg(statistics="exact"), 1, grid=InProcessGrid(app, len(SIZES)), lr=0.05
         )

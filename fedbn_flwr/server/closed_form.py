@@ -1,0 +1,167 @@
+"""A head in closed form, on the server: what nodes are asked, what is refused, the solution.
+
+The mathematics is in `fedbn_flwr/models/closed_form.py`, the nodes' pass in
+`fedbn_flwr/client/passes.py`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from logging import INFO
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.common import log
+from flwr.serverapp import Grid
+
+from fedbn_flwr import wire
+from fedbn_flwr.models.closed_form import LAST, RIDGE, HeadMoments, last_matrix
+from fedbn_flwr.server.grids import ask_nodes
+from fedbn_flwr.server.pooling import PooledGroup, average, name_dominant
+from fedbn_flwr.server.replies import (
+    CannotTrainError,
+    Expected,
+    NodeReply,
+    RefusedError,
+    log_refused,
+    parse_replies,
+)
+from fedbn_flwr.server.round import Round
+from fedbn_flwr.state import Arrays, arrays_to_record
+
+#: what nodes send
+HEAD = PooledGroup("moments of features", wire.MOMENTS, is_robust=False)
+#: passes of nodes, see `fedbn_flwr.client.passes`
+MOMENTS_PASS, MEANS_PASS = "head-moments", "class-means"
+#: the most bytes that a node may be asked for
+MOST_BYTES = 256 * 10**6
+#: the factor of a solution that a softmax follows: outputs of ridge regression are near 0 and 1,
+#: and a cross-entropy takes such logits for guesses
+LOGITS = 10.0
+#: how far numbers that are derived from others may lie from them
+SLACK = 1e-6
+
+
+class Head:
+    """The layer of a model that gets a solution in closed form."""
+
+    def __init__(self, current: Arrays, asked: str = LAST) -> None:
+        shapes = {name: array.shape for name, array in current.items()}
+        try:
+            self.name = last_matrix(shapes, asked)
+        except ValueError as error:
+            raise CannotTrainError(str(error)) from None
+        self.weight = f"{self.name}.weight"
+        self.bias = f"{self.name}.bias"
+        self.outputs, self.features = shapes[self.weight]
+        self.has_bias = self.bias in shapes
+
+    def orders(self, kind: str) -> str:
+        """Return the `gather` of an instruction that asks for this layer's moments."""
+        return f"{kind}:{self.name}"
+
+    def forms(self, kind: str) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of what nodes send."""
+        rows = self.features + 1
+        forms: dict[str, tuple[int, ...]] = {"cross": (rows, self.outputs)}
+        if kind == MOMENTS_PASS:
+            forms["second"] = (rows * (rows + 1) // 2,)
+        return forms
+
+    def say_cost(self, kind: str) -> None:
+        """Say what a node sends; CannotTrainError if that is more than `MOST_BYTES`."""
+        size = 8 * sum(int(np.prod(form)) for form in self.forms(kind).values())
+        about = f"{size / 1e6:.1f} MB once, the moments of {self.features} features"
+        if size > MOST_BYTES:
+            raise CannotTrainError(
+                f"each node would send {about}; at most {MOST_BYTES / 1e6:g} MB are: take fedncm, "
+                "or a layer before it that maps features to fewer, at random"
+            )
+        log(INFO, "Each node sends %s, for layer %s", about, self.name)
+
+    def check(self, kind: str) -> Callable[[NodeReply], None]:
+        """Return a function that refuses moments which no samples have."""
+
+        def refuse(reply: NodeReply) -> None:
+            arrays = reply.records[wire.MOMENTS]
+            forms = {name: array.shape for name, array in arrays.items()}
+            if forms != self.forms(kind) or any(a.dtype != np.float64 for a in arrays.values()):
+                raise RefusedError(f"its moments are not of layer {self.name!r}")
+            fault = _fault(read(arrays))
+            if fault:
+                raise RefusedError(f"its moments are of no samples: {fault}")
+
+        return refuse
+
+    def put(self, current: Arrays, weight: torch.Tensor, bias: torch.Tensor) -> Arrays:
+        """Return the model's state with a solution in the layer's place."""
+        solved = {self.weight: weight}
+        if self.has_bias:
+            solved[self.bias] = bias
+        new = {name: value.numpy().astype(current[name].dtype) for name, value in solved.items()}
+        return {**current, **new}
+
+
+def read(arrays: Mapping[str, np.ndarray]) -> HeadMoments:
+    """Return moments as nodes sent them, or their mean."""
+    packed = {name: torch.from_numpy(np.asarray(array)) for name, array in arrays.items()}
+    return HeadMoments.unpack(packed)
+
+
+def _fault(moments: HeadMoments) -> str:
+    if moments.second is None:
+        return ""
+    squares = moments.second.diagonal()
+    if (squares < 0).any():
+        return "a mean square is negative"
+    bound = squares[:, None] * squares
+    if (moments.second.square() > bound * (1 + SLACK) + SLACK**2).any():
+        return "a product is larger than its factors allow"
+    return ""
+
+
+def solved_head(
+    arrays: ArrayRecord, config: ConfigRecord, grid: Grid, asked: str, timeout: float
+) -> ArrayRecord:
+    """Return a model with its last layer solved from all nodes' moments, scaled for a softmax.
+
+    Nodes that fail are left out, and named in the log; CannotTrainError if all do.
+    """
+    now = Round.begin(0, arrays, config, grid)
+    head = Head(now.current, asked)
+    head.say_cost(MOMENTS_PASS)
+    instruction = replace(now.instruction, gather=head.orders(MOMENTS_PASS))
+    content = RecordDict(
+        {
+            wire.ARRAYS: arrays,
+            wire.CONFIG: ConfigRecord({**now.other_config, **instruction.to_config()}),
+        }
+    )
+    messages = [Message(content, node, wire.GATHER) for node in sorted(grid.get_node_ids())]
+    answers = ask_nodes(grid, messages, timeout)
+    expected = Expected(
+        instruction.binding_keys(), {}, groups=(wire.MOMENTS,), check=head.check(MOMENTS_PASS)
+    )
+    replies, refused = parse_replies(answers.values(), messages, expected)
+    if not replies:
+        reason = next(iter(refused), "none answered")
+        raise CannotTrainError(f"no node could sum up its features: {reason}")
+    log_refused(refused)
+    name_dominant(
+        {node: count for reply in replies for node, count in reply.counts.items()},
+        "the head in closed form",
+    )
+    pooled = average(
+        [reply.records[wire.MOMENTS] for reply in replies],
+        [reply.num_examples for reply in replies],
+    )
+    weight, bias = solve(read(pooled), RIDGE, head)
+    return arrays_to_record(head.put(now.current, LOGITS * weight, LOGITS * bias))
+
+
+def solve(moments: HeadMoments, ridge: float, head: Head) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the weight and the bias of ridge regression; CannotTrainError if there are none."""
+    try:
+        return moments.solve(ridge, head.has_bias)
+    except ValueError as error:
+        raise CannotTrainError(str(error)) from None
