@@ -9,7 +9,7 @@ from fedbn_flwr.server.replies import CannotTrainError, DivergedError, NodeReply
 
 from .base_layerwise import Layerwise
 from .fbn import FBN
-from .fed3r import Fed3R, FedNCM
+from .fed3r import Fed3R, FedNCM, PersonalFed3R
 from .fedavg import FedAvg
 from .fedbs import FedBS
 from .fednorm import FedNorm
@@ -51,6 +51,7 @@ __all__ = [
     "NodeReply",
     "NotObeyedError",
     "PartialSharing",
+    "PersonalFed3R",
     "Pooled",
     "PooledGroup",
     "Privacy",

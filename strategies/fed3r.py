@@ -14,7 +14,15 @@ from flwr.serverapp import Grid
 from fedbn_flwr import wire
 from fedbn_flwr.models.closed_form import LAST, RIDGE, HeadMoments
 from fedbn_flwr.plugins.options import Range
-from fedbn_flwr.server.closed_form import HEAD, MEANS_PASS, MOMENTS_PASS, Head, read, solve
+from fedbn_flwr.server.closed_form import (
+    HEAD,
+    MEANS_PASS,
+    MOMENTS_PASS,
+    OWN_PASS,
+    Head,
+    read,
+    solve,
+)
 from fedbn_flwr.server.method_state import BY_NODE, MethodState
 from fedbn_flwr.server.pooling import Pooled, Sent, average
 from fedbn_flwr.server.replies import NodeReply
@@ -200,6 +208,56 @@ class Fed3R(ClosedForm):
     def solution(self, moments: HeadMoments, head: Head) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the weight and the bias of ridge regression."""
         return solve(moments, self.ridge, head)
+
+
+@register_strategy("fed3r-personal")
+class PersonalFed3R(Fed3R):
+    r"""Fed3R, and for each node a head in which its own samples weigh more.
+
+    The global model is Fed3R's. Before a node is evaluated, it solves
+
+        W_k = (A + w A_k + lambda I)^-1 (b + w b_k)
+
+    from the sums of all nodes, which it gets, and its own, which count once more with the weight w,
+    `own_weight`; with 0 it is Fed3R. This is no method of the paper.
+    """
+
+    personal: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        *,
+        own_weight: Annotated[
+            float, "how much a node's own samples count beside all nodes'", Range(0)
+        ] = 10.0,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        self.own_weight = own_weight
+
+    def instruct_evaluation(self, instruction: Instruction) -> Instruction:
+        """Let nodes solve heads of their own first, once there are sums."""
+        instruction = super().instruct_evaluation(instruction)
+        if not self.state.moments:
+            return instruction
+        return replace(instruction, gather=self.head().orders(OWN_PASS))
+
+    def package(
+        self, nodes: Sequence[int], arrays: ArrayRecord
+    ) -> dict[int, dict[str, ArrayRecord]]:
+        """Add the sums of all nodes, for an evaluation."""
+        packages = super().package(nodes, arrays)
+        if self.round is self.evaluation and self.state.moments:
+            numbers = {
+                "samples": self.state.samples,
+                "own-weight": self.own_weight,
+                "ridge": self.ridge,
+            }
+            single = {name: np.array(number) for name, number in numbers.items()}
+            moments = arrays_to_record({**self.state.moments, **single})
+            for groups in packages.values():
+                groups[wire.MOMENTS] = moments
+        return packages
 
 
 @register_strategy("fedncm")

@@ -18,7 +18,7 @@ from fedbn_flwr.client.evaluation import evaluate, mean_loss, shares
 from fedbn_flwr.client.image_order import channels_last
 from fedbn_flwr.client.learning_task import CLASSIFICATION, LearningTask
 from fedbn_flwr.client.node_memory import Memory
-from fedbn_flwr.client.passes import Pass, StatisticsPass, make_pass
+from fedbn_flwr.client.passes import Pass, make_pass
 from fedbn_flwr.client.reply import Metrics, Reply
 from fedbn_flwr.client.rules import Session, obeyed_keys, rules_for
 from fedbn_flwr.data import Split
@@ -26,7 +26,7 @@ from fedbn_flwr.device import pick_device
 from fedbn_flwr.layerwise import Exchange, shared_statistics
 from fedbn_flwr.randomness import OwnRandomness, derive, torch_generator
 from fedbn_flwr.state import State, tied_names, with_all_names
-from fedbn_flwr.wire import Instruction, moments
+from fedbn_flwr.wire import Instruction
 
 
 class BNClient:
@@ -146,10 +146,10 @@ class BNClient:
         if self.test_split is None:
             raise ValueError("this client was given no test split to evaluate on")
         self._load(received[wire.ARRAYS], instruction)
-        if instruction.statistics == "own":
-            made = StatisticsPass(self.model)
+        if instruction.gather:
+            made = make_pass(self.model, instruction, received)
             self._run(made, instruction)
-            own = moments.own_statistics(self.model, made.seen)
+            own = made.own_entries()
             state.load(self.model, {**self.model.state_dict(), **own})
             stays = self.memory.personal(state.group_keys(self.model, instruction.stays))
             self.memory.store(wire.STAYS, {**stays, **own})

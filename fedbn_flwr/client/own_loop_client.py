@@ -11,7 +11,7 @@ from fedbn_flwr import state, wire
 from fedbn_flwr.client.bn_client import model_names
 from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.client.own_loop import OwnLoop, saying_training_mode
-from fedbn_flwr.client.passes import Pass, StatisticsPass, make_pass, parts_of
+from fedbn_flwr.client.passes import Pass, make_pass, parts_of
 from fedbn_flwr.client.reply import Metrics, Reply
 from fedbn_flwr.client.rules import obeyed_keys
 from fedbn_flwr.client.training import require_bn
@@ -19,7 +19,7 @@ from fedbn_flwr.device import pick_device
 from fedbn_flwr.layerwise import Exchange
 from fedbn_flwr.randomness import OwnRandomness, derive, seed_unused
 from fedbn_flwr.state import State
-from fedbn_flwr.wire import Instruction, moments
+from fedbn_flwr.wire import Instruction
 from fedbn_flwr.wire.packed import with_content
 
 Handler = Callable[[Message, Context], Message]
@@ -68,7 +68,7 @@ class OwnLoopClient:
         exchange: Exchange | None = None,
     ) -> Reply:
         """Let the handler train for one round, as `BNClient.train` does."""
-        if "statistics" in instruction.later.split(",") and not self._training_data:
+        if "gather" in instruction.later.split(",") and not self._training_data:
             raise ValueError(NO_DATA)
         drawing = (
             nullcontext() if exchange else OwnRandomness(self.step_seed(instruction)).drawing()
@@ -110,10 +110,10 @@ class OwnLoopClient:
         """Let the handler evaluate the node's own model: the received one with the entries that
         live here.
         """
-        if instruction.statistics == "own":
-            made = StatisticsPass(self.model)
+        if instruction.gather:
+            made = make_pass(self.model, instruction, received)
             self._run(made, received, instruction)
-            own = moments.own_statistics(self.model, made.seen)
+            own = made.own_entries()
             stays = self.memory.personal(state.group_keys(self.model, instruction.stays))
             self.memory.store(wire.STAYS, {**stays, **own})
             received = {**received, wire.ARRAYS: {**received[wire.ARRAYS], **own}}

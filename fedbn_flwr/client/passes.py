@@ -53,6 +53,10 @@ class Pass(ABC):
     def found(self) -> State:
         """Return what leaves the node."""
 
+    def own_entries(self) -> State:
+        """Return the entries of the model that the node's own model gets before an evaluation."""
+        raise ValueError(f"{type(self).__name__} finds no entries of a model")
+
     def run(self, batches: Batches) -> int:
         """Run the model over the batches; return the number of samples."""
         samples = 0
@@ -142,6 +146,10 @@ class StatisticsPass(Pass):
         """Return the moments under all names of the layers."""
         return moments.pack(self.model, self.seen)
 
+    def own_entries(self) -> State:
+        """Return running statistics as the node's data have them."""
+        return moments.own_statistics(self.model, self.seen)
+
 
 @register_pass("head-moments")
 class HeadPass(Pass):
@@ -230,12 +238,45 @@ class HeadPass(Pass):
 
     def found(self) -> State:
         """Return the means over all samples."""
+        return self.moments().pack()
+
+    def moments(self) -> HeadMoments:
+        """Return the means over all samples."""
         if not isinstance(self._cross, Tensor):
             raise ValueError("there are no samples")
         second = None
         if isinstance(self._second, Tensor):
             second = (self._second / self._samples).cpu()
-        return HeadMoments((self._cross / self._samples).cpu(), second).pack()
+        return HeadMoments((self._cross / self._samples).cpu(), second)
+
+
+@register_pass("own-head")
+class OwnHeadPass(HeadPass):
+    """A head of the node's own: from all nodes' moments, which the message brings, and from its own
+    with a weight.
+    """
+
+    def __init__(
+        self, model: nn.Module, argument: str = "", received: Mapping[str, State] = NOTHING
+    ) -> None:
+        super().__init__(model, argument, received)
+        self._of_all = received[wire.MOMENTS]
+
+    def own_entries(self) -> State:
+        """Return the layer as ridge regression has it, its own samples counting `own-weight` times
+        more.
+        """
+        given = self._of_all
+        everyone = HeadMoments.unpack(given)
+        together = everyone.plus(
+            self.moments(), float(given["own-weight"]) * self._samples / float(given["samples"])
+        )
+        layer = self._layer
+        weight, bias = together.solve(float(given["ridge"]), layer.bias is not None)
+        solved = {f"{self._name}.weight": weight.to(layer.weight)}
+        if layer.bias is not None:
+            solved[f"{self._name}.bias"] = bias.to(layer.bias)
+        return solved
 
 
 @register_pass("class-means")

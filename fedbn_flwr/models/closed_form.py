@@ -56,6 +56,15 @@ class HeadMoments:
         second[columns, rows] = packed["second"]
         return cls(cross, second)
 
+    def plus(self, other: Self, share: float) -> Self:
+        """Return the means with those of other samples, which are `share` times as many."""
+        assert self.second is not None
+        assert other.second is not None
+        total = 1 + share
+        return type(self)(
+            (self.cross + share * other.cross) / total, (self.second + share * other.second) / total
+        )
+
     def solve(self, ridge: float = RIDGE, bias: bool = True) -> tuple[Tensor, Tensor]:
         """Return weight and bias of ridge regression; the bias is not penalized.
 

@@ -339,7 +339,7 @@ class BaseStrategy(FlowerFedAvg):
             instruction = instruction.with_rule(clip_norm=float(self.clip_norm))
         if self.clip_factor and instruction.batch_size >= self.clips_from:
             instruction = instruction.with_rule(clip_factor=float(self.clip_factor))
-        later = "statistics"
+        later = "gather"
         if self.statistics == "running":
             later = ""
         instruction = replace(instruction, later=later, gather_samples=self.gather_samples)
@@ -384,7 +384,7 @@ class BaseStrategy(FlowerFedAvg):
 
     def instruct_evaluation(self, instruction: Instruction) -> Instruction:
         """Return the shared options, changed into what clients do when they evaluate."""
-        own: dict[str, Any] = {"statistics": "own", "gather_samples": self.gather_samples}
+        own: dict[str, Any] = {"gather": wire.STATISTICS, "gather_samples": self.gather_samples}
         changes = own if self.statistics == "own" else {}
         return replace(instruction, bn_needed=self.needs, stays=self.stays, **changes)
 

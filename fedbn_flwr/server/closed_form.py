@@ -32,7 +32,9 @@ from fedbn_flwr.state import Arrays, arrays_to_record
 #: what nodes send
 HEAD = PooledGroup("moments of features", wire.MOMENTS, is_robust=False)
 #: passes of nodes, see `fedbn_flwr.client.passes`
-MOMENTS_PASS, MEANS_PASS = "head-moments", "class-means"
+MOMENTS_PASS = "head-moments"
+MEANS_PASS = "class-means"
+OWN_PASS = "own-head"
 #: the most bytes that a node may be asked for
 MOST_BYTES = 256 * 10**6
 #: the factor of a solution that a softmax follows: outputs of ridge regression are near 0 and 1,

@@ -12,6 +12,7 @@ in BatchNorm, 2021, call this precise BN.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from logging import WARNING
 
 import numpy as np
@@ -55,7 +56,8 @@ def with_exact_statistics(
     though some train.
     """
     state = arrays_of(arrays)
-    config = ConfigRecord({**now.other_config, **now.instruction.to_config()})
+    instruction = replace(now.instruction, gather=wire.STATISTICS)
+    config = ConfigRecord({**now.other_config, **instruction.to_config()})
     contents = {
         node: RecordDict({wire.ARRAYS: model, wire.CONFIG: config})
         for node, model in models.items()

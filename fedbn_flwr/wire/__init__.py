@@ -123,14 +123,12 @@ class Instruction:
     momentum_state: str = _binding("none")
     #: share BN statistics with the other clients in the first step: one of LAYERWISE_MODES
     layerwise: str = _binding("none")
-    #: the pass over the node's data that takes the place of training, and what follows its name
-    #: after a colon; see `fedbn_flwr.client.passes`
-    gather: str = _binding(STATISTICS)
+    #: a pass over the node's data in the place of training, by name, with an argument after a
+    #: colon (see `fedbn_flwr.client.passes`). In an evaluation, the node's own model gets and keeps
+    #: what the pass finds
+    gather: str = _binding("")
     #: samples from which statistics are gathered, in one batch; 0: all
     gather_samples: int = 0
-    #: in an evaluation, `own`: with BN statistics of the node's own training data, which it then
-    #: keeps
-    statistics: str = _binding("running")
     #: in an evaluation, also send the entries that stay on the client
     send_personal: bool = _binding(False)
     #: after training, or in an evaluation, also report the model's loss on all local training data
@@ -214,7 +212,7 @@ class Instruction:
     @property
     def trains(self) -> bool:
         """Return whether clients train; otherwise a pass goes over their data."""
-        return self.gather == STATISTICS
+        return not self.gather
 
     @property
     def waits_for_others(self) -> bool:

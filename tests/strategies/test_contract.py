@@ -63,11 +63,12 @@ TABLE: dict[str, tuple[dict[str, Any], str, str]] = {
     "standalone": ({}, "bn", "all"),
     "fed3r": ({}, "bn", "none"),
     "fedncm": ({}, "bn", "none"),
+    "fed3r-personal": ({}, "bn", "none"),
     "centralized": ({}, "bn", "none"),
 }
 
 #: solves the head, and does not train
-SOLVED = {"fed3r", "fedncm"}
+SOLVED = {"fed3r", "fedncm", "fed3r-personal"}
 
 
 def make(name: str, **options: Any) -> BaseStrategy:
@@ -101,7 +102,7 @@ def test_without_options_a_strategy_has_its_defaults(name: str) -> None:
 def test_which_methods_give_every_node_a_model_of_its_own() -> None:
     """Their nodes evaluate; HBN keeps entries on nodes, but its evaluation does not use them."""
     personal = {name for name, strategy in REGISTRY.items() if strategy.personal}
-    assert personal == {"fedbn", "silobn", "mtfl", "fednorm", "standalone"}
+    assert personal == {"fedbn", "silobn", "mtfl", "fednorm", "standalone", "fed3r-personal"}
     assert {name for name, strategy in REGISTRY.items() if strategy.one_node} == {"centralized"}
 
 
@@ -207,7 +208,7 @@ class Failing(BNClient):
     """Raises whenever it should train, or add up anything."""
 
     def gather(self, received: Mapping[str, State], instruction: Instruction) -> Reply:
-        if instruction.trains:
+        if instruction.gather == wire.STATISTICS:
             return super().gather(received, instruction)
         raise RuntimeError("out of luck")
 
@@ -248,7 +249,9 @@ class Deaf(BNClient):
     """Trains, but knows no instruction that changes the method."""
 
     def gather(self, received: Mapping[str, State], instruction: Instruction) -> Reply:
-        return super().gather(received, without_orders(instruction))
+        reply = super().gather(received, Instruction(gather=wire.STATISTICS))
+        reply.report = {wire.OBEYED: []}
+        return reply
 
     def train(
         self,
@@ -256,17 +259,12 @@ class Deaf(BNClient):
         instruction: Instruction,
         exchange: Exchange | None = None,
     ) -> Reply:
-        return super().train(received, without_orders(instruction), exchange)
-
-
-def without_orders(instruction: Instruction) -> Instruction:
-    """Return what a client makes of an instruction whose binding keys it does not know."""
-    plain = {
-        key: value
-        for key, value in vars(instruction).items()
-        if key != "rule_keys" and wire.wire_key(key) not in instruction.binding_keys()
-    }
-    return Instruction(**plain)
+        plain = {
+            key: value
+            for key, value in vars(instruction).items()
+            if key != "rule_keys" and wire.wire_key(key) not in instruction.binding_keys()
+        }
+        return super().train(received, Instruction(**plain), exchange)
 
 
 @pytest.mark.parametrize(

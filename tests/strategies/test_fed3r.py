@@ -31,6 +31,7 @@ from fedbn_flwr.strategies import (
     FedNCM,
     FedTAN,
     FixBN,
+    PersonalFed3R,
     Privacy,
 )
 from fedbn_flwr.wire import Instruction
@@ -351,7 +352,7 @@ def test_a_loop_of_ones_own_needs_its_training_data_only() -> None:
         model = make_model()
         model.load_state_dict(message.content.array_records["arrays"].to_torch_state_dict())
         loss = F.cross_entropy(model(split.inputs), torch.zeros_like(split.labels))
-        metrics = MetricRecord({"num-examples": len(split), "eval-loss": float(loss)})
+        metrics = MetricRecord({"num-examples": len(split), "eval-loss": float(loss.detach())})
         return Message(RecordDict({"metrics": metrics}), reply_to=message)
 
     made = Fed3R()
@@ -393,3 +394,26 @@ def test_a_start_without_a_usable_reply_says_why() -> None:
 
     with pytest.raises(CannotTrainError, match="no node could sum up its features: node 1000"):
         Federation(make_model(), wrap=broken).run(FedAvg(closed_form="head"), 1)
+
+
+# ---- heads of the nodes' own ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("own_loop", [False, True])
+def test_a_nodes_own_samples_weigh_more_in_its_own_head(own_loop: bool) -> None:
+    """Kept as the node's own entries; the global head is Fed3R's."""
+    made = PersonalFed3R(own_weight=3.0)
+    federation = Federation(make_model())
+    if own_loop:
+        federation.grid = InProcessGrid(own_app(plain_loop, make_model), len(SIZES))
+    assert_head(federation.run(made), by_scikit_learn(*features_of()))
+    features, labels = features_of()
+    for node, own in enumerate(parts()):
+        weights = np.ones(len(labels))
+        weights[own] += 3
+        assert (
+            distance(federation.kept(node), by_scikit_learn(features, labels, weights=weights))
+            < EXACT
+        )
+    losses = [reply.metrics["eval-loss"] for reply in made.evaluation.replies]
+    assert len(set(losses)) == len(SIZES)

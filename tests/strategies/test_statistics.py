@@ -416,7 +416,7 @@ def test_what_a_method_can_be_evaluated_with() -> None:
     others = {
         **dict.fromkeys(("fedbn", "silobn", "standalone", "fednorm"), ("running", "own")),
         **dict.fromkeys(("hbn", "heterofl"), ("exact",)),
-        **dict.fromkeys(("fbn", "fedwon", "fed3r", "fedncm"), ("running",)),
+        **dict.fromkeys(("fbn", "fedwon", "fed3r", "fedncm", "fed3r-personal"), ("running",)),
         "mtfl": ("running", "exact", "own"),
     }
     for name, strategy in REGISTRY.items():

@@ -61,7 +61,7 @@ def export_model(message: Message, context: Context, call_next: ClientAppCallabl
     reply = call_next(message, context)
     if reply.has_content() and not lacks_state(reply):
         own: State = {}
-        if instruction.stays != "none" or instruction.statistics == "own":
+        if instruction.stays != "none" or instruction.gather:
             own = Memory(context.state).recall(wire.STAYS)
         run = History.read(config, context).first
         site = str(context.node_config.get(NAME_KEY) or site_number(context))
