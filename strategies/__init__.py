@@ -5,7 +5,13 @@ from fedbn_flwr.server.grids import wait_for_nodes
 from fedbn_flwr.server.method_state import BY_NODE, MethodState
 from fedbn_flwr.server.pooling import Pooled, PooledGroup, Sent
 from fedbn_flwr.server.privacy import Privacy
-from fedbn_flwr.server.replies import CannotTrainError, DivergedError, NodeReply, NotObeyedError
+from fedbn_flwr.server.replies import (
+    CannotTrainError,
+    DivergedError,
+    NodeReply,
+    NotObeyedError,
+    RefusedError,
+)
 
 from .base_layerwise import Layerwise
 from .fbn import FBN
@@ -55,6 +61,7 @@ __all__ = [
     "Pooled",
     "PooledGroup",
     "Privacy",
+    "RefusedError",
     "Scaffold",
     "Sent",
     "SiloBN",

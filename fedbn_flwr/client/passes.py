@@ -7,7 +7,7 @@ through the received model, and the pass says what leaves the node.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
@@ -41,9 +41,18 @@ class Pass(ABC):
         """Prepare a pass of a model that has its state; `received` are the message's groups."""
         self.model = model
 
-    @abstractmethod
-    def running(self) -> AbstractContextManager[Any]:
-        """While open, batches run: set modes and hooks, and put them back."""
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """While open, batches run: here, the model is in evaluation mode."""
+        # set directly: `eval()` of a frozen layer would be remembered
+        modes = {layer: layer.training for layer in self.model.modules()}
+        try:
+            for layer in modes:
+                layer.training = False
+            yield
+        finally:
+            for layer, mode in modes.items():
+                layer.training = mode
 
     @abstractmethod
     def see(self, outputs: Any, targets: Tensor | None) -> None:
@@ -175,18 +184,13 @@ class HeadPass(Pass):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Put the model into evaluation mode, and look at the layer."""
-        # set directly: `eval()` of a frozen layer would be remembered
-        modes = {layer: layer.training for layer in self.model.modules()}
+        """Look at the layer, too."""
         handle = self._layer.register_forward_hook(self._take)
         try:
-            for layer in modes:
-                layer.training = False
-            yield
+            with super().running():
+                yield
         finally:
             handle.remove()
-            for layer, mode in modes.items():
-                layer.training = mode
 
     def _take(self, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         self._features = inputs[0]
