@@ -12,9 +12,10 @@ from tests.helpers.loopback import LoopbackFederation
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("deployment")]
 
 
-def test_a_run_has_the_bits_of_one_in_process(loopback: LoopbackFederation, tmp_path: Path) -> None:
-    assert_same_results(
-        *loopback.both(
-            {**OPTIONS, "method": "fedavg", "statistics": "exact", "rounds": 1}, tmp_path
-        )
-    )
+@pytest.mark.parametrize(
+    "asked", [{"method": "fedavg", "statistics": "exact"}, {"method": "fed3r-personal"}]
+)
+def test_a_run_has_the_bits_of_one_in_process(
+    asked: dict[str, str], loopback: LoopbackFederation, tmp_path: Path
+) -> None:
+    assert_same_results(*loopback.both({**OPTIONS, **asked, "rounds": 1}, tmp_path))
