@@ -123,7 +123,7 @@ def ended(case: str, kind: str = "messages") -> End:
         halves = [{1000: 0, 1002: 2}, {1001: 1, 1003: 3}]
         wanted = halves if ADDING[kind] == "workers" else [halves[0] | halves[1]]
         assert [dict(reply.nodes) for reply in replies] == wanted
-    loss = sum(reply.metrics[wire.TRAIN_LOSS] * reply.num_examples for reply in replies)
+    loss = sum(reply.metrics.get(wire.TRAIN_LOSS, 0.0) * reply.num_examples for reply in replies)
     return End(model, kept, (counting.training, counting.evaluation), loss)
 
 
@@ -162,7 +162,16 @@ def test_an_engine_has_the_end_of_messages(
 
 def test_in_these_cases_nodes_keep_something() -> None:
     keep = {case for case in CASES if any(ended(case).kept)}
-    names = {"fedbn", "silobn", "mtfl", "scaffold", "hbn", "standalone", "momentum of the nodes"}
+    names = {
+        "fedbn",
+        "silobn",
+        "mtfl",
+        "scaffold",
+        "hbn",
+        "standalone",
+        "momentum of the nodes",
+        "fed3r-personal",
+    }
     assert keep == names | {
         case for case in CASES if case.split(",")[0] in ("fedbn", "scaffold", "hbn")
     }
