@@ -561,6 +561,22 @@ def test_a_trained_network_is_fine_tuned_from_the_servers_folder_of_weights(
     assert frozen
     assert all(torch.equal(end[name], start[name]) for name in frozen)
     assert not torch.equal(end["classifier.weight"], start["classifier.weight"])
+    # its head in one exchange
+    number = federation.submit(
+        {
+            **OPTIONS,
+            "method": "fed3r",
+            "model": "timm:test_efficientnet",
+            "image-size": 32,
+            "clients": 3,
+            "rounds": 2,
+            "init-from": "/srv/weights/network.safetensors",
+        }
+    )
+    assert federation.await_end(number) == "finished:completed", federation.log(number)
+    end = load_file(federation.results(number) / "model.safetensors")
+    changed = {name for name in start if not torch.equal(end[name], start[name])}
+    assert changed == {"classifier.weight", "classifier.bias"}
     # a file that is not there costs a line, and no round
     number = federation.submit(
         {**OPTIONS, **asked, "clients": 3, "rounds": 2, "init-from": "/srv/weights/other.pth"}
