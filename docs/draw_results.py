@@ -24,12 +24,13 @@ SHOWN += ("FedTAN+BN-WS", "FedTAN carried+BN-WS")
 LOOKS = looks_of(pd.DataFrame([{"label": NAMES[name], "method": NAMES[name]} for name in SHOWN]))
 #: methods with a network that was already trained
 TRAINED = (
-    "Centralized",
+    "Fed3R, BN frozen",
+    "Fed3R",
     "BN frozen",
     "Head only",
     "FedTAN",
     "FixBN",
-    "FedTAN carried",
+    "FedNCM",
     "FedAvg",
     "FedAvg+GN",
 )
@@ -69,20 +70,21 @@ def draw_curves(panel: Any, setting: str, exact: str) -> None:
 
 
 def draw_trained(panel: Any) -> None:
-    """Draw the accuracy of a network that was already trained over the rounds: the mean of seeds,
-    and their range.
+    """Draw the accuracy of a network that was already trained over the exchanges: the mean of
+    seeds, and their range.
     """
     curves = read("curves")
     curves = curves[
         (curves["setting"] == ", ".join(PRETRAINED["two classes"])) & curves["method"].isin(TRAINED)
     ]
     points = curves.assign(
-        label=curves["method"].map(NAMES), run=curves["seed"], x=curves["round"].astype(int)
+        label=curves["method"].map(NAMES), run=curves["seed"], x=curves["exchanges"].astype(int)
     )
     points["y"] = points["accuracy, %"].astype(float)
     labels = [NAMES[name] for name in TRAINED]
     draw_lines(panel, points, looks_of(pd.DataFrame({"label": labels, "method": labels})))
-    panel.set(xlabel="round", ylabel="accuracy, %", xticks=sorted(points["x"].unique()))
+    panel.set(xlabel="exchanges", ylabel="accuracy, %", xscale="log", xlim=(0.8, None))
+    panel.xaxis.set_major_formatter("{x:,.0f}")
     panel.grid(alpha=0.3)
 
 

@@ -51,12 +51,20 @@ CLOSE = 2.0
 TWO = KINDS["two classes"]
 MOMENTUM = ("momentum", "two classes")
 SPEAKERS, FREEZE = ("speakers", ""), ("freeze", "")
+FROZEN = ("frozen", "two classes")
 DOMAINS = ("domains", "")
 #: by the heading on a page, where a network was already trained
 PRETRAINED: dict[str, Place] = {
     name: ("pretrained", name)
     for name in ("two classes", "Dirichlet 0.1", "IID", "domains", "120 rounds", "Lite1")
 }
+#: another network, and other data
+SECOND: dict[str, Place] = {name: ("pretrained", name) for name in ("MobileNetV2", "emoji")}
+#: passes over 4,000 images in 40 rounds of five steps of 20 images on five clients
+TRAINED = 5
+#: methods that solve the head from sums, in one exchange and one pass over the data, whoever has
+#: which of them
+SOLVED = ("Fed3R", "FedNCM", "Fed3R personal")
 #: the mean over the first half of the rounds
 EARLY = ("curves", "two classes, rounds 10 to 50")
 #: by what differs from five local steps of small-cnn on ten clients, all of which take part
@@ -274,9 +282,10 @@ def pretrained() -> str:
         score=lambda row: row["accuracy, %"].astype(float)
     )
     scores = curves.set_index(["method", "seed", curves["round"].astype(int)])["score"].unstack()
-    means = scores.groupby("method").agg(lambda own: own.mean(skipna=False))
+    means = scores.groupby("method").agg(lambda own: own.mean(skipna=False)).drop(columns=1)
     *early, last = means.columns
     trips = of_first_runs(place, "exchanges")
+    sent = of_first_runs(place, "MB sent")
     columns: dict[str, Callable[[str], str]] = {
         **{
             f"{number}": lambda name, number=number: number_text(
@@ -286,9 +295,36 @@ def pretrained() -> str:
         },
         f"{last}": partial(cell, place),
         "gain on `fedavg`": partial(gain, place),
-        "exchanges a round": lambda name: f"{int(trips[name]) // last}",
+        "exchanges": lambda name: f"{int(trips[name]):,}",
+        "MB sent": lambda name: f"{float(sent[name]):,.0f}",
+        "passes over the data": passes,
     }
     return by_method(by_mean(place), columns)
+
+
+def passes(name: str) -> str:
+    """Return how often a run of two classes looks at each training image, on average."""
+    if name in (*SOLVED, "Centralized"):
+        return "1"
+    if name.startswith("Fed3R, "):
+        return str(TRAINED + 1)
+    return str(TRAINED)
+
+
+def second() -> str:
+    """Return what methods have with another network that was already trained, and other data."""
+    columns = {
+        **{f"{heading}, accuracy": partial(cell, place) for heading, place in SECOND.items()},
+        "emoji, macro": macro,
+    }
+    return by_method(by_mean(SECOND["emoji"]), columns)
+
+
+def macro(name: str) -> str:
+    """Return the mean over the emoji's categories of the share that is found."""
+    rows = read("macro")
+    scores = rows[(rows["setting"] == "emoji") & (rows["method"] == name)]["recall, %"]
+    return mean_text(scores.astype(float)) if len(scores) else ""
 
 
 def pretrained_elsewhere() -> str:
@@ -317,6 +353,22 @@ def of_first_runs(place: Place, column: str) -> dict[str, str]:
         "method"
     )
     return dict(zip(here["method"], here[column], strict=True))
+
+
+def frozen_default() -> str:
+    """Return what a lower rate after the freeze costs in the factorial, seed by seed."""
+    lines = []
+    for name in ("FixBN", "FixBN+BN-WS"):
+        low = f"{name}, default"
+        lines.append(
+            [
+                f"`{NAMES[low]}`",
+                gain(UNSEEN, name),
+                told(difference(FROZEN, low, "FedAvg", UNSEEN)),
+                told(difference(FROZEN, low, name, UNSEEN)),
+            ]
+        )
+    return table(["method", "`frozen-lr=0.2`", "0.05, the default", "difference"], lines)
 
 
 def freezes() -> str:
@@ -627,8 +679,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "without BN": without_bn,
     "momentum": momentum,
     "first screen": first_screen,
+    "frozen default": frozen_default,
     "pretrained": pretrained,
     "pretrained elsewhere": pretrained_elsewhere,
+    "pretrained second": second,
     "factorial": lambda: by_method(
         [*by_mean(UNSEEN, METHODS), *CENTRALIZED], over(FACTORIAL, bold_and_gain)
     ),
