@@ -222,6 +222,7 @@ class PersonalFed3R(Fed3R):
     `own_weight`; with 0 it is Fed3R. This is no method of the paper.
     """
 
+    paper: ClassVar[str] = ""
     personal: ClassVar[bool] = True
 
     def __init__(

@@ -3,6 +3,7 @@
 import re
 import tomllib
 
+import pytest
 import yaml
 
 from fedbn_flwr.strategies import REGISTRY
@@ -18,7 +19,9 @@ def test_it_cites_the_version_and_the_licence_of_the_package() -> None:
 
 
 def test_the_papers_are_those_that_strategies_name() -> None:
-    cited = {item["value"] for paper in CITATION["references"] for item in paper["identifiers"]}
+    cited = {
+        item["value"] for paper in CITATION["references"] for item in paper.get("identifiers", [])
+    }
     named = {
         text
         for kind in REGISTRY.values()
@@ -30,3 +33,20 @@ def test_the_papers_are_those_that_strategies_name() -> None:
     )
     assert cited == named == {text for text, _ in linked}
     assert all(text == f"arXiv:{number}" for text, number in linked)
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_each_method_has_its_paper_with_full_names(name: str) -> None:
+    """`paper` names the first author and the year."""
+    named = re.match(r"(?:\w\. )?(\w+).*?(\d{4})", REGISTRY[name].paper)
+    if named is None:
+        assert name in ("centralized", "standalone", "fed3r-personal")
+        return
+    papers = [
+        paper
+        for paper in CITATION["references"]
+        if named[1] in paper["authors"][0]["family-names"].split()
+    ]
+    # of a preprint, the year of either
+    assert any(abs(paper["year"] - int(named[2])) <= 1 for paper in papers)
+    assert all(author["given-names"] for paper in papers for author in paper["authors"])
