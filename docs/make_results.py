@@ -62,8 +62,8 @@ PRETRAINED: dict[str, Place] = {
 SECOND: dict[str, Place] = {name: ("pretrained", name) for name in ("MobileNetV2", "emoji")}
 #: passes over 4,000 images in 40 rounds of five steps of 20 images on five clients
 TRAINED = 5
-#: methods that solve the head from sums, in one exchange and one pass over the data, whoever has
-#: which of them
+#: methods that solve the head from sums, in one exchange and one pass over the data, however the
+#: data are split
 SOLVED = ("Fed3R", "FedNCM", "Fed3R personal")
 #: the mean over the first half of the rounds
 EARLY = ("curves", "two classes, rounds 10 to 50")
@@ -282,7 +282,7 @@ def pretrained() -> str:
         score=lambda row: row["accuracy, %"].astype(float)
     )
     scores = curves.set_index(["method", "seed", curves["round"].astype(int)])["score"].unstack()
-    means = scores.groupby("method").agg(lambda own: own.mean(skipna=False)).drop(columns=1)
+    means = scores.groupby("method").agg(lambda own: own.mean(skipna=False)).drop(columns=1, errors="ignore")
     *early, last = means.columns
     trips = of_first_runs(place, "exchanges")
     sent = of_first_runs(place, "MB sent")
@@ -294,7 +294,7 @@ def pretrained() -> str:
             for number in early
         },
         f"{last}": partial(cell, place),
-        "gain on `fedavg`": partial(gain, place),
+        "gain over `fedavg`": partial(gain, place),
         "exchanges": lambda name: f"{int(trips[name]):,}",
         "MB sent": lambda name: f"{float(sent[name]):,.0f}",
         "passes over the data": passes,
@@ -397,9 +397,18 @@ def momentum() -> str:
     columns: dict[str, Callable[[str], str]] = {
         "momentum, weight decay": partial(marked, MOMENTUM),
         "kept by nodes": lambda name: cell(MOMENTUM, f"{name}, kept momentum"),
-        "gain on `fedavg`": partial(gain, MOMENTUM),
+        "gain over `fedavg`": partial(gain, MOMENTUM),
     }
     return by_method(by_mean(MOMENTUM, METHODS), columns)
+
+
+def changes(name: str) -> str:
+    """Return what a method puts into the place of a network's layers."""
+    if name == "FedWon":
+        return "normalizers and convolutions' weights"
+    if name in CHANGED:
+        return "convolutions' weights"
+    return "no"
 
 
 def first_screen() -> str:
@@ -408,9 +417,9 @@ def first_screen() -> str:
     """
     exchanges = of_first_runs(UNSEEN, "exchanges")
     columns: dict[str, Callable[[str], str]] = {
-        "layers": lambda name: "replaced" if name in CHANGED else "as they are",
+        "changes the network?": changes,
         "after 100 rounds": partial(plain, UNSEEN),
-        "gain on `fedavg`": partial(gain, UNSEEN),
+        "gain over `fedavg`": partial(gain, UNSEEN),
         "after 500 rounds": partial(plain, ("rounds", "two classes, 500 rounds")),
         "exchanges a round": lambda name: (
             f"{float(exchanges[name]) / float(exchanges['FedAvg']):g}"
@@ -433,7 +442,7 @@ def bold(place: Place, name: str) -> str:
 
 
 def bold_and_gain(place: Place, name: str) -> str:
-    """Return the mean of a cell, bold if it is close to the best one, and the gain on FedAvg."""
+    """Return the mean of a cell, bold if it is close to the best one, and the gain over FedAvg."""
     gained = gain(place, name)
     return f"{bold(place, name)} ({gained})" if gained else bold(place, name)
 

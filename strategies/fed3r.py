@@ -1,6 +1,6 @@
 """A head in closed form: Fed3R and FedNCM. The clients' half is `fedbn_flwr/client/passes.py`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from logging import INFO
 from typing import Annotated, Any, ClassVar
@@ -32,6 +32,9 @@ from fedbn_flwr.wire import Instruction
 from .fedavg import FedAvg
 from .registry import register_strategy
 
+#: how often a node is asked that fails or does not answer
+ATTEMPTS = 3
+
 
 @dataclass
 class SumsState(MethodState):
@@ -42,6 +45,8 @@ class SumsState(MethodState):
     #: by node, the number of its samples
     counted: dict[int, float] = field(default_factory=dict, metadata=BY_NODE)
     samples: float = 0.0
+    #: by node, how often it was asked for its sums in vain
+    tried: dict[int, int] = field(default_factory=dict, metadata=BY_NODE)
     #: by class, how much a sample counts, once it is known
     class_weights: Arrays = field(default_factory=dict)
 
@@ -103,13 +108,23 @@ class ClosedForm(FedAvg):
         messages = super().configure_train(server_round, arrays, config, grid)
         if not self.state.counted:
             self.head().say_cost(self.kind())
+        for node in self.round.nodes:
+            self.state.tried[node] = self.state.tried.get(node, 0) + 1
         return messages
 
     def eligible(self, nodes: list[int]) -> list[int]:
-        """Return the nodes whose sums are not there yet."""
+        """Return the nodes whose sums are not there yet, but those that never send any."""
         if self.round is self.evaluation:
             return nodes
-        return [node for node in nodes if node not in self.state.counted]
+        return self._open(nodes)
+
+    def _open(self, nodes: Iterable[int]) -> list[int]:
+        state = self.state
+        return [
+            node
+            for node in nodes
+            if node not in state.counted and state.tried.get(node, 0) < ATTEMPTS
+        ]
 
     def update(self, pooled: Pooled) -> Arrays:
         """Add the nodes' sums, and solve the layer."""
@@ -132,11 +147,8 @@ class ClosedForm(FedAvg):
         return head.put(self.round.current, *self.solution(read(state.moments), head))
 
     def is_finished(self) -> bool:
-        """Return whether all connected nodes have been asked."""
-        if self.round.grid is None:
-            return False
-        nodes = {*self.round.grid.get_node_ids()}
-        return nodes <= self.state.counted.keys()
+        """Return whether there is a head, and no connected node is left to be asked."""
+        return bool(self.state.counted) and not self._open(self.round.grid.get_node_ids())
 
 
 @register_strategy("fed3r")
@@ -203,6 +215,7 @@ class Fed3R(ClosedForm):
         # of classes that only nodes of later rounds may have
         weights[~present] = weights.max()
         self.state.class_weights = {wire.CLASS_WEIGHTS: weights}
+        self.state.tried = {}
         return dict(self.round.current)
 
     def solution(self, moments: HeadMoments, head: Head) -> tuple[torch.Tensor, torch.Tensor]:

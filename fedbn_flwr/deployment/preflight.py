@@ -84,7 +84,7 @@ def _server(kit: Path, env: Mapping[str, str]) -> Iterator[Check]:
     yield _clock(answer.headers["Date"])
     connection.request("POST", "/v1/control/list-runs", body=b"")
     closed = connection.getresponse().status == 403
-    text = "open to this site: whoever runs the server should close it"
+    text = "open to this site: the operator of the server should close it"
     if closed:
         text = "closed to this site (403)"
     yield Check("control", "ok" if closed else "warning", text)

@@ -164,7 +164,7 @@ def run(
             else:
                 held = one.folder
             with (
-                # whoever names the folder of a run to go on with vouches for its code
+                # naming the folder of a run to go on with vouches for its code
                 keeping(held, [one], reuse or bool(resumed), anew) if is_kept else nullcontext(),
                 Bars(1, load_data(one.experiment.config.data), progress) as bars,
             ):

@@ -45,7 +45,7 @@ class Material:
 
     Worker processes of this machine map the memory of the data.
 
-    The model is one object: whoever uses it overwrites its whole state first.
+    The model is one object: each use begins by overwriting its whole state.
     """
 
     config: Config

@@ -71,7 +71,7 @@ def gathering(model: nn.Module, training: bool = True) -> Iterator[dict[str, Mom
     kept = [(buffer, buffer.clone()) for layer in names for buffer in layer.buffers()]
 
     def record(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        layer.training = training  # whoever runs the model may have asked for another mode
+        layer.training = training  # the code that runs the model may have asked for another mode
         # by rows, one a channel: a third less time than `var_mean` over the other axes (small-cnn
         # on one core)
         rows = where_exact(inputs[0]).transpose(0, 1).flatten(1).double()

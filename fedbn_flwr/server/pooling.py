@@ -51,7 +51,7 @@ MOMENTUM = PooledGroup("the optimizer's state", wire.MOMENTUM, is_required=False
 
 @dataclass(frozen=True)
 class Pooled:
-    """A round's replies as one, whoever has pooled them."""
+    """A round's replies, pooled into one."""
 
     #: the mean of the entries that nodes sent, or what averager and server optimizer make of them
     model: Arrays

@@ -36,6 +36,7 @@ from fedbn_flwr.strategies import (
 )
 from fedbn_flwr.wire import Instruction
 from tests.clientapp.test_own_loop import own_app, plain_loop
+from tests.helpers.faults import failed, spoiling
 from tests.helpers.harness import (
     CLASSES,
     SIZES,
@@ -170,6 +171,16 @@ def test_a_late_node_refines_the_head() -> None:
     assert drawn[-1] == [3]
     assert made.training.number > 1
     assert_head(model, by_scikit_learn(*features_of()))
+
+
+def test_a_node_that_never_answers_is_asked_three_times() -> None:
+    """And costs nobody the head."""
+    made = Fed3R(fraction_evaluate=0.0)
+    grid = spoiling(failed, lambda partition, _: partition == 2, (wire.GATHER,))
+    model = Federation(make_model(), grid=grid).run(made, 30)
+    assert made.training.number == 3
+    honest = torch.from_numpy(np.concatenate([parts()[node] for node in (0, 1, 3)]))
+    assert_head(model, by_scikit_learn(*features_of(honest)))
 
 
 def test_what_was_summed_up_goes_on_from_a_checkpoint() -> None:
