@@ -315,16 +315,25 @@ def second() -> str:
     """Return what methods have with another network that was already trained, and other data."""
     columns = {
         **{f"{heading}, accuracy": partial(cell, place) for heading, place in SECOND.items()},
-        "emoji, macro": macro,
+        **{
+            f"emoji, {heading}": partial(further, "emoji", score)
+            for heading, score in (
+                ("macro", "recall, %"),
+                ("Google's", "google, %"),
+                ("Twitter's", "twitter, %"),
+                ("own vendor's", "personal, %"),
+            )
+        },
     }
     return by_method(by_mean(SECOND["emoji"]), columns)
 
 
-def macro(name: str) -> str:
-    """Return the mean over the emoji's categories of the share that is found."""
-    rows = read("macro")
-    scores = rows[(rows["setting"] == "emoji") & (rows["method"] == name)]["recall, %"]
-    return mean_text(scores.astype(float)) if len(scores) else ""
+def further(setting: str, score: str, name: str) -> str:
+    """Return the mean over seeds of a further score of a run; empty if it has none."""
+    rows = read("further").set_index(["setting", "method", "score"]).sort_index()
+    if (setting, name, score) not in rows.index:
+        return ""
+    return mean_text(rows.loc[(setting, name, score), "value"].astype(float))
 
 
 def pretrained_elsewhere() -> str:
@@ -585,19 +594,11 @@ def unseen() -> str:
 def without_bn() -> str:
     """Return the accuracies of networks that need no normalizer, beside group normalization."""
     names = ("FedWon", "FedAvg+GN-WS", "FedAvg+Fixup")
-    place = ("normalizer-free", "two classes")
-    tried = read("rates")
-    tried = tried[(tried["recipe"] == place[0]) & (tried["setting"] == "i.i.d.")].set_index(
-        "method"
-    )
-    rates = ["0.03", "0.1", "0.3"]
+    skewed, same = (("normalizer-free", setting) for setting in ("two classes", "i.i.d."))
     columns = {
-        "rate": lambda name: f"{rates_used()[(*place, name)]:g}",
-        "two classes": partial(cell, place),
-        **{
-            f"IID, held out, at {each}": lambda name, each=each: tried.loc[name, each]
-            for each in rates
-        },
+        "learning rate": lambda name: f"{rates_used()[(*skewed, name)]:g}",
+        "two classes": partial(cell, skewed),
+        "IID": partial(cell, same),
     }
     return by_method(names, columns)
 

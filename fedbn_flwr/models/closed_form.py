@@ -76,7 +76,8 @@ class HeadMoments:
         solved.
         """
         assert self.second is not None
-        features, targets = self.second[:-1, :-1], self.cross[:-1]
+        features = self.second[:-1, :-1]
+        targets = self.cross[:-1]
         weight_of_one, means, mean_target = (
             self.second[-1, -1],
             self.second[-1, :-1],
