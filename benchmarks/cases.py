@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from fedbn_flwr.experiments.method import Experiment, resolve
+from fedbn_flwr.experiments.experiment import Experiment, resolve
 
 #: with the side of its images, where these are not of 8 x 8 pixels
 MODELS = ("small-cnn", "resnet20")

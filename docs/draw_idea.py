@@ -84,7 +84,6 @@ if __name__ == "__main__":
     channel, *chosen = farthest(each)
     values = [each[client][channel].numpy() for client in chosen]
     own = [(value.mean(), value.std()) for value in values]
-    everyone = torch.cat(each, 1)[channel].numpy()
     mean = float(np.mean([value[channel].mean() for value in each]))
     averaged = float(np.sqrt(np.mean([value[channel].var() for value in each])))
     names = ["client A", "client B"]
@@ -104,5 +103,4 @@ if __name__ == "__main__":
             panel.axvline(0, color=GREY, linewidth=1)
         limits = in_test.get_xlim()
         in_training.set_xlim(limits)
-    print(f"{layer}, channel {channel}, clients {chosen}: {own}, averaged {mean:.2f} {averaged:.2f}")
-    print(f"all: {everyone.mean():.2f} {everyone.std():.2f}")
+    print(f"{layer}, channel {channel}, clients {chosen}, averaged {mean:.2f} {averaged:.2f}")

@@ -8,16 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from fedbn_flwr.experiments.config import Config, shared_options
+from fedbn_flwr.experiments.experiment import ANEW, ENGINE, REUSE
 from fedbn_flwr.experiments.flower_run import AUTO
-from fedbn_flwr.experiments.method import (
-    ANEW,
-    ENGINE,
-    REUSE,
-    all_options,
-    forms_of,
-    own_options,
-    owners,
-)
+from fedbn_flwr.experiments.method import all_options, forms_of, own_options, owners
 from fedbn_flwr.plugins.options import Option, as_value
 from fedbn_flwr.strategies import REGISTRY, FedAvg
 

@@ -282,7 +282,11 @@ def pretrained() -> str:
         score=lambda row: row["accuracy, %"].astype(float)
     )
     scores = curves.set_index(["method", "seed", curves["round"].astype(int)])["score"].unstack()
-    means = scores.groupby("method").agg(lambda own: own.mean(skipna=False)).drop(columns=1, errors="ignore")
+    means = (
+        scores.groupby("method")
+        .agg(lambda own: own.mean(skipna=False))
+        .drop(columns=1, errors="ignore")
+    )
     *early, last = means.columns
     trips = of_first_runs(place, "exchanges")
     sent = of_first_runs(place, "MB sent")

@@ -18,8 +18,8 @@ import torch
 from fedbn_flwr import adapt, rows, state
 from fedbn_flwr.client.evaluation import evaluate
 from fedbn_flwr.data import leave_out
+from fedbn_flwr.experiments.experiment import read_data, resolve
 from fedbn_flwr.experiments.material import form_of, fresh_model, load_data
-from fedbn_flwr.experiments.method import read_data, resolve
 from fedbn_flwr.experiments.output.run_folder import read_config
 from fedbn_flwr.experiments.results.rows import known
 from fedbn_flwr.models import read_weights

@@ -22,8 +22,8 @@ from fedbn_flwr.deployment.cli import COMMANDS as DEPLOYMENT
 from fedbn_flwr.deployment.cli import parser as deployment_parser
 from fedbn_flwr.experiments import resolve
 from fedbn_flwr.experiments.cli import _parser, _plugins, main
+from fedbn_flwr.experiments.experiment import import_plugins
 from fedbn_flwr.experiments.material import load_data
-from fedbn_flwr.experiments.method import import_plugins
 from fedbn_flwr.experiments.recipes.schema import read_recipe, recipe_names
 from fedbn_flwr.strategies import REGISTRY
 from tests.helpers.checkout import BIN, ROOT, environment, run

@@ -37,6 +37,7 @@ INNER_FLOORS = (
         "config",
         "choice",
         "method",
+        "experiment",
         "output.run_folder",
         "recipes.paper",
         "stopping",
@@ -60,7 +61,7 @@ INNER_FLOORS = (
 DOORS = {"fedbn_flwr.strategies": "strategies", "fedbn_flwr": ""}
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 #: what is inherited from or used inside other strategies, and is no method of its own
-NOT_METHODS = {"Layerwise", "PartialSharing"}
+NOT_METHODS = {"ClosedForm", "Layerwise", "PartialSharing"}
 
 
 def module_name(path: Path) -> str:

@@ -13,8 +13,8 @@ from fedbn_flwr.data.partition import about_absent
 from fedbn_flwr.data.splits import UNCLASSED
 from fedbn_flwr.device import pick_device
 from fedbn_flwr.experiments.config import Config, EngineOptions, NetworkOptions
+from fedbn_flwr.experiments.experiment import Experiment
 from fedbn_flwr.experiments.material import Material, absent_classes, load_data
-from fedbn_flwr.experiments.method import Experiment
 from fedbn_flwr.experiments.output.scoring import LOWER_IS_BETTER
 from fedbn_flwr.experiments.output.sinks import check_sinks
 from fedbn_flwr.layerwise.shared_statistics import check_layers

@@ -14,14 +14,9 @@ from fedbn_flwr.experiments.choice import SEEDS
 from fedbn_flwr.experiments.config import ResultsOptions, shared_options
 from fedbn_flwr.experiments.diagnose import run_diagnosis
 from fedbn_flwr.experiments.engines import ENGINES, engine_named
+from fedbn_flwr.experiments.experiment import import_plugins
 from fedbn_flwr.experiments.laboratory import compare, comparison, run
-from fedbn_flwr.experiments.method import (
-    all_options,
-    forms_of,
-    import_plugins,
-    owners,
-    split_methods,
-)
+from fedbn_flwr.experiments.method import all_options, forms_of, owners, split_methods
 from fedbn_flwr.experiments.recipes.commands import (
     CHANGES,
     list_names,

@@ -17,8 +17,8 @@ from fedbn_flwr.client import BNClient
 from fedbn_flwr.data import SITES, without_domains
 from fedbn_flwr.data.loading import ROOT_VARIABLE
 from fedbn_flwr.experiments.config import Config
+from fedbn_flwr.experiments.experiment import import_plugins, resolve
 from fedbn_flwr.experiments.material import Material, load_data, set_up_process
-from fedbn_flwr.experiments.method import import_plugins, resolve
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.wire.site_data import DATA_MEAN, DATA_STD, SITE_DATA, SiteData, problem
 

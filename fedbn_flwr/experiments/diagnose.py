@@ -18,8 +18,8 @@ from fedbn_flwr.client.training import Batch
 from fedbn_flwr.diagnosis import Diagnosis, Measurement, check_model, diagnose, overall
 from fedbn_flwr.experiments.checks import check_simulation
 from fedbn_flwr.experiments.config import Config
+from fedbn_flwr.experiments.experiment import resolve
 from fedbn_flwr.experiments.material import Material, set_up_process
-from fedbn_flwr.experiments.method import resolve
 from fedbn_flwr.experiments.output.console import console, new_table
 from fedbn_flwr.experiments.output.run_folder import make_folder, write_json
 from fedbn_flwr.plugins.options import refusing, whole_number

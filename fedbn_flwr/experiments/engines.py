@@ -23,8 +23,8 @@ from fedbn_flwr.experiments.checkpoint import STATES, read_checkpoint
 from fedbn_flwr.experiments.checks import check_simulation, refuse_own_nodes
 from fedbn_flwr.experiments.client_side import bound_client_fn, place_of
 from fedbn_flwr.experiments.config import Config
+from fedbn_flwr.experiments.experiment import Experiment, import_plugins
 from fedbn_flwr.experiments.material import Material, expected_steps, set_up_process
-from fedbn_flwr.experiments.method import Experiment, import_plugins
 from fedbn_flwr.experiments.output.recorder import Progress, Summary
 from fedbn_flwr.experiments.output.run_folder import make_folder
 from fedbn_flwr.experiments.runs import Engine

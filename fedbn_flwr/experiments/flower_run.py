@@ -15,7 +15,7 @@ from flwr.serverapp import Grid
 from fedbn_flwr.experiments.checks import refuse_own_nodes, refuse_sites
 from fedbn_flwr.experiments.config import ResultsOptions
 from fedbn_flwr.experiments.engines import ENGINES, run_with_grid
-from fedbn_flwr.experiments.method import ANEW, ENGINE, REUSE, Experiment, resolve
+from fedbn_flwr.experiments.experiment import ANEW, ENGINE, REUSE, Experiment, resolve
 from fedbn_flwr.experiments.output.recorder import Progress, Summary
 from fedbn_flwr.experiments.output.run_folder import read_config
 from fedbn_flwr.experiments.results.plots import draw_or_warn, plot_curves

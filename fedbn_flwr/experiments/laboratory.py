@@ -19,18 +19,9 @@ from fedbn_flwr.experiments.checks import check_simulation
 from fedbn_flwr.experiments.choice import SEEDS, Grid
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.engines import ENGINES, engine_named, prepare
+from fedbn_flwr.experiments.experiment import data_here, import_plugins, resolve
 from fedbn_flwr.experiments.material import load_data
-from fedbn_flwr.experiments.method import (
-    Method,
-    data_here,
-    import_plugins,
-    method_of,
-    own_options,
-    owners,
-    parse,
-    resolve,
-    with_option,
-)
+from fedbn_flwr.experiments.method import Method, method_of, own_options, owners, parse, with_option
 from fedbn_flwr.experiments.output.console import Bars
 from fedbn_flwr.experiments.results.results import Results
 from fedbn_flwr.experiments.runs import keeping, resume

@@ -22,7 +22,7 @@ from fedbn_flwr.data import Data, Split
 from fedbn_flwr.data.pixels import Channels
 from fedbn_flwr.device import pick_device, set_up_accelerator
 from fedbn_flwr.experiments.config import Config, DataOptions, EngineOptions, ModelOptions
-from fedbn_flwr.experiments.method import import_plugins, read_data
+from fedbn_flwr.experiments.experiment import import_plugins, read_data
 from fedbn_flwr.plugins.options import refusing
 from fedbn_flwr.randomness import torch_generator
 

@@ -30,7 +30,7 @@ from fedbn_flwr.experiments.checkpoint import (
     read_checkpoint,
 )
 from fedbn_flwr.experiments.choice import Choice
-from fedbn_flwr.experiments.method import Experiment, resolve
+from fedbn_flwr.experiments.experiment import Experiment, resolve
 from fedbn_flwr.experiments.output.recorder import Progress, Summary, diverged
 from fedbn_flwr.experiments.output.run_folder import (
     CONFIG,

@@ -22,6 +22,7 @@ from fedbn_flwr.experiments.checkpoint import (
 )
 from fedbn_flwr.experiments.checks import checked_material
 from fedbn_flwr.experiments.config import Config
+from fedbn_flwr.experiments.experiment import Experiment
 from fedbn_flwr.experiments.material import (
     Material,
     absent_classes,
@@ -31,7 +32,6 @@ from fedbn_flwr.experiments.material import (
     rounds_within_budget,
     set_up_process,
 )
-from fedbn_flwr.experiments.method import Experiment
 from fedbn_flwr.experiments.output.recorder import Journal, Progress, Standing, Summary
 from fedbn_flwr.experiments.output.run_folder import RunFolder, read_config
 from fedbn_flwr.experiments.output.scoring import Scorer, SiteScorer

@@ -25,14 +25,8 @@ from fedbn_flwr.experiments.checkpoint import AUTOMATIC
 from fedbn_flwr.experiments.checks import check_simulation
 from fedbn_flwr.experiments.choice import SEEDS, Choice, Grid, metric_of
 from fedbn_flwr.experiments.engines import ENGINES, NEEDED, prepare
-from fedbn_flwr.experiments.method import (
-    Experiment,
-    all_options,
-    import_plugins,
-    own_options,
-    parse,
-    resolve,
-)
+from fedbn_flwr.experiments.experiment import Experiment, import_plugins, resolve
+from fedbn_flwr.experiments.method import all_options, own_options, parse
 from fedbn_flwr.experiments.output.recorder import Progress, Summary
 from fedbn_flwr.experiments.output.run_folder import command_line, make_folder, write_json
 from fedbn_flwr.experiments.output.scoring import merit

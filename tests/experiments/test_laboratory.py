@@ -33,8 +33,8 @@ from fedbn_flwr import compare, run
 from fedbn_flwr.client.evaluation import evaluate
 from fedbn_flwr.data import Split, load
 from fedbn_flwr.experiments import UsageError
+from fedbn_flwr.experiments.experiment import _listing
 from fedbn_flwr.experiments.laboratory import UNSET, comparison, given_options
-from fedbn_flwr.experiments.method import _listing
 from fedbn_flwr.experiments.output.run_folder import RunFolder
 from fedbn_flwr.experiments.study import write_study
 from fedbn_flwr.norm import bn_keys

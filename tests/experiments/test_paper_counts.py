@@ -18,8 +18,8 @@ import pytest
 from fedbn_flwr import state
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.experiments.client_side import bound_client_fn
+from fedbn_flwr.experiments.experiment import resolve
 from fedbn_flwr.experiments.material import Material
-from fedbn_flwr.experiments.method import resolve
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.transports.counting_grid import CountingGrid, Traffic
 from fedbn_flwr.wire import Instruction

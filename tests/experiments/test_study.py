@@ -15,7 +15,7 @@ import yaml
 from fedbn_flwr import compare
 from fedbn_flwr.experiments import main
 from fedbn_flwr.experiments.engines import ENGINES
-from fedbn_flwr.experiments.method import Experiment
+from fedbn_flwr.experiments.experiment import Experiment
 from fedbn_flwr.experiments.output.recorder import Journal, Progress, Summary
 from fedbn_flwr.experiments.recipes.schema import parse_recipe
 from fedbn_flwr.experiments.runs import Run

@@ -17,8 +17,8 @@ from fedbn_flwr import state, wire
 from fedbn_flwr.client import BNClient, Reply
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.experiments.engines import open_grid
+from fedbn_flwr.experiments.experiment import resolve
 from fedbn_flwr.experiments.material import Material
-from fedbn_flwr.experiments.method import resolve
 from fedbn_flwr.server.grids import ask_nodes
 from fedbn_flwr.simulation import StackedGrid
 from fedbn_flwr.simulation.replies import ReplyPool, Trained

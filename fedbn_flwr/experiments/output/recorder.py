@@ -14,7 +14,7 @@ from flwr.common import log
 
 from fedbn_flwr import wire
 from fedbn_flwr.experiments.config import Config, ResultsOptions
-from fedbn_flwr.experiments.method import Experiment
+from fedbn_flwr.experiments.experiment import Experiment
 from fedbn_flwr.experiments.output.run_folder import RunFolder, read_rounds
 from fedbn_flwr.experiments.output.scoring import Score, merit
 from fedbn_flwr.experiments.output.sinks import Sink

@@ -11,7 +11,8 @@ from typing import Any, NoReturn
 
 from fedbn_flwr.experiments.choice import Grid
 from fedbn_flwr.experiments.config import shared_options
-from fedbn_flwr.experiments.method import all_options, parse, refuse_code
+from fedbn_flwr.experiments.experiment import refuse_code
+from fedbn_flwr.experiments.method import all_options, parse
 from fedbn_flwr.experiments.output.run_folder import cleaned
 from fedbn_flwr.experiments.recipes.paper import (
     QUANTITIES,

@@ -15,8 +15,8 @@ from torch import nn
 from fedbn_flwr import state, wire
 from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.clientapp.bn_client_app import read_message
+from fedbn_flwr.experiments.experiment import import_plugins, resolve
 from fedbn_flwr.experiments.material import Form, form_of, fresh_model, load_data
-from fedbn_flwr.experiments.method import import_plugins, resolve
 from fedbn_flwr.plugins import extra
 from fedbn_flwr.server.replies import lacks_state
 from fedbn_flwr.state import State

@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from fedbn_flwr.experiments import main
 from fedbn_flwr.experiments.engines import ENGINES
-from fedbn_flwr.experiments.method import resolve
+from fedbn_flwr.experiments.experiment import resolve
 from fedbn_flwr.experiments.output.run_folder import (
     RunFolder,
     command_line,
