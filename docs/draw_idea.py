@@ -1,7 +1,7 @@
 """Draws README's picture of what happens to BN: `python docs/draw_idea.py`.
 
-A small CNN after 40 rounds of `fedavg` on Fashion-MNIST, ten clients with two classes each: what one
-channel before its BN layer is on the images of two clients, and what BN makes of it.
+A small CNN after 40 rounds of `fedavg` on Fashion-MNIST, ten clients with two classes each: what
+goes into one channel of its last BN layer on the images of two clients, and what BN makes of it.
 """
 
 from pathlib import Path
