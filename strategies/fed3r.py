@@ -146,9 +146,9 @@ class ClosedForm(FedAvg):
         head = self.head()
         return head.put(self.round.current, *self.solution(read(state.moments), head))
 
-    def is_finished(self) -> bool:
+    def is_finished(self, grid: Grid) -> bool:
         """Return whether there is a head, and no connected node is left to be asked."""
-        return bool(self.state.counted) and not self._open(self.round.grid.get_node_ids())
+        return bool(self.state.counted) and not self._open(grid.get_node_ids())
 
 
 @register_strategy("fed3r")

@@ -144,7 +144,7 @@ def play(
             raise
         if standing.stopped_by:
             log(INFO, "The run ends early: %s", standing.stopped_by)
-        elif standing.round < config.rounds and not strategy.is_finished():
+        elif standing.round < config.rounds and not strategy.is_finished(counted):
             STOP.obey()
             raise CannotTrainError(
                 f"the strategy's `start` ended after round {standing.round} of {config.rounds}"
@@ -192,7 +192,7 @@ class AfterRound:
             if self.strategy.evaluates(now.number):
                 score = scorer.score(self.strategy, now.after)
         self.journal.record(now, score)
-        is_last = now.number >= config.rounds or self.strategy.is_finished()
+        is_last = now.number >= config.rounds or self.strategy.is_finished(self.setup.grid)
         self.standing.take(now.number, score, scorer.metric, config.results, is_last)
         if self.progress:
             self.progress(now.number, config.rounds, self.standing.score.get(scorer.metric))

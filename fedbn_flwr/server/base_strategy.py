@@ -391,8 +391,8 @@ class BaseStrategy(FlowerFedAvg):
     def learn_from_evaluation(self, replies: Sequence[NodeReply]) -> None:
         """Take what the method needs from nodes' evaluations."""
 
-    def is_finished(self) -> bool:
-        """Return whether later rounds would bring nothing, so that a run ends with this one."""
+    def is_finished(self, grid: Grid) -> bool:
+        """Return whether further rounds would bring nothing, so that a run ends."""
         return False
 
     # ---- Flower's interface ----------------------------------------------------------------------
@@ -437,7 +437,10 @@ class BaseStrategy(FlowerFedAvg):
                 0,
                 evaluate_fn(0, arrays),
             )
+        result.arrays = arrays
         for number in range(rounds_done + 1, num_rounds + 1):
+            if self.is_finished(grid):
+                break
             log(INFO, "")
             log(INFO, "[ROUND %s/%s]", number, num_rounds)
             messages = list(self.configure_train(number, arrays, configs[0], grid))
@@ -468,8 +471,6 @@ class BaseStrategy(FlowerFedAvg):
                 )
             result.arrays = arrays
             if on_round and on_round(self.training.end(arrays)):
-                break
-            if self.is_finished():
                 break
         if self.stays != "none":
             self.state.name_untrained(self.training.current)
@@ -653,7 +654,7 @@ class BaseStrategy(FlowerFedAvg):
 
     def evaluates(self, server_round: int) -> bool:
         """Return whether models are evaluated after a round."""
-        is_last = self.is_finished() or server_round == self.num_rounds
+        is_last = self.is_finished(self.round.grid) or server_round == self.num_rounds
         return is_last or server_round % self.evaluate_every == 0
 
     # ---- the parts -------------------------------------------------------------------------------

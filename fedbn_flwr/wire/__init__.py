@@ -37,6 +37,7 @@ CONTROL_VARIATES = "control-variates"
 MOMENTS = "moments"
 CARRIED = "carried"
 STAYS = "stays"
+#: how much a sample of each class counts in moments of features
 CLASS_WEIGHTS = "class-weights"
 
 NUM_EXAMPLES = "num-examples"

@@ -123,6 +123,8 @@ LOOPS = [
 def test_a_loop_of_ones_own_is_told_what_a_method_needs(
     remedy: str, modules: dict[str, ModuleType]
 ) -> None:
+    # statistics are of training data, without which the first round would say so
+    modules["client_app"].app.training_data()(lambda message, context: ())
     grid = InProcessGrid(modules["client_app"].app, NODES, OPTIONS)
     with pytest.raises(RuntimeError, match=rf"^DecayingFedAvg needs `\w+ = strategy\.{remedy}"):
         modules["server_app"].app(grid, Context(1, 0, {}, RecordDict(), OPTIONS))

@@ -62,8 +62,8 @@ COMMANDS: list[tuple[str, str, str]] = [
     ),
     (
         "compare",
-        "--methods fedavg --widgets",
-        "'--widgets'; known: ... (all: `fedbn-flwr compare --help-all`)",
+        "--methods fedavg --xyzzy",
+        "'--xyzzy'; known: ... (all: `fedbn-flwr compare --help-all`)",
     ),
     ("list", "--widgets", "unknown option '--widgets'; known: -h, --help, --plugins, --json"),
     ("run", "--round 5", "unknown option '--round'; did you mean '--rounds'?"),

@@ -164,7 +164,7 @@ def test_a_late_node_refines_the_head() -> None:
     """A run that waits for it goes on."""
     made = Fed3R(fraction_evaluate=0.0)
     federation = Federation(make_model(), grid=Late)
-    made.is_finished = lambda: len(made.state.counted) == len(SIZES)  # type: ignore[method-assign]
+    made.is_finished = lambda grid: len(made.state.counted) == len(SIZES)  # type: ignore[method-assign]
     drawn = participants(made)
     model = federation.run(made, 9)
     assert drawn[0] == [0, 1, 2]

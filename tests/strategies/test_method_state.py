@@ -25,13 +25,15 @@ from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.strategies import REGISTRY, BaseStrategy, FedAvg, FedBN, Scaffold
 from fedbn_flwr.transports.counting_grid import CountingGrid
 from tests.helpers.faults import failed, infinite, spoiling
-from tests.helpers.harness import INSTRUCTION, Federation, Traffic, distance, make_model
-from tests.strategies.test_contract import TABLE
+from tests.helpers.harness import INSTRUCTION, SIZES, Federation, Traffic, distance, make_model
+from tests.strategies.test_contract import SOLVED, TABLE
 
 ROUNDS = 6
 #: options under which more is kept from round to round, each from some round on until a later one
 OPTIONS: dict[str, dict[str, Any]] = {
     **{name: options for name, (options, _, _) in TABLE.items()},
+    # a node a round, and then they are done
+    **{name: {"fraction_train": 0.25, "min_train_nodes": 1} for name in SOLVED},
     "fedavg:momentum": {"momentum_state": "global"},
     "fedavg:local momentum": {"momentum_state": "local"},
     "fedavg:adam": {"server_optimizer": "adam"},
@@ -227,7 +229,7 @@ def test_whoever_takes_over_after_any_round_goes_on_with_the_same_bits_and_bytes
     assert {name for name in after if after[name] != before.get(name)} <= {"state", *PASSING}
     parts = handed_over(case)
     rounds = [each for part in parts for each in part.rounds]
-    assert len(whole.rounds) == len(rounds) == ROUNDS
+    assert len(whole.rounds) == len(rounds) == (len(SIZES) if case in SOLVED else ROUNDS)
     for (model, measured), (other, again) in zip(whole.rounds, rounds, strict=True):
         assert all(torch.equal(model[name], other[name]) for name in model)
         assert measured == again

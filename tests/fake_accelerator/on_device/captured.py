@@ -14,6 +14,7 @@ from fedbn_flwr.strategies import BaseStrategy, FedAvg, FedTAN, FixBN
 from tests.fake_accelerator.on_device.methods import CASES
 from tests.helpers.engine_comparison import Stacked, Watch, watching
 from tests.helpers.harness import ALONE, Federation, distance, make_float32_model, make_model
+from tests.strategies.test_contract import SOLVED
 
 #: clients with equal batches
 SIZES = (8, 12, 8, 12)
@@ -86,6 +87,9 @@ def test_replayed_steps_have_the_bits_of_eager_ones(name: str, grid: type[InProc
         assert said(watch) == ["what BatchNorm2d does is not torch's alone"]
         return
     assert not said(watch)
+    if name in SOLVED:
+        assert replays == 0
+        return
     # two rounds at least with three steps, of which the first is not replayed where layers wait
     layerwise = name.startswith(("fedtan", "feddna"))
     sides = len(SIZES) if grid is InProcessGrid else 1
