@@ -32,7 +32,6 @@ TRAINED = (
     "FixBN",
     "FedNCM",
     "FedAvg",
-    "FedAvg+GN",
 )
 #: running statistics fall behind the models of these methods until the rate drops
 EXACT = {f"{name}, exact": f"{NAMES[name]}, exact" for name in ("FedTAN", "FedTAN carried")}
@@ -83,7 +82,9 @@ def draw_trained(panel: Any) -> None:
     points["y"] = points["accuracy, %"].astype(float)
     labels = [NAMES[name] for name in TRAINED]
     draw_lines(panel, points, looks_of(pd.DataFrame({"label": labels, "method": labels})))
-    panel.set(xlabel="exchanges", ylabel="accuracy, %", xscale="log", xlim=(0.8, None))
+    panel.set(
+        xlabel="exchanges", ylabel="accuracy, %", xscale="log", xlim=(0.8, None), ylim=(20, 90)
+    )
     panel.xaxis.set_major_formatter("{x:,.0f}")
     panel.grid(alpha=0.3)
 
