@@ -14,7 +14,7 @@ from flwr.serverapp import Grid
 from fedbn_flwr import wire
 from fedbn_flwr.layerwise import take_step
 from fedbn_flwr.server.pooling import Pooled, Sent, name_dominant
-from fedbn_flwr.server.replies import NodeReply
+from fedbn_flwr.server.replies import Expected, NodeReply
 from fedbn_flwr.state import Arrays
 from fedbn_flwr.transports import (
     NodesFailedError,
@@ -165,9 +165,8 @@ class Layerwise(FedAvg):
                 failure = error
         self.round.by_messages = True
         # only the last of a step's replies holds more than requests
-        expected = replace(
-            self.round.expected, binding=(), groups=(), weighted_by=wire.NUM_EXAMPLES
-        )
+        last = self.round.expected
+        expected = Expected((), last.arrays, last.arrays_key)
         contents = {message.metadata.dst_node_id: message.content for message in messages}
         by_messages = MessageTransport(grid, contents, attempt, self.exchange_timeout, expected)
         replies = self._answer(by_messages)

@@ -670,9 +670,7 @@ class BaseStrategy(FlowerFedAvg):
         required = []
         if kind == MessageType.TRAIN:
             now.instruction = self.instruct(now.instruction)
-            if now.instruction.trains:
-                required = [wire.ARRAYS]
-            required += [group.record for group in self.groups if group.is_required]
+            required = [group.record for group in self.groups if group.is_required]
         else:
             now.instruction = self.instruct_evaluation(now.instruction)
         now.expected = Expected(
@@ -684,7 +682,8 @@ class BaseStrategy(FlowerFedAvg):
             now.instruction.later,
         )
         if kind == MessageType.TRAIN:
-            now.expected = replace(now.expected, check=self.check)
+            trains = now.instruction.trains
+            now.expected = replace(now.expected, needs_model=trains, check=self.check)
         return now
 
     def _refuse_unsaid(self) -> None:

@@ -159,6 +159,8 @@ class Expected:
     groups: Sequence[str] = ()
     #: the binding keys of later rounds, for the words of a refusal
     later: str = ""
+    #: whether an answer must hold entries of the model
+    needs_model: bool = False
     #: raises RefusedError for what else cannot be used
     check: Callable[["NodeReply"], None] = lambda reply: None
 
@@ -241,7 +243,10 @@ def read_reply(node: int, message: Message, expected: Expected) -> NodeReply:
     records = {name: view_arrays(record) for name, record in array_records(content).items()}
     if expected.arrays_key in records:
         records[wire.ARRAYS] = records.pop(expected.arrays_key)
-    missing = [group for group in expected.groups if group not in records]
+    required = [*expected.groups]
+    if expected.needs_model:
+        required.insert(0, wire.ARRAYS)
+    missing = [group for group in required if group not in records]
     if missing:
         raise RefusedError(f"it lacks {missing[0]!r}")
     for group, arrays in records.items():

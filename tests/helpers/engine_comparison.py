@@ -118,9 +118,7 @@ class Side:
     def losses(self) -> State:
         """Return the training losses of the last round, by partition."""
         return {
-            str(reply.partition): torch.tensor(
-                reply.metrics.get(wire.TRAIN_LOSS, 0.0), dtype=torch.float64
-            )
+            str(reply.partition): torch.tensor(reply.metrics[wire.TRAIN_LOSS], dtype=torch.float64)
             for reply in self.strategy.training.replies
         }
 

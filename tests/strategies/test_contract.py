@@ -245,6 +245,37 @@ def test_survives_and_names_a_failing_node(name: str, caplog: pytest.LogCaptureF
     assert all("Node 1002 " in text and "out of luck" in text for text in named)
 
 
+def in_double(arrays: State) -> State:
+    return {name: value.double() for name, value in arrays.items()}
+
+
+#: what becomes of a node's arrays, and what is said of it
+ODD_ARRAYS: dict[str, tuple[Callable[[Reply], object], str]] = {
+    "in float64": (
+        lambda reply: reply.records.update(arrays=in_double(reply.records["arrays"])),
+        "is float64, not float32",
+    ),
+    "absent": (lambda reply: reply.records.pop("arrays"), "it lacks 'arrays'"),
+}
+
+
+@pytest.mark.parametrize("case", ODD_ARRAYS)
+def test_a_model_in_other_numbers_or_none_is_refused(
+    case: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    change, said = ODD_ARRAYS[case]
+
+    class Odd(BNClient):
+        def train(self, *given: Any) -> Reply:
+            reply = super().train(*given)
+            change(reply)
+            return reply
+
+    nodes = Federation(make_float32_model(), wrap=becomes(Odd, 2))
+    nodes.run(FedAvg(), 1)
+    assert any("Node 1002 is left out" in text and said in text for text in caplog.messages)
+
+
 class Deaf(BNClient):
     """Trains, but knows no instruction that changes the method."""
 
