@@ -12,13 +12,9 @@ from flwr.common import log
 from flwr.serverapp import Grid
 
 from fedbn_flwr import wire
-from fedbn_flwr.models.closed_form import LAST, RIDGE, HeadMoments
 from fedbn_flwr.plugins.options import Range
 from fedbn_flwr.server.closed_form import (
     HEAD,
-    MEANS_PASS,
-    MOMENTS_PASS,
-    OWN_PASS,
     Head,
     read,
     solve,
@@ -28,6 +24,7 @@ from fedbn_flwr.server.pooling import Pooled, Sent, average
 from fedbn_flwr.server.replies import NodeReply
 from fedbn_flwr.state import Arrays, arrays_to_record
 from fedbn_flwr.wire import Instruction
+from fedbn_flwr.wire.closed_form import LAST, MEANS_PASS, MOMENTS_PASS, OWN_PASS, RIDGE, HeadMoments
 
 from .fedavg import FedAvg
 from .registry import register_strategy
@@ -45,8 +42,8 @@ class SumsState(MethodState):
     #: by node, the number of its samples
     counted: dict[int, float] = field(default_factory=dict, metadata=BY_NODE)
     samples: float = 0.0
-    #: by node, how often it was asked for its sums in vain
-    tried: dict[int, int] = field(default_factory=dict, metadata=BY_NODE)
+    #: by node, how often it was asked for its sums
+    asked: dict[int, int] = field(default_factory=dict, metadata=BY_NODE)
     #: by class, how much a sample counts, once it is known
     class_weights: Arrays = field(default_factory=dict)
 
@@ -99,7 +96,7 @@ class ClosedForm(FedAvg):
 
     def check(self, reply: NodeReply) -> None:
         """Refuse moments which no samples have."""
-        self.head().check(self.kind())(reply)
+        self.head().check(self.kind(), reply)
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -109,7 +106,7 @@ class ClosedForm(FedAvg):
         if not self.state.counted:
             self.head().say_cost(self.kind())
         for node in self.round.nodes:
-            self.state.tried[node] = self.state.tried.get(node, 0) + 1
+            self.state.asked[node] = self.state.asked.get(node, 0) + 1
         return messages
 
     def eligible(self, nodes: list[int]) -> list[int]:
@@ -123,7 +120,7 @@ class ClosedForm(FedAvg):
         return [
             node
             for node in nodes
-            if node not in state.counted and state.tried.get(node, 0) < ATTEMPTS
+            if node not in state.counted and state.asked.get(node, 0) < ATTEMPTS
         ]
 
     def update(self, pooled: Pooled) -> Arrays:
@@ -215,7 +212,7 @@ class Fed3R(ClosedForm):
         # of classes that only nodes of later rounds may have
         weights[~present] = weights.max()
         self.state.class_weights = {wire.CLASS_WEIGHTS: weights}
-        self.state.tried = {}
+        self.state.asked = {}
         return dict(self.round.current)
 
     def solution(self, moments: HeadMoments, head: Head) -> tuple[torch.Tensor, torch.Tensor]:

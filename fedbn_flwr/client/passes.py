@@ -18,10 +18,16 @@ from torch import Tensor, nn
 from fedbn_flwr import norm, wire
 from fedbn_flwr.client.training import logits_of
 from fedbn_flwr.device import where_exact
-from fedbn_flwr.models.closed_form import HeadMoments, linear_layer
 from fedbn_flwr.plugins import add, did_you_mean
 from fedbn_flwr.state import State
 from fedbn_flwr.wire import Instruction, moments
+from fedbn_flwr.wire.closed_form import (
+    MEANS_PASS,
+    MOMENTS_PASS,
+    OWN_PASS,
+    HeadMoments,
+    linear_layer,
+)
 
 Batches = Iterable[tuple[Any, Tensor | None]]
 #: of what a message may hold beside the model
@@ -160,7 +166,7 @@ class StatisticsPass(Pass):
         return moments.own_statistics(self.model, self.seen)
 
 
-@register_pass("head-moments")
+@register_pass(MOMENTS_PASS)
 class HeadPass(Pass):
     """The moments of what goes into the layer that the argument names, in evaluation mode.
 
@@ -254,7 +260,7 @@ class HeadPass(Pass):
         return HeadMoments((self._cross / self._samples).cpu(), second)
 
 
-@register_pass("own-head")
+@register_pass(OWN_PASS)
 class OwnHeadPass(HeadPass):
     """A head of the node's own: from all nodes' moments, which the message brings, and from its own
     with a weight.
@@ -283,7 +289,7 @@ class OwnHeadPass(HeadPass):
         return solved
 
 
-@register_pass("class-means")
+@register_pass(MEANS_PASS)
 class ClassMeansPass(HeadPass):
     """The means by class of what goes into the layer that the argument names."""
 

@@ -1,11 +1,12 @@
 """A head in closed form, on the server: what nodes are asked, what is refused, the solution.
 
-The mathematics is in `fedbn_flwr/models/closed_form.py`, the nodes' pass in
+The mathematics is in `fedbn_flwr/wire/closed_form.py`, the nodes' pass in
 `fedbn_flwr/client/passes.py`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from logging import INFO
 
 import numpy as np
@@ -15,7 +16,6 @@ from flwr.common import log
 from flwr.serverapp import Grid
 
 from fedbn_flwr import wire
-from fedbn_flwr.models.closed_form import LAST, RIDGE, HeadMoments, last_matrix
 from fedbn_flwr.server.grids import ask_nodes
 from fedbn_flwr.server.pooling import PooledGroup, average, name_dominant
 from fedbn_flwr.server.replies import (
@@ -28,13 +28,10 @@ from fedbn_flwr.server.replies import (
 )
 from fedbn_flwr.server.round import Round
 from fedbn_flwr.state import Arrays, arrays_to_record
+from fedbn_flwr.wire.closed_form import LAST, MOMENTS_PASS, RIDGE, HeadMoments, last_matrix
 
 #: what nodes send
 HEAD = PooledGroup("moments of features", wire.MOMENTS, is_robust=False)
-#: passes of nodes, see `fedbn_flwr.client.passes`
-MOMENTS_PASS = "head-moments"
-MEANS_PASS = "class-means"
-OWN_PASS = "own-head"
 #: the most bytes that a node may be asked for
 MOST_BYTES = 256 * 10**6
 #: the factor of a solution that a softmax follows: outputs of ridge regression are near 0 and 1,
@@ -81,19 +78,15 @@ class Head:
             )
         log(INFO, "Each node sends %s, for layer %s", about, self.name)
 
-    def check(self, kind: str) -> Callable[[NodeReply], None]:
-        """Return a function that refuses moments which no samples have."""
-
-        def refuse(reply: NodeReply) -> None:
-            arrays = reply.records[wire.MOMENTS]
-            forms = {name: array.shape for name, array in arrays.items()}
-            if forms != self.forms(kind) or any(a.dtype != np.float64 for a in arrays.values()):
-                raise RefusedError(f"its moments are not of layer {self.name!r}")
-            fault = _fault(read(arrays))
-            if fault:
-                raise RefusedError(f"its moments are of no samples: {fault}")
-
-        return refuse
+    def check(self, kind: str, reply: NodeReply) -> None:
+        """Refuse moments which no samples have."""
+        arrays = reply.records[wire.MOMENTS]
+        forms = {name: array.shape for name, array in arrays.items()}
+        if forms != self.forms(kind) or any(a.dtype != np.float64 for a in arrays.values()):
+            raise RefusedError(f"its moments are not of layer {self.name!r}")
+        fault = _fault(read(arrays))
+        if fault:
+            raise RefusedError(f"its moments are of no samples: {fault}")
 
     def put(self, current: Arrays, weight: torch.Tensor, bias: torch.Tensor) -> Arrays:
         """Return the model's state with a solution in the layer's place."""
@@ -142,7 +135,10 @@ def solved_head(
     messages = [Message(content, node, wire.GATHER) for node in sorted(grid.get_node_ids())]
     answers = ask_nodes(grid, messages, timeout)
     expected = Expected(
-        instruction.binding_keys(), {}, groups=(wire.MOMENTS,), check=head.check(MOMENTS_PASS)
+        instruction.binding_keys(),
+        {},
+        groups=(wire.MOMENTS,),
+        check=partial(head.check, MOMENTS_PASS),
     )
     replies, refused = parse_replies(answers.values(), messages, expected)
     if not replies:

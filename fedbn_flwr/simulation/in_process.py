@@ -303,7 +303,7 @@ class InProcessGrid(LocalGrid):
 
     def _take_note(self, done: Trained) -> None:
         """Take note of how clients were trained, and let them keep what they remember."""
-        if done.jobs[0].trains:
+        if done.jobs[0].instruction.trains:
             self._how.sizes.add(len(done.jobs))
         for job in done.jobs:
             self._keep(job.node, job.context)

@@ -43,14 +43,9 @@ class Job:
         return self.message.metadata.dst_node_id
 
     @property
-    def trains(self) -> bool:
-        """Whether the client trains; otherwise a pass goes over its data."""
-        return self.message.metadata.message_type != wire.GATHER
-
-    @property
     def has_mean(self) -> bool:
         """Whether the reply may be added to others."""
-        return self.trains or kind_of_pass(self.instruction).is_mean
+        return self.instruction.trains or kind_of_pass(self.instruction).is_mean
 
     @cached_property
     def steps(self) -> int:

@@ -17,7 +17,6 @@ from torch import nn
 from fedbn_flwr import wire
 from fedbn_flwr.client import BNClient, Reply
 from fedbn_flwr.clientapp import ClientApp
-from fedbn_flwr.models.closed_form import RIDGE, HeadMoments
 from fedbn_flwr.server import closed_form
 from fedbn_flwr.simulation.in_process import InProcessGrid, OneByOneGrid
 from fedbn_flwr.simulation.stacked.grid import StackedGrid
@@ -35,6 +34,7 @@ from fedbn_flwr.strategies import (
     Privacy,
 )
 from fedbn_flwr.wire import Instruction
+from fedbn_flwr.wire.closed_form import RIDGE, HeadMoments
 from tests.clientapp.test_own_loop import own_app, plain_loop
 from tests.helpers.faults import failed, spoiling
 from tests.helpers.harness import (

@@ -18,7 +18,11 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-#: how a layer is asked for that is the network's last one
+#: the passes of nodes that an instruction names: moments, class means only, and a node's own head
+MOMENTS_PASS = "head-moments"
+MEANS_PASS = "class-means"
+OWN_PASS = "own-head"
+#: how a layer is asked for that is the network's last one, as by `trainable`
 LAST = "head"
 #: the weight of the penalty, as a share of the features' mean variance
 RIDGE = 0.1
@@ -78,11 +82,9 @@ class HeadMoments:
         assert self.second is not None
         features = self.second[:-1, :-1]
         targets = self.cross[:-1]
-        weight_of_one, means, mean_target = (
-            self.second[-1, -1],
-            self.second[-1, :-1],
-            self.cross[-1],
-        )
+        weight_of_one = self.second[-1, -1]
+        means = self.second[-1, :-1]
+        mean_target = self.cross[-1]
         if bias:
             features = features - means.outer(means) / weight_of_one
             targets = targets - means.outer(mean_target) / weight_of_one
