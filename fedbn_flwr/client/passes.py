@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from fedbn_flwr import norm, wire
 from fedbn_flwr.client.training import logits_of
 from fedbn_flwr.device import where_exact
+from fedbn_flwr.norm.moments import only_training
 from fedbn_flwr.plugins import add, did_you_mean
 from fedbn_flwr.state import State
 from fedbn_flwr.wire import Instruction, moments
@@ -50,15 +51,8 @@ class Pass(ABC):
     @contextmanager
     def running(self) -> Iterator[None]:
         """While open, batches run: here, the model is in evaluation mode."""
-        # set directly: `eval()` of a frozen layer would be remembered
-        modes = {layer: layer.training for layer in self.model.modules()}
-        try:
-            for layer in modes:
-                layer.training = False
+        with only_training(self.model):
             yield
-        finally:
-            for layer, mode in modes.items():
-                layer.training = mode
 
     @abstractmethod
     def see(self, outputs: Any, targets: Tensor | None) -> None:

@@ -55,6 +55,22 @@ def gather(
 
 
 @contextmanager
+def only_training(model: nn.Module, layers: Iterable[nn.Module] = ()) -> Iterator[None]:
+    """While open, these layers are in training mode, and all others in evaluation mode."""
+    modes = {layer: layer.training for layer in model.modules()}
+    training = set(layers)
+    try:
+        # Modes are set directly: `train()` of a frozen layer would not change it, and would
+        # remember the call.
+        for layer in modes:
+            layer.training = layer in training
+        yield
+    finally:
+        for layer, mode in modes.items():
+            layer.training = mode
+
+
+@contextmanager
 def gathering(model: nn.Module, training: bool = True) -> Iterator[dict[str, Moments]]:
     """While open, fill what is yielded with the moments that `gather` returns, whoever runs the
     model.
@@ -67,7 +83,6 @@ def gathering(model: nn.Module, training: bool = True) -> Iterator[dict[str, Mom
         if not (training and keeps_statistics(layer))
     }
     names: dict[nn.Module, str] = {layer: name for name, layer in moving.items()}
-    modes = {layer: layer.training for layer in model.modules()}
     kept = [(buffer, buffer.clone()) for layer in names for buffer in layer.buffers()]
 
     def record(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -90,17 +105,15 @@ def gathering(model: nn.Module, training: bool = True) -> Iterator[dict[str, Mom
             seen[name] = moments
 
     handles = [layer.register_forward_pre_hook(record) for layer in names]
+    in_training: list[nn.Module] = []
+    if training:
+        in_training = list(names)
     try:
-        # Modes are set directly: `train()` of a frozen layer would not change it, and would
-        # remember the call.
-        for layer in modes:
-            layer.training = training and layer in names
-        yield seen
+        with only_training(model, in_training):
+            yield seen
     finally:
         for handle in handles:
             handle.remove()
-        for layer, mode in modes.items():
-            layer.training = mode
         for buffer, value in kept:
             buffer.copy_(value)
 
