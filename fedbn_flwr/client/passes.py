@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fedbn_flwr import norm, wire
 from fedbn_flwr.client.training import logits_of
 from fedbn_flwr.device import where_exact
-from fedbn_flwr.norm.moments import only_training
+from fedbn_flwr.norm.moments import inputs_in, only_training
 from fedbn_flwr.plugins import add, did_you_mean
 from fedbn_flwr.state import State
 from fedbn_flwr.wire import Instruction, moments
@@ -82,23 +82,21 @@ def parts_of(batch: Any, device: torch.device) -> tuple[Tensor, Tensor | None]:
     A batch is a tensor of inputs, a pair, or a dictionary: there the first tensor of more than one
     dimension is the inputs, and the first of others the targets. Without any, targets are None.
     """
-    if isinstance(batch, Mapping):
-        tensors = [value for value in batch.values() if isinstance(value, Tensor)]
-        found = [value for value in tensors if value.dim() > 1][:1]
-        found += [value for value in tensors if value.dim() <= 1][: len(found)]
-    elif isinstance(batch, Tensor):
-        found = [batch]
-    else:
-        found = list(batch)
-    if not found or not isinstance(found[0], Tensor):
+    inputs = inputs_in(batch)
+    if not isinstance(inputs, Tensor):
         raise ValueError(
             "a batch of training data is a pair of inputs and labels, or a dictionary with both, "
             f"not a {type(batch).__name__}"
         )
-    targets = None
-    if len(found) > 1:
-        targets = torch.as_tensor(found[1]).to(device)
-    return found[0].to(device), targets
+    targets: Any = None
+    if isinstance(batch, Mapping):
+        tensors = [value for value in batch.values() if isinstance(value, Tensor)]
+        targets = next((value for value in tensors if value.dim() <= 1), None)
+    elif isinstance(batch, tuple | list):
+        targets = next(iter(batch[1:]), None)
+    if targets is not None:
+        targets = torch.as_tensor(targets).to(device)
+    return inputs.to(device), targets
 
 
 P = TypeVar("P", bound=type[Pass])

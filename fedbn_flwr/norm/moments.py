@@ -205,20 +205,25 @@ def adapt(
     return adapted
 
 
-def _inputs_of(batch: Any) -> Tensor:
-    first = batch
+def inputs_in(batch: Any) -> Any:
+    """Return what may be the inputs of a batch: the batch, the first of a pair, or of a dictionary
+    the first tensor with more than one dimension, since labels have one.
+    """
     if isinstance(batch, tuple | list) and batch:
-        first = batch[0]
-    elif isinstance(batch, Mapping):
-        # labels have one dimension
-        tensors = [
-            value for value in batch.values() if isinstance(value, Tensor) and value.dim() > 1
-        ]
-        first = tensors[0] if tensors else batch
-    if not isinstance(first, Tensor):
+        return batch[0]
+    if isinstance(batch, Mapping):
+        for value in batch.values():
+            if isinstance(value, Tensor) and value.dim() > 1:
+                return value
+    return batch
+
+
+def _inputs_of(batch: Any) -> Tensor:
+    inputs = inputs_in(batch)
+    if not isinstance(inputs, Tensor):
         able = "a tensor, a pair that begins with one, or a dictionary with one"
         raise ValueError(f"adapt: a batch must be {able}, got {type(batch).__name__}")
-    return first
+    return inputs
 
 
 def _merge(one: Moments, other: Moments) -> Moments:

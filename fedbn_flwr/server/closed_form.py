@@ -11,12 +11,11 @@ from logging import INFO
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord
 from flwr.common import log
 from flwr.serverapp import Grid
 
 from fedbn_flwr import wire
-from fedbn_flwr.server.grids import ask_nodes
 from fedbn_flwr.server.pooling import PooledGroup, average, name_dominant
 from fedbn_flwr.server.replies import (
     CannotTrainError,
@@ -24,7 +23,6 @@ from fedbn_flwr.server.replies import (
     NodeReply,
     RefusedError,
     log_refused,
-    parse_replies,
 )
 from fedbn_flwr.server.round import Round
 from fedbn_flwr.state import Arrays, arrays_to_record
@@ -126,21 +124,14 @@ def solved_head(
     head = Head(now.current, asked)
     head.say_cost(MOMENTS_PASS)
     instruction = replace(now.instruction, gather=head.orders(MOMENTS_PASS))
-    content = RecordDict(
-        {
-            wire.ARRAYS: arrays,
-            wire.CONFIG: ConfigRecord({**now.other_config, **instruction.to_config()}),
-        }
-    )
-    messages = [Message(content, node, wire.GATHER) for node in sorted(grid.get_node_ids())]
-    answers = ask_nodes(grid, messages, timeout)
     expected = Expected(
         instruction.binding_keys(),
         {},
         groups=(wire.MOMENTS,),
         check=partial(head.check, MOMENTS_PASS),
     )
-    replies, refused = parse_replies(answers.values(), messages, expected)
+    models = dict.fromkeys(sorted(grid.get_node_ids()), arrays)
+    replies, refused = now.ask_pass(instruction, models, timeout, expected)
     if not replies:
         reason = next(iter(refused), "none answered")
         raise CannotTrainError(f"no node could sum up its features: {reason}")

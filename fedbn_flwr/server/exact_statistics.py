@@ -17,13 +17,12 @@ from logging import WARNING
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app import ArrayRecord
 from flwr.common import log
 
 from fedbn_flwr import wire
 from fedbn_flwr.layerwise.exchange import why_unusable
 from fedbn_flwr.norm import Moments
-from fedbn_flwr.server.grids import ask_nodes
 from fedbn_flwr.server.method_state import MethodState
 from fedbn_flwr.server.pooling import Averager, Sent, name_dominant
 from fedbn_flwr.server.replies import (
@@ -31,7 +30,6 @@ from fedbn_flwr.server.replies import (
     Expected,
     RefusedError,
     log_refused,
-    parse_replies,
     read_each,
 )
 from fedbn_flwr.server.round import Round
@@ -57,17 +55,9 @@ def with_exact_statistics(
     """
     state = arrays_of(arrays)
     instruction = replace(now.instruction, gather=wire.STATISTICS)
-    config = ConfigRecord({**now.other_config, **instruction.to_config()})
-    contents = {
-        node: RecordDict({wire.ARRAYS: model, wire.CONFIG: config})
-        for node, model in models.items()
-    }
-    messages = [Message(content, node, wire.GATHER) for node, content in contents.items()]
-    answers = ask_nodes(now.grid, messages, timeout)
     # all with moments of the same layers
-    replies, refused = parse_replies(
-        answers.values(), messages, Expected((), {}, groups=(wire.MOMENTS,))
-    )
+    expected = Expected((), {}, groups=(wire.MOMENTS,))
+    replies, refused = now.ask_pass(instruction, models, timeout, expected)
     sent = [(reply.node, reply.records[wire.MOMENTS]) for reply in replies]
     seen, unusable = read_each(sent, lambda _, arrays: _read_moments(arrays, state))
     refused += unusable

@@ -9,13 +9,14 @@ from math import isfinite
 from time import perf_counter
 from typing import Any, Self
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 
 from fedbn_flwr import wire
 from fedbn_flwr.layerwise.exchange import Why
+from fedbn_flwr.server.grids import ask_nodes
 from fedbn_flwr.server.method_state import MethodState
 from fedbn_flwr.server.replies import (
     CannotTrainError,
@@ -89,6 +90,24 @@ class Round:
         self.after = after
         self.seconds = perf_counter() - self.began
         return self
+
+    def ask_pass(
+        self,
+        instruction: Instruction,
+        models: Mapping[int, ArrayRecord],
+        timeout: float,
+        expected: Expected,
+    ) -> tuple[list[NodeReply], list[Refusal]]:
+        """Ask nodes for a pass over their data, each with a model; return what can be used, and
+        why the rest cannot.
+        """
+        config = ConfigRecord({**self.other_config, **instruction.to_config()})
+        messages = [
+            Message(RecordDict({wire.ARRAYS: model, wire.CONFIG: config}), node, wire.GATHER)
+            for node, model in models.items()
+        ]
+        answers = ask_nodes(self.grid, messages, timeout)
+        return parse_replies(answers.values(), messages, expected)
 
     def read(
         self, messages: Iterable[Message], state: MethodState, ends: bool = False
