@@ -116,10 +116,13 @@ class Side:
     watch: Watch
 
     def losses(self) -> State:
-        """Return the training losses of the last round, by partition."""
+        """Return the training losses of the last round, by partition; none after a pass."""
+        training = self.strategy.training
+        if not training.instruction.trains:
+            return {}
         return {
             str(reply.partition): torch.tensor(reply.metrics[wire.TRAIN_LOSS], dtype=torch.float64)
-            for reply in self.strategy.training.replies
+            for reply in training.replies
         }
 
 
