@@ -13,6 +13,7 @@ from fedbn_flwr import __version__
 from fedbn_flwr.experiments.choice import SEEDS
 from fedbn_flwr.experiments.config import ResultsOptions, shared_options
 from fedbn_flwr.experiments.diagnose import run_diagnosis
+from fedbn_flwr.experiments.doctor import run_doctor
 from fedbn_flwr.experiments.engines import ENGINES, engine_named
 from fedbn_flwr.experiments.experiment import import_plugins
 from fedbn_flwr.experiments.laboratory import compare, comparison, run
@@ -70,8 +71,7 @@ def main(arguments: Sequence[str] | None = None, others: Mapping[str, str] | Non
         options = vars(_parser(others or {}, "--help-all" in words).parse_args(words))
         command = options.pop("command")
         with quiet(verbose=options.get("verbose", False)):
-            _COMMANDS[command](options)
-        return 0
+            return _COMMANDS[command](options) or 0
     except UsageError as error:
         print(
             "fedbn-flwr:", *str(error).split(), file=sys.stderr
@@ -158,6 +158,26 @@ def _parser(others: Mapping[str, str], everything: bool = False) -> argparse.Arg
         "--batches", default="4", metavar="N", help="mini-batches per client to average over [4]"
     )
     _add_shared(single, everything, skip=("resume", "checkpoint-every", "log-to"))
+    doctor = _command(
+        commands, "doctor", "run a Flower app for two rounds, and say what becomes of its BN"
+    )
+    doctor.add_argument(
+        "app", nargs="?", default=".", metavar="APP", help="folder of a Flower app [.]"
+    )
+    for option, default, text in (
+        ("nodes", "3", "nodes of the run"),
+        ("rounds", "2", "rounds of training"),
+        ("minutes", "10", "longest time"),
+    ):
+        doctor.add_argument(f"--{option}", default=default, metavar="N", help=f"{text} [{default}]")
+    doctor.add_argument(
+        "--model", metavar="MODULE:NAME", help="what makes the network, if no node calls one"
+    )
+    doctor.add_argument(
+        "--run-config", dest="run-config", metavar="TEXT", help="values, as `flwr run` takes them"
+    )
+    doctor.add_argument("--verbose", action="store_true", help="show what the app prints")
+    doctor.add_argument("--json", action="store_true", help="print it for programs")
     names = _command(
         commands,
         "list",
@@ -384,10 +404,11 @@ def _results(options: dict[str, Any]) -> None:
         show_part(part)
 
 
-_COMMANDS: dict[str, Callable[[dict[str, Any]], None]] = {
+_COMMANDS: dict[str, Callable[[dict[str, Any]], int | None]] = {
     "run": _run,
     "compare": _compare,
     "diagnose": run_diagnosis,
+    "doctor": run_doctor,
     "list": list_names,
     "recipes": list_recipes,
     "reproduce": reproduce,

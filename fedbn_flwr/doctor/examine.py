@@ -1,0 +1,434 @@
+"""Say what becomes of BN in an app that was run: findings, and a table by layer."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from fedbn_flwr.doctor.app import AppRound, History, Visit
+from fedbn_flwr.doctor.check import COUNTER, MEAN, VARIANCE, Round, entry_of, look_at
+from fedbn_flwr.doctor.findings import Finding, worst_first
+from fedbn_flwr.doctor.observer import LayerSeen, Network, State, match, same_numbers
+
+STATISTICS = (MEAN, VARIANCE)
+#: share of what came that is still in running statistics at the end of a round, from which they lag
+LAG = 0.25
+#: share of an update's squared norm from which statistics decide what a clip does
+DOMINANT = 0.5
+PLAIN = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d")
+
+
+@dataclass
+class LayerFate:
+    """What became of a BN layer: a row of the table."""
+
+    name: str
+    sent: str = "no"
+    averaged: str = "-"
+    came_back: str = "-"
+    moved: bool = False
+    tracks: bool = True
+
+
+@dataclass
+class Examination:
+    """All that is to be said of an app."""
+
+    findings: list[Finding]
+    layers: list[LayerFate] = field(default_factory=list)
+    #: why the ServerApp ended before its rounds did; empty if it did not
+    stopped: str = ""
+    #: whether a node has trained a network
+    trained: bool = True
+
+
+def examine(history: History, model: Network | None = None) -> Examination:
+    """Examine a run; `model` describes the network if no node's process has called one."""
+    for each in history.rounds:
+        for visit in (*each.trained, *each.evaluated):
+            if visit.network is None and model is not None and not visit.error:
+                visit.network = _as_matched(model, visit)
+    _unpack(history)
+    trained = [
+        visit for each in history.rounds for visit in each.trained if visit.network is not None
+    ]
+    findings = list(_of_errors(history))
+    if not trained:
+        return Examination(findings, stopped=history.stopped, trained=False)
+    network = trained[0].network
+    assert network is not None
+    fates = {name: LayerFate(name) for name in network.layers}
+    findings += _of_kinds(network)
+    if fates:
+        findings += _of_processes(history, fates)
+        findings += _of_wire(history, fates)
+    return Examination(worst_first(findings), list(fates.values()), history.stopped)
+
+
+def _as_matched(model: Network, visit: Visit) -> Network:
+    received = match(visit.received, model.start, model.parameters)
+    sent = match(visit.sent, model.start, model.parameters)
+    start = {entry: visit.received[key] for entry, key in received.items()}
+    end = {entry: visit.sent[key] for entry, key in sent.items()}
+    return Network(model.layers, model.others, model.parameters, start, end, received, sent)
+
+
+def _unpack(history: History) -> None:
+    """Where an app packs its arrays, take the networks' own entries for what was sent and what came
+    back: all but those that a node's next message finds as the node left them.
+    """
+    for index, each in enumerate(history.rounds):
+        later = [*each.evaluated]
+        if index + 1 < len(history.rounds):
+            later += history.rounds[index + 1].trained
+        for visit in each.trained:
+            network = visit.network
+            returned = [other for other in later if other.node == visit.node and other.network]
+            if network is None or network.sent or not visit.sent or not returned:
+                continue
+            back = returned[0].network
+            assert back is not None
+            shared = [
+                name
+                for name, value in network.end.items()
+                if name in back.start and not same_numbers(value, back.start[name])
+            ]
+            visit.sent = network.end
+            network.sent = {name: name for name in shared}
+            each.averaged = back.start
+            for other in returned:
+                if other.network and not other.network.received:
+                    other.received = other.network.start
+                    other.network.received = {name: name for name in shared}
+
+
+# ---- what a node's process saw -------------------------------------------------------------------
+
+
+def _of_errors(history: History) -> Iterator[Finding]:
+    for each in history.rounds:
+        for visit in (*each.trained, *each.evaluated):
+            if not visit.error:
+                continue
+            detail = f": node {visit.node}, {visit.error[:300]}"
+            if "more than 1 value per channel" in visit.error:
+                yield Finding("one-value", detail=detail)
+            elif "load" in visit.error or "size mismatch" in visit.error:
+                yield Finding("does-not-load", detail=detail)
+            else:
+                yield Finding("node-failed", detail=detail)
+
+
+def _of_kinds(network: Network) -> Iterator[Finding]:
+    layers = network.layers
+    if not layers:
+        yield Finding("no-bn")
+    variants: dict[str, int] = {}
+    for layer in layers.values():
+        if layer.kind not in PLAIN:
+            variants[layer.kind] = variants.get(layer.kind, 0) + 1
+    if variants:
+        yield Finding("variants", detail=_counted(variants))
+    if network.others:
+        yield Finding("others", detail=_counted(network.others))
+    without = tuple(name for name, layer in layers.items() if not layer.tracks)
+    if without:
+        yield Finding("without-statistics", without, of=len(layers))
+
+
+def _counted(kinds: dict[str, int]) -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+
+
+def _of_processes(history: History, fates: dict[str, LayerFate]) -> Iterator[Finding]:
+    """What layers were called with, and whether their statistics moved."""
+    of = len(fates)
+    called = dict[str, LayerSeen]()
+    for each in history.rounds:
+        for visit in each.trained:
+            network = visit.network
+            if network is None:
+                continue
+            for name in fates.keys() & network.layers.keys():
+                fates[name].moved |= _moved(network, name)
+                fates[name].tracks = network.layers[name].tracks
+                if network.layers[name].learning:
+                    called[name] = network.layers[name]
+            by_name: dict[str, list[str]] = {}
+            for name, layer in network.layers.items():
+                for finding in _of_training(network, name, layer):
+                    by_name.setdefault(finding, []).append(name)
+            for finding, layers in by_name.items():
+                detail = f", on node {visit.node}" if finding == "one-sample" else ""
+                yield Finding(finding, tuple(layers), detail, of)
+        evaluations = [(visit.network, f" on node {visit.node}") for visit in each.evaluated]
+        evaluations += [(network, " on the server") for network in each.on_server]
+        for evaluated, where in evaluations:
+            if evaluated is None:
+                continue
+            measured = [name for name, seen in evaluated.layers.items() if _measured(seen)]
+            if measured:
+                yield Finding("measured-in-training", tuple(measured), where, of)
+
+    still = [name for name, seen in called.items() if seen.tracks and not fates[name].moved]
+    if still:
+        detail = ": momentum is 0" if called[still[0]].momentum == 0 else ""
+        yield Finding("never-move", tuple(still), detail, of)
+
+
+def _of_training(network: Network, name: str, layer: LayerSeen) -> Iterator[str]:
+    moved = _moved(network, name)
+    if layer.learning == 0 and layer.fixed > 0 and layer.tracks:
+        yield "eval-mode-untrained" if _is_new(network.start, name) else "eval-mode"
+    if layer.learning == 0:
+        return
+    if layer.fewest == 1:
+        yield "one-sample"
+    if not layer.tracks:
+        return
+    if moved and layer.learns is False:
+        yield "frozen-moves"
+    elif moved and layer.momentum is None and entry_of(name, COUNTER) in network.received:
+        yield "cumulative"
+
+
+def _measured(layer: LayerSeen) -> bool:
+    """Whether a layer saw an evaluation in training mode only."""
+    in_training = layer.learning + layer.measuring
+    return layer.tracks and in_training > 0 and layer.evaluating + layer.fixed == 0
+
+
+def _moved(network: Network, layer: str) -> bool:
+    names = [entry_of(layer, kind) for kind in STATISTICS]
+    return any(
+        name in network.start and not np.array_equal(network.start[name], network.end[name])
+        for name in names
+    )
+
+
+def _is_new(state: State, layer: str) -> bool:
+    """Whether running statistics are those of a layer that was just made."""
+    mean = state.get(entry_of(layer, MEAN))
+    variance = state.get(entry_of(layer, VARIANCE))
+    if mean is None or variance is None:
+        return False
+    return not mean.any() and bool((variance == 1).all())
+
+
+# ---- what nodes send, what is made of it, what comes back ----------------------------------------
+
+
+def _of_wire(history: History, fates: dict[str, LayerFate]) -> Iterator[Finding]:
+    of = len(fates)
+    tracked = [name for name, fate in fates.items() if fate.tracks]
+    failed = any(visit.error for each in history.rounds for visit in each.trained)
+    _note_sent(history, fates)
+    _note_returns(history, fates)
+    shared = []
+    groups: dict[str, list[str]] = {}
+    for name in tracked:
+        fate = fates[name]
+        if fate.came_back in ("loaded", "-") and fate.sent in ("all", "statistics"):
+            shared.append(name)
+        elif fate.sent == "weights" and fate.came_back == "kept":
+            groups.setdefault("statistics-local", []).append(name)
+        elif fate.sent == "weights":
+            groups.setdefault("statistics-not-sent", []).append(name)
+        elif fate.came_back == "kept":
+            groups.setdefault("local", []).append(name)
+        elif fate.came_back == "made anew":
+            groups.setdefault("local-lost", []).append(name)
+        elif fate.came_back == "-" and not failed:
+            groups.setdefault("no-repeat", []).append(name)
+    local = [*groups.get("local", ()), *groups.get("local-lost", ())]
+    if local and len(local) < len(tracked):
+        others = [name for name in tracked if name not in local]
+        groups.pop("local", None)
+        groups["partly-local"] = others
+    for name, layers in groups.items():
+        detail = ""
+        if name == "partly-local":
+            detail = f": {len(local)}, {local[0]} first"
+        yield Finding(name, tuple(layers), detail, of)
+    found = list(_of_rounds(history, fates, shared))
+    if local:  # layers between those that are kept drift apart
+        found = [finding for finding in found if finding.name != "apart"]
+    yield from found
+    if not any(finding.level == "wrong" for finding in found):
+        yield from _of_evaluations(history, groups, of)
+    spoiled = [each for each in found if each.level == "wrong" or each.name == "between"]
+    bad = {layer for finding in spoiled for layer in finding.layers}
+    good = tuple(name for name in shared if name not in bad)
+    if good and "partly-local" not in groups:
+        yield Finding("averaged", good, of=of)
+
+
+def _note_sent(history: History, fates: dict[str, LayerFate]) -> None:
+    """Fill in what of each layer all nodes send."""
+    every = [visit.network for each in history.rounds for visit in each.trained if visit.network]
+    told = [network.sent for network in every if network.sent]
+    for name, fate in fates.items():
+        statistics = all(entry_of(name, kind) in sent for sent in told for kind in STATISTICS)
+        weights = all(entry_of(name, "weight") in sent for sent in told)
+        if statistics and told:
+            fate.sent = "all" if weights else "statistics"
+        elif weights and told:
+            fate.sent = "weights"
+
+
+def _note_returns(history: History, fates: dict[str, LayerFate]) -> None:
+    """Fill in where the running statistics come from with which a node's later messages begin."""
+    ends: dict[int, State] = {}
+    for each in history.rounds:
+        for visit in (*each.trained, *each.evaluated):
+            network = visit.network
+            if network is None:
+                continue
+            if visit.node in ends:
+                for name, fate in fates.items():
+                    source = _source(visit, network, name, ends[visit.node])
+                    if fate.came_back != "made anew":  # the worst that was seen stands
+                        fate.came_back = source or fate.came_back
+            if visit in each.trained:
+                ends[visit.node] = network.end
+
+
+def _source(visit: Visit, network: Network, layer: str, end: State) -> str:
+    names = [entry_of(layer, kind) for kind in STATISTICS]
+    if any(name not in network.start for name in names):
+        return ""
+    received = network.received
+    if all(
+        name in received and same_numbers(visit.received[received[name]], network.start[name])
+        for name in names
+    ):
+        return "loaded"
+    if all(name in end and same_numbers(end[name], network.start[name]) for name in names):
+        return "kept"
+    if _is_new(network.start, layer):
+        return "made anew"
+    return "made of others"
+
+
+def _of_rounds(
+    history: History, fates: dict[str, LayerFate], shared: list[str]
+) -> Iterator[Finding]:
+    of = len(fates)
+    for each in history.rounds:
+        visits = [visit for visit in each.trained if visit.network is not None]
+        if not visits:
+            continue
+        yield from _of_places(visits, shared, of)
+        copies = [name for name in shared if any(_is_copy(visit, name) for visit in visits)]
+        if copies:
+            yield Finding("copy-without-statistics", tuple(copies), of=of)
+        clipped = _clipped(visits)
+        if clipped < 1:
+            detail = f": the node clips its update to {100 * clipped:.1f} %"
+            yield Finding("shortened", tuple(shared), detail, of)
+        seen = _named(each, visits)
+        found = look_at(seen, [name for name in shared if name not in copies], of)
+        yield from found
+        share = max(visit.network.statistics_share for visit in visits if visit.network)
+        shortened = clipped < 1 or any(finding.name == "shortened" for finding in found)
+        if shortened and share > DOMINANT:
+            yield Finding("clipped-by-statistics", detail=f"{100 * share:.0f} %")
+        yield from _of_lag(visits, shared, of)
+        for name in shared:
+            fates[name].averaged = seen.fates.get(entry_of(name, VARIANCE), fates[name].averaged)
+
+
+def _named(each: AppRound, visits: list[Visit]) -> Round:
+    """Return the arrays of a round by the entries of the network."""
+    after = []
+    for visit in visits:
+        assert visit.network is not None
+        after.append({entry: visit.sent[key] for entry, key in visit.network.sent.items()})
+    first = visits[0]
+    assert first.network is not None
+    places = first.network.sent
+    # what comes back has the places of what was sent
+    averaged = {entry: each.averaged[key] for entry, key in places.items() if key in each.averaged}
+    before = {entry: first.received[key] for entry, key in places.items() if key in first.received}
+    return Round(before, after, averaged, [visit.weight for visit in visits])
+
+
+def _of_places(visits: list[Visit], shared: list[str], of: int) -> Iterator[Finding]:
+    """Compare the places that nodes send entries at."""
+    first = visits[0].network
+    assert first is not None
+    for visit in visits[1:]:
+        other = visit.network
+        assert other is not None
+        differing = []
+        for name in shared:
+            entries = [entry_of(name, kind) for kind in ("weight", *STATISTICS)]
+            if any(first.sent.get(entry) != other.sent.get(entry) for entry in entries):
+                differing.append(name)
+        if differing:
+            detail = f": node {visit.node} and node {visits[0].node} disagree"
+            yield Finding("names-differ", tuple(differing), detail, of)
+            return
+
+
+def _is_copy(visit: Visit, layer: str) -> bool:
+    """Whether the weights that are sent have moved, and the running statistics have not, although
+    the network's have.
+    """
+    network = visit.network
+    if network is None or not _moved(network, layer):
+        return False
+    names = [entry_of(layer, kind) for kind in STATISTICS]
+    return all(
+        name in network.sent and same_numbers(visit.sent[network.sent[name]], network.start[name])
+        for name in names
+    )
+
+
+def _clipped(visits: list[Visit]) -> float:
+    """Return the smallest factor by which a node shortened its update; 1 if none did."""
+    factors = [
+        visit.network.kept_change
+        for visit in visits
+        if visit.network and visit.network.kept_change is not None
+    ]
+    least = min(factors, default=1.0)
+    return least if 0 < least < 0.999 else 1.0
+
+
+def _of_lag(visits: list[Visit], shared: list[str], of: int) -> Iterator[Finding]:
+    lagging = []
+    most = 0.0
+    for name in shared:
+        for visit in visits:
+            layer = visit.network.layers.get(name) if visit.network else None
+            if layer and layer.momentum and layer.learning:
+                left = (1 - layer.momentum) ** layer.learning
+                if left > LAG:
+                    lagging.append(name)
+                    most = max(most, left)
+    if lagging:
+        yield Finding("lag", tuple(dict.fromkeys(lagging)), f"{100 * most:.0f} %", of)
+
+
+def _of_evaluations(history: History, groups: Iterable[str], of: int) -> Iterator[Finding]:
+    """Evaluations with statistics of a new layer, unless that was said as what it comes from."""
+    if {"statistics-not-sent", "local-lost"} & set(groups):
+        return
+    for each in history.rounds:
+        moved = {
+            name
+            for visit in each.trained
+            if visit.network
+            for name in visit.network.layers
+            if _moved(visit.network, name)
+        }
+        evaluations = [(visit.network, f" on node {visit.node}") for visit in each.evaluated]
+        evaluations += [(network, " on the server") for network in each.on_server]
+        for network, where in evaluations:
+            if network is None:
+                continue
+            new = [name for name in network.layers if _is_new(network.start, name)]
+            layers = tuple(name for name in new if name in moved)
+            if layers:
+                yield Finding("evaluated-without", layers, where, of)

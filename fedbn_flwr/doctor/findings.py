@@ -1,0 +1,274 @@
+"""What may become of BN, in words: what was seen, what follows, and the change that mends it."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+Level = Literal["wrong", "worth knowing", "fine"]
+LEVELS: tuple[Level, ...] = ("wrong", "worth knowing", "fine")
+PAGE = "docs/questions.md"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of finding; `{layers}` and `{detail}` in what was seen are the finding's."""
+
+    level: Level
+    saw: str
+    follows: str = ""
+    mend: str = ""
+
+
+KINDS = {
+    # ---- wrong: what comes back from the server
+    "not-finite": Kind(
+        "wrong",
+        "the averaged BN of {layers} has numbers that are not finite",
+        "Every node is at chance from here on.",
+        "Look at each node's loss first: one diverged, or sent statistics in half precision.",
+    ),
+    "negative-variance": Kind(
+        "wrong",
+        "the averaged running_var of {layers} is below zero{detail}",
+        "In evaluation mode the model returns NaN.",
+        "A server optimizer steps past the nodes' values: let it change parameters only, and "
+        "average running statistics as FedAvg does (FedAdam of this package does both).",
+    ),
+    "not-a-mean": Kind(
+        "wrong",
+        "the running statistics of {layers} come back outside of all nodes' values",
+        "They are the statistics of no data: a server optimizer, a clip or noise has changed them.",
+        "Change parameters only, and average running statistics as FedAvg does.",
+    ),
+    "shortened": Kind(
+        "wrong",
+        "the running statistics of {layers} move only part of the way to the nodes' mean{detail}",
+        "They lag behind the weights that they belong to.",
+        "Clip or scale the update of parameters only; running statistics are averaged as they are.",
+    ),
+    "one-node": Kind(
+        "wrong",
+        "the running statistics of {layers} come back as one node sent them",
+        "The global model has the statistics of that node's data.",
+        "Average every entry of state_dict(), not model.parameters().",
+    ),
+    "not-averaged": Kind(
+        "wrong",
+        "the nodes send running statistics of {layers}, and the old ones come back",
+        "The global model is evaluated with statistics of nobody's data.",
+        "Average every entry of state_dict(), not model.parameters().",
+    ),
+    "names-differ": Kind(
+        "wrong",
+        "nodes send the entries of {layers} at different places{detail}",
+        "Entries of different layers are averaged with each other.",
+        "Send state_dict() by name, in ArrayRecord(model.state_dict()).",
+    ),
+    # ---- wrong: what is sent
+    "statistics-not-sent": Kind(
+        "wrong",
+        "the nodes send the weights of {layers}, but no running statistics, and keep none",
+        "Whoever evaluates the model has means of 0 and variances of 1, or one node's.",
+        "Send ArrayRecord(model.state_dict()) in place of model.parameters().",
+    ),
+    "partly-local": Kind(
+        "wrong",
+        "BN of {layers} is shared, and that of other layers is kept on the nodes{detail}",
+        "A name such as `bn` does not find every BN layer.",
+        "Find layers by type: isinstance(module, torch.nn.modules.batchnorm._BatchNorm); FedBN of "
+        "this package does.",
+    ),
+    "local-lost": Kind(
+        "wrong",
+        "BN of {layers} is not sent, and is gone in the node's next message",
+        "Each message begins with the statistics and weights of a model that is made anew.",
+        "Keep them in context.state, as an ArrayRecord, and load them in every message.",
+    ),
+    "copy-without-statistics": Kind(
+        "wrong",
+        "what is sent of {layers} has trained weights and the old running statistics",
+        "A copy of the model, such as an average of its weights, does not follow its buffers.",
+        "Copy the model's buffers into it, as torch.optim.swa_utils.AveragedModel does.",
+    ),
+    # ---- wrong: in a node's process
+    "measured-in-training": Kind(
+        "wrong",
+        "{layers} evaluates in training mode{detail}",
+        "Each score depends on the mini-batch, and evaluation changes the statistics.",
+        "Call model.eval() before evaluation.",
+    ),
+    "evaluated-without": Kind(
+        "wrong",
+        "{layers} is evaluated with means of 0 and variances of 1{detail}",
+        "The score is that of no trained model.",
+        "Load running statistics before evaluation: send them, or keep them in context.state.",
+    ),
+    "eval-mode-untrained": Kind(
+        "wrong",
+        "{layers} trains in evaluation mode with means of 0 and variances of 1",
+        "BN normalizes nothing.",
+        "Call model.train() before training.",
+    ),
+    "never-move": Kind(
+        "wrong",
+        "the running statistics of {layers} do not move in training{detail}",
+        "Training normalizes with a mini-batch's statistics, and evaluation with others.",
+        "Use a momentum above 0, such as the default .1.",
+    ),
+    "frozen-moves": Kind(
+        "wrong",
+        "the weights of {layers} are frozen, and the running statistics move",
+        "The frozen part of the network is another one after each round.",
+        "Put frozen BN layers into evaluation mode after each model.train().",
+    ),
+    "one-value": Kind(
+        "wrong",
+        "training failed at a mini-batch of one sample{detail}",
+        "The node's round is lost.",
+        "DataLoader(..., drop_last=True), or mini-batches that leave no single sample.",
+    ),
+    "does-not-load": Kind(
+        "wrong",
+        "a node could not load what it was sent{detail}",
+        "The node's round is lost. strict=False would only hide it: what is missing begins anew.",
+        "Add the node's own BN entries to those received, then load with strict=True.",
+    ),
+    "node-failed": Kind(
+        "wrong", "a node failed{detail}", "Its round is lost.", "The traceback is the app's own."
+    ),
+    # ---- worth knowing
+    "between": Kind(
+        "worth knowing",
+        "the running statistics of {layers} come back between the nodes' values, and as no mean",
+        "A median, a trimmed mean or Krum does so; their mixture's variance does not.",
+    ),
+    "counters": Kind(
+        "worth knowing",
+        "num_batches_tracked of {layers} comes back as another type or shape{detail}",
+        "load_state_dict rounds it into the model: harmless, unless momentum is None or a check "
+        "compares types.",
+    ),
+    "apart": Kind(
+        "worth knowing",
+        "the nodes' statistics lie apart, most in {layers}{detail}",
+        "The averaged variance leaves out the spread of the nodes' means, and no node has trained "
+        "with what is evaluated.",
+        "Measure it with `fedbn-flwr diagnose`; FixBN, FedTAN or statistics=exact mend it.",
+    ),
+    "statistics-local": Kind(
+        "worth knowing",
+        "the nodes share the weights of {layers}, and keep their own running statistics",
+        "That is SiloBN: there is no global model to evaluate, only personal ones.",
+    ),
+    "lag": Kind(
+        "worth knowing",
+        "few steps a round: {detail} of the running statistics of {layers} is what came",
+        "They lag behind the weights.",
+        "Train more steps a round, raise momentum, or measure them in a pass of their own "
+        "(statistics=exact).",
+    ),
+    "cumulative": Kind(
+        "worth knowing",
+        "momentum=None in {layers}, with counters that are shared",
+        "A new mini-batch has the weight of one among all of all rounds: statistics stand still.",
+        "Set num_batches_tracked to 0 at the start of a round, or use a momentum.",
+    ),
+    "half": Kind(
+        "worth knowing",
+        "running statistics of {layers} are sent in half precision{detail}",
+        "A variance above 65,504 is infinite in float16, and a small one is 0.",
+        "Send running statistics in float32.",
+    ),
+    "eval-mode": Kind(
+        "worth knowing",
+        "{layers} trains in evaluation mode, with the running statistics that it came with",
+        "BN is a fixed scaling then, as FixBN's second stage or a frozen network has it.",
+    ),
+    "one-sample": Kind(
+        "worth knowing",
+        "a mini-batch of one sample in {layers}{detail}",
+        "Its variance is that inside a single sample; without a spatial extent training fails.",
+        "DataLoader(..., drop_last=True).",
+    ),
+    "without-statistics": Kind(
+        "worth knowing",
+        "{layers} has no running statistics",
+        "Evaluation normalizes with its own mini-batches: scores depend on their size and order.",
+        "Use track_running_stats=True.",
+    ),
+    "clipped-by-statistics": Kind(
+        "worth knowing",
+        "the update is clipped, and running statistics are {detail} of its squared norm",
+        "The parameters are shortened because of statistics.",
+        "Leave running statistics out of the norm and out of the clip.",
+    ),
+    "no-repeat": Kind(
+        "worth knowing",
+        "no node took part twice: what nodes keep could not be seen",
+        "",
+        "Pass more --rounds.",
+    ),
+    "unnamed": Kind(
+        "worth knowing",
+        "{detail} arrays could not be told apart by names, numbers or positions",
+        "What they become was judged by the models in the nodes' processes alone.",
+        "Pass --model MODULE:NAME, the function or class that makes the network.",
+    ),
+    # ---- fine
+    "averaged": Kind("fine", "BN of {layers} is sent, averaged and comes back"),
+    "local": Kind("fine", "BN of {layers} stays on its node, and is there in the next message"),
+    "variants": Kind("fine", "BN of a class of its own: {detail}"),
+    "others": Kind("fine", "other normalizers, which have no running statistics: {detail}"),
+    "no-bn": Kind("fine", "the network has no BN layer: FedBN equals FedAvg here"),
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that was seen of some layers."""
+
+    name: str
+    layers: tuple[str, ...] = ()
+    detail: str = ""
+    #: of the network: all of them are called so
+    of: int = 0
+
+    @property
+    def level(self) -> Level:
+        """How bad it is."""
+        return KINDS[self.name].level
+
+    @property
+    def saw(self) -> str:
+        """What was seen."""
+        return KINDS[self.name].saw.format(layers=self._named(), detail=self.detail)
+
+    def __str__(self) -> str:
+        kind = KINDS[self.name]
+        return " ".join(filter(None, (f"{self.saw}.", kind.follows, kind.mend)))
+
+    def _named(self) -> str:
+        count = len(self.layers)
+        if count == self.of and count > 1:
+            return f"all {count} BN layers"
+        if count > 2:
+            return f"{count} of {self.of} BN layers ({self.layers[0]}, ...)"
+        return ", ".join(self.layers) or "a layer"
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it for programs."""
+        kind = KINDS[self.name]
+        return {
+            **asdict(self),
+            "level": kind.level,
+            "saw": self.saw,
+            "follows": kind.follows,
+            "mend": kind.mend,
+        }
+
+
+def worst_first(findings: Iterable[Finding]) -> list[Finding]:
+    """Return each finding once, by level, and within a level in the order of the catalogue."""
+    order = list(KINDS)
+    once: Sequence[Finding] = list({finding.name: finding for finding in findings}.values())
+    return sorted(once, key=lambda finding: order.index(finding.name))

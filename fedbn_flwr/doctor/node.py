@@ -1,0 +1,129 @@
+"""One message of a Flower app, in a process of its own."""
+
+import os
+import sys
+from dataclasses import dataclass
+from importlib import import_module
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import Array, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.common.constant import SType
+
+from fedbn_flwr.doctor.observer import Network, Observer, State, main_network, match
+from fedbn_flwr.plugins.options import UsageError
+
+
+@dataclass
+class Answer:
+    """What a node's process leaves."""
+
+    reply: Message | None
+    state: RecordDict
+    network: Network | None
+    error: str = ""
+
+
+def load(folder: Path, reference: str, kind: type[Any]) -> Any:
+    """Return an app's `package.module:attribute`, from its folder."""
+    os.chdir(folder)
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    module, _, attribute = reference.partition(":")
+    loaded = getattr(import_module(module), attribute, None)
+    if not isinstance(loaded, kind):
+        raise UsageError(f"{reference!r} in the app's pyproject.toml is no {kind.__name__}")
+    return loaded
+
+
+def serve_message(
+    parent: Connection, folder: Path, reference: str, message: Message, context: Context
+) -> None:
+    """Answer a message, and hand over to the parent what is left."""
+    torch.set_num_threads(1)  # as many messages as cores are answered at once
+    parent.send(answer(folder, reference, message, context))
+
+
+def answer(folder: Path, reference: str, message: Message, context: Context) -> Answer:
+    """Answer a message as the app does, and tell what was seen of its network."""
+    received = arrays_of(message.content)
+    with Observer() as observer:
+        try:
+            app: ClientApp = load(folder, reference, ClientApp)
+            reply = app(message, context)
+        except Exception as error:
+            words = " ".join(str(error).split())
+            return Answer(None, RecordDict(), None, f"{type(error).__name__}: {words}")
+        network = main_network(observer.take())
+    sent = State()
+    if reply.has_content():
+        sent = arrays_of(reply.content)
+    if network:
+        network.received = match(received, network.start, network.parameters)
+        network.sent = match(sent, network.end, network.parameters)
+        network.kept_change = _kept_change(network, received, sent)
+        network.statistics_share = _statistics_share(network)
+        network = network.of_layers()
+    return Answer(reply, context.state, network)
+
+
+def named_arrays(content: RecordDict) -> dict[str, Array]:
+    """Return the arrays of a message by name, with the record's name where two are alike."""
+    arrays: dict[str, Array] = {}
+    for record_name, record in content.array_records.items():
+        for name, array in record.items():
+            key = f"{record_name}.{name}" if name in arrays else name
+            arrays[key] = array
+    return arrays
+
+
+def arrays_of(content: RecordDict) -> State:
+    """Return the numbers of a message's arrays by their names; other bytes are left out."""
+    return {
+        name: array.numpy()
+        for name, array in named_arrays(content).items()
+        if array.stype == SType.NUMPY
+    }
+
+
+def weight_of(content: RecordDict) -> float:
+    """Return the number of samples that a reply names; 0 without one."""
+    for record in content.metric_records.values():
+        for name, value in record.items():
+            if name.replace("_", "-") == "num-examples" and isinstance(value, int | float):
+                return float(value)
+    return 0.0
+
+
+def _kept_change(network: Network, received: State, sent: State) -> float | None:
+    """Return by which factor the parameters' change was shortened before they were sent."""
+    trained = []
+    told = []
+    for name in sorted(network.parameters & network.sent.keys() & network.received.keys()):
+        start = np.asarray(received[network.received[name]], np.float64).reshape(-1)
+        trained.append(np.asarray(network.end[name], np.float64).reshape(-1) - start)
+        told.append(np.asarray(sent[network.sent[name]], np.float64).reshape(-1) - start)
+    if not trained:
+        return 1.0
+    way = np.concatenate(trained)
+    if not way.any():
+        return 1.0
+    gone = np.concatenate(told)
+    part = float(way @ gone / (way @ way))
+    close = bool(np.abs(gone - part * way).max() <= 1e-3 * np.abs(way).max())
+    return part if close else None
+
+
+def _statistics_share(network: Network) -> float:
+    """Return the share of the squared norm of what training changed that is not the parameters'."""
+    squares = {
+        name: float(((network.end[name].astype(float) - value.astype(float)) ** 2).sum())
+        for name, value in network.start.items()
+    }
+    whole = sum(squares.values())
+    own = sum(square for name, square in squares.items() if name in network.parameters)
+    return 1 - own / whole if whole else 0.0

@@ -1,0 +1,290 @@
+"""What a process sees of the networks that are called in it."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torch.nn.modules import module as hooks
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.hooks import RemovableHandle
+
+State = dict[str, NDArray[Any]]
+#: classes that are no `_BatchNorm`, and whose names users look for in its place
+OTHERS = (
+    "FrozenBatchNorm2d",
+    "GroupNorm",
+    "LayerNorm",
+    "LayerNorm2d",
+    "RMSNorm",
+    "InstanceNorm1d",
+    "InstanceNorm2d",
+    "InstanceNorm3d",
+)
+#: more samples than a mini-batch has
+MANY = 2**31
+
+
+@dataclass
+class LayerSeen:
+    """A BN layer, and how it was called."""
+
+    kind: str
+    #: of its `weight`; None without one
+    learns: bool | None
+    tracks: bool
+    momentum: float | None
+    #: calls with gradients, in training and in evaluation mode
+    learning: int = 0
+    fixed: int = 0
+    #: calls without gradients, in training and in evaluation mode
+    measuring: int = 0
+    evaluating: int = 0
+    #: least number of samples among the calls with gradients in training mode
+    fewest: int = MANY
+
+    def note(self, batch: int, training: bool) -> None:
+        """Count one call."""
+        if torch.is_grad_enabled():
+            if training:
+                self.learning += 1
+                self.fewest = min(self.fewest, batch)
+            else:
+                self.fixed += 1
+        elif training:
+            self.measuring += 1
+        else:
+            self.evaluating += 1
+
+
+@dataclass
+class Network:
+    """A network that was called by itself, not by another one."""
+
+    layers: dict[str, LayerSeen]
+    #: classes of other normalizers, and how many there are of each
+    others: dict[str, int]
+    parameters: set[str]
+    #: all entries of its state, at its first call and at the end
+    start: State
+    end: State
+    #: by entry, the array of the message that holds it, and the one of the reply
+    received: dict[str, str] = field(default_factory=dict)
+    sent: dict[str, str] = field(default_factory=dict)
+    #: what is left of the parameters' change in what is sent; None where that is no one number
+    kept_change: float | None = 1.0
+    #: of the squared norm of what training changed, the part of other entries than parameters
+    statistics_share: float = 0.0
+
+    @property
+    def learned(self) -> bool:
+        """Whether BN layers of it were called with gradients."""
+        return any(layer.learning or layer.fixed for layer in self.layers.values())
+
+    def of_layers(self) -> "Network":
+        """Return it with the entries of BN layers only."""
+        return replace(self, start=self._entries(self.start), end=self._entries(self.end))
+
+    def _entries(self, state: State) -> State:
+        return {name: value for name, value in state.items() if layer_of(name) in self.layers}
+
+
+def layer_of(entry: str) -> str:
+    """Return the name of the layer that an entry of a state belongs to."""
+    return entry.rpartition(".")[0]
+
+
+class Observer:
+    """While active, watches all networks of the process."""
+
+    def __init__(self) -> None:
+        self._roots: dict[int, tuple[nn.Module, State]] = {}
+        self._layers: dict[int, LayerSeen] = {}
+        self._depth = 0
+        self._handles: list[RemovableHandle] = []
+
+    def __enter__(self) -> "Observer":
+        before = hooks.register_module_forward_pre_hook(self._before)
+        after = hooks.register_module_forward_hook(self._after, always_call=True)
+        self._handles = [before, after]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if self._depth == 0 and id(module) not in self._roots and _has_parameters(module):
+            self._roots[id(module)] = (module, state_of(module))
+        self._depth += 1
+        if isinstance(module, _BatchNorm):
+            seen = self._layers.get(id(module))
+            if seen is None:
+                seen = self._layers[id(module)] = describe_layer(module)
+            if inputs and isinstance(inputs[0], torch.Tensor):
+                seen.note(len(inputs[0]), module.training)
+                if torch.is_grad_enabled() and module.weight is not None:
+                    seen.learns = module.weight.requires_grad
+
+    def _after(self, module: nn.Module, inputs: object, outputs: object) -> None:
+        self._depth -= 1
+
+    def take(self) -> list[Network]:
+        """Return the networks that were called since the last time."""
+        networks = [
+            describe_network(root, start, self._layers) for root, start in self._roots.values()
+        ]
+        self._roots = {}
+        self._layers = {}
+        self._depth = 0
+        return networks
+
+
+def describe_network(
+    root: nn.Module, start: State | None = None, calls: Mapping[int, LayerSeen] | None = None
+) -> Network:
+    """Describe a network, with what is known of the calls of its layers, by their `id`."""
+    layers = {}
+    others = dict[str, int]()
+    for name, module in root.named_modules():
+        kind = type(module).__name__
+        if isinstance(module, _BatchNorm):
+            layers[name] = (calls or {}).get(id(module)) or describe_layer(module)
+        elif kind in OTHERS:
+            others[kind] = others.get(kind, 0) + 1
+    parameters = {name for name, _ in root.named_parameters()}
+    end = state_of(root)
+    return Network(layers, others, parameters, start or end, end)
+
+
+def describe_layer(layer: _BatchNorm) -> LayerSeen:
+    """Describe a BN layer that was not called yet."""
+    learns = None
+    if layer.weight is not None:
+        learns = layer.weight.requires_grad
+    return LayerSeen(type(layer).__name__, learns, layer.running_mean is not None, layer.momentum)
+
+
+def state_of(module: nn.Module) -> State:
+    """Return a copy of a module's state."""
+    return as_arrays(module.state_dict())
+
+
+def as_arrays(state: Mapping[str, Any]) -> State:
+    """Return a copy of the entries of a state that are numbers; bfloat16 becomes float32."""
+    arrays = {}
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor):
+            tensor = value.detach().cpu()
+            if tensor.dtype == torch.bfloat16:
+                tensor = tensor.float()
+            arrays[name] = tensor.numpy().copy()
+        elif isinstance(value, np.ndarray):
+            arrays[name] = value
+    return arrays
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def main_network(networks: Iterable[Network]) -> Network | None:
+    """Return the network that learns, or the one with the most layers if none does.
+
+    Parts that are called one by one, such as a backbone and a head, are one network.
+    """
+    every = list(networks)
+    learning = [network for network in every if network.learned]
+    if len(learning) > 1:
+        return _joined(learning)
+    return max(learning or every, key=lambda network: len(network.layers), default=None)
+
+
+def _joined(networks: list[Network]) -> Network:
+    whole = Network({}, {}, set(), {}, {})
+    for number, network in enumerate(networks, 1):
+        prefix = f"network {number}."
+        for kind, count in network.others.items():
+            whole.others[kind] = whole.others.get(kind, 0) + count
+        whole.layers |= {prefix + name: layer for name, layer in network.layers.items()}
+        whole.parameters |= {prefix + name for name in network.parameters}
+        whole.start |= {prefix + name: value for name, value in network.start.items()}
+        whole.end |= {prefix + name: value for name, value in network.end.items()}
+    return whole
+
+
+# ---- which array of a message is which entry -----------------------------------------------------
+
+
+def match(arrays: State, state: State, parameters: Iterable[str] = ()) -> dict[str, str]:
+    """Return by entry of a state the array that holds it: found by names, else by numbers, else by
+    positions.
+    """
+    by_name = _by_name(arrays, state)
+    if 2 * len(by_name) >= len(arrays):
+        return by_name
+    by_numbers = _by_numbers(arrays, state)
+    if 2 * len(by_numbers) >= len(arrays):
+        return by_numbers
+    return by_position(arrays, state, parameters)
+
+
+def _by_name(arrays: State, state: State) -> dict[str, str]:
+    """A prefix, such as `module.`, may stand on either side."""
+    found = {}
+    for key, array in arrays.items():
+        entries = [key] if key in state else []
+        if not entries and not key.isdecimal():
+            entries = [
+                entry for entry in state if key.endswith(f".{entry}") or entry.endswith(f".{key}")
+            ]
+        if len(entries) == 1 and state[entries[0]].size == array.size:
+            found[entries[0]] = key
+    return found
+
+
+def _by_numbers(arrays: State, state: State) -> dict[str, str]:
+    names = list(state)
+    free = dict.fromkeys(names)
+    found = {}
+    last = -1
+    for key, array in arrays.items():
+        equal = [name for name in free if same_numbers(array, state[name])]
+        if equal:
+            # entries with the same numbers, such as counters, are in the state's order
+            behind = [name for name in equal if names.index(name) > last]
+            name = (behind or equal)[0]
+            del free[name]
+            found[name] = key
+            last = names.index(name)
+    return found
+
+
+def same_numbers(array: NDArray[Any], entry: NDArray[Any]) -> bool:
+    """Return whether an array has an entry's numbers, in its own precision or the entry's."""
+    if array.size != entry.size:
+        return False
+    with np.errstate(all="ignore"):
+        array = array.reshape(entry.shape)
+        return np.array_equal(array, entry.astype(array.dtype), equal_nan=True) or np.array_equal(
+            array.astype(entry.dtype), entry, equal_nan=True
+        )
+
+
+def by_position(arrays: State, state: State, parameters: Iterable[str] = ()) -> dict[str, str]:
+    """Match arrays with all entries, all but the counters, or the parameters, whichever has their
+    shapes in this order.
+    """
+    shapes = [array.shape for array in arrays.values()]
+    learned = set(parameters)
+    for names in (
+        list(state),
+        [name for name in state if not name.endswith("num_batches_tracked")],
+        [name for name in state if name in learned],
+    ):
+        if [state[name].shape for name in names] == shapes:
+            return dict(zip(names, arrays, strict=True))
+    return {}

@@ -1,0 +1,194 @@
+"""The doctor finds in each app what was planted there, and nothing else."""
+
+import json
+import multiprocessing
+import shutil
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from fedbn_flwr.doctor.app import FlowerApp, run_app
+from fedbn_flwr.doctor.examine import Examination, examine
+from fedbn_flwr.experiments import main
+
+APPS = Path(__file__).parent / "apps"
+NAMES = sorted(path.stem for path in APPS.glob("*.py") if path.stem not in ("common", "of_flower"))
+
+Doctor = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(autouse=True)
+def _apps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(APPS))
+    monkeypatch.chdir(APPS)
+
+
+@cache
+def examined(name: str, nodes: int = 2, strategy: str = "") -> Examination:
+    config = {"num-server-rounds": 3, "strategy": strategy}
+    app = FlowerApp(APPS, f"{name}:server", f"{name}:client", config)
+    return examine(run_app(app, nodes, 2, 300))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_planted_is_found_and_nothing_else(name: str) -> None:
+    planted = import_module(name)
+    examination = examined(name, nodes=getattr(planted, "NODES", 2))
+    found = {finding.name for finding in examination.findings}
+    assert found == planted.EXPECTED, "\n".join(map(str, examination.findings))
+    failing = {"does-not-load", "one-value", "names-differ"}
+    assert not examination.stopped or found & failing
+
+
+def test_layers_are_named_and_counted() -> None:
+    (finding,) = (each for each in examined("kept_by_name").findings if each.name == "partly-local")
+    assert finding.layers == (
+        "layer2.0.downsample.1",
+        "layer3.0.downsample.1",
+        "layer4.0.downsample.1",
+    )
+    assert "3 of 20 BN layers (layer2.0.downsample.1, ...)" in finding.saw
+    assert "17, bn1 first" in finding.saw
+
+
+def test_the_table_says_what_is_sent_averaged_and_comes_back() -> None:
+    silo = examined("silo").layers
+    assert [(layer.name, layer.sent, layer.came_back) for layer in silo] == [
+        ("bn1", "weights", "kept"),
+        ("norm", "weights", "kept"),
+    ]
+    adam = examined("server_adam").layers
+    assert {(layer.sent, layer.came_back) for layer in adam} == {("all", "loaded")}
+    assert {layer.averaged for layer in adam} <= {"below zero", "beyond"}
+
+
+#: what Flower's own strategies make of running statistics; docs/questions.md has this table
+FLOWER = {
+    "FedAvg": {"averaged", "counters"},
+    "FedProx": {"averaged", "counters"},
+    "FedAvgM": {"not-a-mean", "counters"},
+    "FedAdagrad": {"not-a-mean", "counters"},
+    "FedAdam": {"not-a-mean", "counters"},
+    "FedYogi": {"not-a-mean", "counters"},
+    "FedMedian": {"between", "counters"},
+    "FedTrimmedAvg": {"between", "counters"},
+    "Krum": {"one-node", "counters"},
+    "DifferentialPrivacyServerSideFixedClipping": {"not-a-mean", "counters"},
+}
+
+
+@pytest.mark.parametrize("name", FLOWER)
+def test_what_flowers_strategies_make_of_running_statistics(name: str) -> None:
+    findings = examined("of_flower", 3, name).findings
+    # in how many rounds a variance is below zero depends on the draw
+    found = {finding.name for finding in findings} - {"negative-variance"}
+    assert found == FLOWER[name], "\n".join(map(str, findings))
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+
+def make_app(folder: Path, name: str, config: str = "num-server-rounds = 3") -> Path:
+    """Make the folder of an app, as `flwr new` does."""
+    for path in APPS.glob("*.py"):
+        shutil.copy(path, folder)
+    (folder / "pyproject.toml").write_text(
+        f'[tool.flwr.app.components]\nserverapp = "{name}:server"\nclientapp = "{name}:client"\n'
+        f"[tool.flwr.app.config]\n{config}\n"
+    )
+    return folder
+
+
+@pytest.fixture
+def doctor(capsys: pytest.CaptureFixture[str]) -> Doctor:
+    def run(*arguments: object) -> tuple[int, str, str]:
+        code = main(["doctor", *map(str, arguments)])
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return run
+
+
+def test_wrong_is_an_exit_code_of_one_and_worth_knowing_is_none(
+    tmp_path: Path, doctor: Doctor
+) -> None:
+    code, out, _ = doctor(make_app(tmp_path, "momentum"), "--nodes", "2")
+    assert code == 1
+    assert out.index("wrong: ") < out.index("worth knowing: ") < out.index("fine: ")
+    assert "Use a momentum above 0" in " ".join(out.split())
+    assert "docs/questions.md#never-move" in out
+    code, out, _ = doctor(make_app(tmp_path, "message_api"), "--nodes", "2", "--json")
+    assert code == 0
+    printed = json.loads(out)
+    assert {finding["name"] for finding in printed["findings"]} == {"averaged", "counters"}
+    assert [layer["name"] for layer in printed["layers"]] == ["bn1", "norm"]
+    assert Path.cwd() == APPS
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "line"),
+    [
+        ("many_nodes", [], "it waits for 7 nodes: pass --nodes 7"),
+        ("old_many_nodes", [], "it waits for 5 nodes: pass --nodes 5"),
+        ("no_data", [], "FileNotFoundError: there is no /data/scans"),
+        ("no_data", ["--run-config", "colour=1"], "the app has no 'colour'; it has num-server"),
+        ("no_data", ["--run-config", "a=b c"], "must be KEY=VALUE"),
+        ("no_data", ["--run-config", "other.toml"], "there is no other.toml"),
+        ("no_data", ["--nodes", "none"], "--nodes must be a whole number"),
+        ("no_data", ["--model", "common:load_data"], "--model"),
+        ("common", [], "'common:server' in the app's pyproject.toml is no ServerApp"),
+        ("no_network", [], "no node trained a network of PyTorch"),
+    ],
+)
+def test_one_line_says_what_to_pass(
+    tmp_path: Path,
+    doctor: Doctor,
+    name: str,
+    arguments: list[str],
+    line: str,
+) -> None:
+    (tmp_path / "many_nodes.py").write_text(
+        "from common import *\nclient = plain_client()\n"
+        "server = plain_server(strategy=lambda: FedAvg(min_available_nodes=7))\n"
+    )
+    (tmp_path / "old_many_nodes.py").write_text(
+        "from numpy_client import *\n"
+        "def server_fn(context):\n"
+        "    strategy = FedAvg(min_available_clients=5)\n"
+        "    return ServerAppComponents(strategy=strategy, config=ServerConfig(num_rounds=1))\n"
+        "server = ServerApp(server_fn=server_fn)\n"
+    )
+    (tmp_path / "no_data.py").write_text(
+        "from common import *\ndef data(context):\n"
+        "    raise FileNotFoundError('there is no /data/scans')\n"
+        "client = plain_client(data=data)\nserver = plain_server()\n"
+    )
+    (tmp_path / "no_network.py").write_text(
+        "from common import *\nserver = plain_server()\nclient = ClientApp()\n"
+        "@client.train()\n@client.evaluate()\ndef answer(message, context):\n"
+        "    return reply(message, [0], arrays=message.content['arrays'])\n"
+    )
+    code, out, err = doctor(make_app(tmp_path, name), *arguments)
+    assert code == 2
+    assert not out
+    assert line in err
+    assert err.count("\n") == 1
+
+
+def test_a_folder_that_is_no_app_and_a_run_that_takes_too_long(
+    tmp_path: Path, doctor: Doctor
+) -> None:
+    code, _, err = doctor(tmp_path)
+    assert code == 2
+    assert "name the folder of a Flower app" in err
+    (tmp_path / "slow.py").write_text(
+        "import time\nfrom common import *\nserver = plain_server()\n"
+        "client = plain_client(fit=lambda net, loader: time.sleep(600))\n"
+    )
+    app = FlowerApp.read(make_app(tmp_path, "slow"))
+    history = run_app(app, 2, 2, 8)
+    assert "pass --minutes" in history.stopped
+    assert not multiprocessing.active_children()
