@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 # uv leaves it to Python to keep compiled modules: without them, an import of torch takes 3.0 s instead of 1.6
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-deploy test-docker test-gpu faults smoke-all check format docs dist bench bench-deploy bench-gpu bench-kernels bench-quick mutants matrix clean
+.PHONY: demo test test-all test-deploy test-docker test-gpu newest faults smoke-all check format docs dist bench bench-deploy bench-gpu bench-kernels bench-quick mutants matrix clean
 
 demo: $(VENV)/installed
 	$(BIN)/fedbn-flwr compare --methods fedavg,fedavg+gn,fixbn,fedbn,fedtan,fedtan:carry=true,centralized \
@@ -20,6 +20,12 @@ test: $(VENV)/installed
 
 test-all: $(VENV)/installed
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+# with the newest Flower and torch in the environment; PRE=--pre takes what is not released yet
+newest: $(VENV)/installed
+	$(BIN)/pip install --upgrade $(PRE) flwr torch torchvision
+	$(BIN)/pip list | grep -E "^(flwr|torch|torchvision) " | tee newest.txt
+	$(BIN)/python -m pytest -m "not slow" -n 3 --dist loadfile --no-loadscope-reorder
 
 # the compose file's services as plain processes, without Docker
 test-deploy: $(VENV)/installed
@@ -58,6 +64,7 @@ docs: $(VENV)/installed
 	$(BIN)/python docs/make_options.py
 	$(BIN)/python docs/make_projects.py
 	$(BIN)/python docs/make_wire.py
+	$(BIN)/python docs/make_findings.py
 	$(BIN)/python docs/make_results.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 

@@ -1,4 +1,4 @@
-"""Eleven floors: a file imports from its own room and from lower floors.
+"""Twelve floors: a file imports from its own room and from lower floors.
 
 No circles. And the registry is complete.
 """
@@ -27,6 +27,7 @@ FLOORS = (
     ("strategies",),
     ("fedbn_flwr.clientapp",),
     ("fedbn_flwr.simulation",),
+    ("fedbn_flwr.doctor",),
     ("fedbn_flwr.experiments",),
     ("fedbn_flwr.deployment",),
     ("apps", "benchmarks"),
@@ -54,7 +55,7 @@ INNER_FLOORS = (
     ),  # what becomes of it
     ("recipes.schema",),
     ("results",),  # what its numbers say
-    ("recipes", "laboratory", "diagnose", "flower_run", "cli"),  # what users call
+    ("recipes", "laboratory", "diagnose", "doctor", "flower_run", "cli"),  # what users call
 )
 #: public import paths that stand for a room, and the package itself, which imports the experiments
 #: when asked for them

@@ -1,40 +1,40 @@
 """All that touches the insides of Flower, whose next version may have others: each function says
-what it replaces.
+what it replaces, and looks for that when it is called.
 
-Tried with Flower 1.42, which `tests/deployment/test_flower_internals.py` names for each of them.
+What is gone and only makes a deployment sturdier is left out, with one line; what is needed
+is a `DeploymentError` of one line. Both name `TRIED`, the version that had it.
 """
 
 import hashlib
-import importlib
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from functools import reduce
 from http import HTTPStatus
+from importlib import import_module
+from importlib.metadata import version
 from threading import Lock
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
 from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 from flwr.app import ConfigRecord, Error, Message
-from flwr.common.constant import HEARTBEAT_DEFAULT_INTERVAL, HEARTBEAT_PATIENCE, ErrorCode
-from flwr.proto.fleet_pb2 import ActivateNodeRequest
-from flwr.supercore.inflatable.inflatable_object import (
-    get_object_type_from_object_content,
-    iterate_object_tree,
-)
-from flwr.supercore.inflatable.inflatable_utils import ObjectPushError, inflate_object_from_contents
+from flwr.common.constant import ErrorCode
 
 from fedbn_flwr.deployment import DeploymentError
 from fedbn_flwr.deployment.health import note_accepted
 from fedbn_flwr.deployment.sent_log import Asked, SentLog
 
+#: the newest Flower in which all of it was there
+TRIED = "1.42"
 #: milliseconds for which a request of the SuperLink waits for the database
 PATIENCE = 60_000
 #: seconds between two attempts of a node whose key is not registered yet
 PAUSE = 3.0
 #: seconds for which a node counts as connected after its last heartbeat
-CONNECTED = HEARTBEAT_DEFAULT_INTERVAL * HEARTBEAT_PATIENCE
+CONNECTED = 60.0
 #: seconds for which a node is offline, so that a run finds it so: it looks for replies every three
 #: seconds
 OFFLINE = 10.0
@@ -53,23 +53,57 @@ _INSERT = "_insert_message"
 _ROUND = "server-round"
 
 
+def internal(place: str) -> Any:
+    """Return what Flower has at `package.module:name`; a `DeploymentError` if that is gone."""
+    module, _, name = place.partition(":")
+    try:
+        return reduce(getattr, name.split("."), import_module(module))
+    except (ImportError, AttributeError) as error:
+        raise DeploymentError(
+            f"Flower {version('flwr')} has no {place}, which Flower {TRIED} has: install that one, "
+            "or a newer version of this package"
+        ) from error
+
+
+@contextmanager
+def _dispensable(what: str) -> Iterator[None]:
+    """Say in one line what is left out because Flower has changed."""
+    try:
+        yield
+    except DeploymentError as error:
+        print(f"{error}; without it {what}", file=sys.stderr, flush=True)
+
+
 def wait_longer() -> None:
     """Let every connection to the SuperLink's database that is opened from now on wait for
     `PATIENCE`.
     """
-    flower = importlib.import_module("flwr.supercore.sql_mixin")
-    others = [pragma for pragma in flower.SQLITE_PRAGMAS if pragma[0] != "busy_timeout"]
-    flower.SQLITE_PRAGMAS = (("busy_timeout", str(PATIENCE)), *others)  # type: ignore[attr-defined]
+    with _dispensable("an overloaded server may lose replies: 'database is locked'"):
+        pragmas = internal("flwr.supercore.sql_mixin:SQLITE_PRAGMAS")
+        others = [pragma for pragma in pragmas if pragma[0] != "busy_timeout"]
+        flower = import_module("flwr.supercore.sql_mixin")
+        vars(flower)["SQLITE_PRAGMAS"] = (("busy_timeout", str(PATIENCE)), *others)
 
 
 def start_processes(start: Callable[..., None]) -> None:
     """Let a SuperExec call `start` where Flower calls `subprocess.Popen`."""
-    flower = importlib.import_module("flwr.supercore.superexec.executor.subprocess_executor")
-    flower.subprocess = SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL)  # type: ignore[attr-defined]
+    module = "flwr.supercore.superexec.executor.subprocess_executor"
+    with _dispensable("each message waits for a new process to import torch"):
+        internal(f"{module}:subprocess.Popen")
+        replaced = SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL)
+        vars(import_module(module))["subprocess"] = replaced
+
+
+def notice_returns() -> None:
+    """Let `come_back_noticed` wrap Flower's class for the server's Fleet API."""
+    with _dispensable("a run may wait for a killed node's replies until its timeout"):
+        internal("flwr.supernode.fleet_http_client:FleetHttpClient.ActivateNode")
+        internal("flwr.proto.fleet_pb2:ActivateNodeRequest")
+        come_back_noticed(internal("flwr.supernode.fleet_http_client:FleetHttpClient"))
 
 
 def come_back_noticed(client: Any) -> None:
-    """Wrap `ActivateNode` of `client`, Flower's class for the server's Fleet API.
+    """Wrap `ActivateNode` of a class for the server's Fleet API.
 
     The server tells a run that a node has lost its messages only if the node is offline at the
     moment when the run looks for replies. One that was killed counts as connected for a minute. The
@@ -108,8 +142,9 @@ def come_back_noticed(client: Any) -> None:
         """Return whether the server knows the key: only then does it look at the interval, which
         must not be 0.
         """
+        ask = internal("flwr.proto.fleet_pb2:ActivateNodeRequest")
         try:
-            activate(self, ActivateNodeRequest(public_key=request.public_key, heartbeat_interval=0))
+            activate(self, ask(public_key=request.public_key, heartbeat_interval=0))
         except Exception as error:
             return _answer(error) == HTTPStatus.BAD_REQUEST
         return True
@@ -122,29 +157,27 @@ def is_registered(address: str, key: EllipticCurvePrivateKey, certificate: bytes
     heartbeats.
     """
     import httpx
-    from flwr.supercore.error import ApiErrorCode, FlowerError
-    from flwr.supercore.interceptors.http.runtime_version import RuntimeVersionHttpInterceptor
-    from flwr.supercore.primitives.asymmetric import public_key_to_bytes
-    from flwr.supernode.fleet_http_client import FleetHttpClient
-    from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
+
+    codes = internal("flwr.supercore.error:ApiErrorCode")
+    errors = internal("flwr.supercore.error:FlowerError")
+    as_version = internal(
+        "flwr.supercore.interceptors.http.runtime_version:RuntimeVersionHttpInterceptor"
+    )
+    as_bytes = internal("flwr.supercore.primitives.asymmetric:public_key_to_bytes")
+    connect = internal("flwr.supernode.fleet_http_client:FleetHttpClient.from_server_address")
+    as_node = internal("flwr.supernode.node_auth_http_interceptor:NodeAuthHttpInterceptor")
+    ask = internal("flwr.proto.fleet_pb2:ActivateNodeRequest")
 
     public = key.public_key()
-    signed: list[Any] = [
-        RuntimeVersionHttpInterceptor(component_name="SuperNode"),
-        NodeAuthHttpInterceptor(key, public),
-    ]
-    with FleetHttpClient.from_server_address(
-        address, False, certificate, interceptors=signed
-    ) as client:
+    signed = [as_version(component_name="SuperNode"), as_node(key, public)]
+    with connect(address, False, certificate, interceptors=signed) as client:
         try:
-            client.ActivateNode(
-                ActivateNodeRequest(public_key=public_key_to_bytes(public), heartbeat_interval=0)
-            )
+            client.ActivateNode(ask(public_key=as_bytes(public), heartbeat_interval=0))
         except httpx.HTTPStatusError as error:
-            answer = FlowerError.from_json(error.response.text)
-            if answer and answer.code == ApiErrorCode.FLEET_INVALID_HEARTBEAT_INTERVAL:
+            answer = errors.from_json(error.response.text)
+            if answer and answer.code == codes.FLEET_INVALID_HEARTBEAT_INTERVAL:
                 return True
-            if answer is None or answer.code != ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED:
+            if answer is None or answer.code != codes.FLEET_NODE_ACTIVATION_FAILED:
                 raise DeploymentError(
                     f"the server says {error.response.status_code} to this site's key"
                 ) from error
@@ -161,16 +194,21 @@ class AppRefusedError(RuntimeError):
     """The run's app is none that this site allows."""
 
 
-def guard_internals(module: ModuleType, log: SentLog, allowed: Collection[str]) -> None:
-    """Wrap the functions of Flower's module `flwr.supernode.start_client_internal`.
+def guard_node(log: SentLog, allowed: Collection[str]) -> None:
+    """Let the SuperNode record what it sends, and refuse other apps than `allowed`; empty is any.
 
-    `allowed` empty is any app.
+    A `DeploymentError` says if that cannot be.
     """
-    lacking = [name for name in (_PULL, _PUSH, _INSERT) if not hasattr(module, name)]
-    if lacking:
-        raise DeploymentError(
-            f"this version of Flower's SuperNode has no {lacking[0]}: nothing could be recorded"
-        )
+    place = "flwr.supernode.start_client_internal"
+    for name in (_PULL, _PUSH, _INSERT):
+        internal(f"{place}:{name}")
+    for name in ("inflatable_object:iterate_object_tree", "inflatable_utils:ObjectPushError"):
+        internal(f"flwr.supercore.inflatable.{name}")
+    guard_internals(import_module(place), log, allowed)
+
+
+def guard_internals(module: ModuleType, log: SentLog, allowed: Collection[str]) -> None:
+    """Wrap the functions of Flower's module for SuperNodes."""
     apps: dict[int, str] = {}
     setattr(
         module,
@@ -227,9 +265,7 @@ def _pulling(
                 metadata = message.metadata
                 run = str(message.metadata.run_id)
                 numbers = [
-                    rounds[part.object_id]
-                    for part in iterate_object_tree(tree)
-                    if part.object_id in rounds
+                    rounds[part.object_id] for part in _parts(tree) if part.object_id in rounds
                 ]
                 asked = Asked(
                     metadata.message_type,
@@ -253,9 +289,7 @@ def _pushing(push: Callable[..., None], log: SentLog) -> Callable[..., None]:
             sent = message
             if not message.has_error():
                 # takes the objects out of `contents`
-                sent = cast(
-                    Message, inflate_object_from_contents(message.metadata.message_id, contents)
-                )
+                sent = cast(Message, _inflate(message.metadata.message_id, contents))
             log.record(message, sent, size)
             return upload.send(message, *others)
 
@@ -298,7 +332,7 @@ class _Upload:
         session = self._session
         try:
             self._push(run_id, session, object_id, content)
-        except ObjectPushError:
+        except internal("flwr.supercore.inflatable.inflatable_utils:ObjectPushError"):
             with self._lock:
                 if self._session == session:
                     self.send(*self._sent)
@@ -309,7 +343,7 @@ class _Upload:
 def wait_for_contents(store: Any, message: Message) -> dict[str, bytes]:
     """Return a message's objects by their ids, as soon as its app has handed over all of them."""
     contents = {}
-    for tree in iterate_object_tree(store.get_object_tree(message.metadata.message_id)):
+    for tree in _parts(store.get_object_tree(message.metadata.message_id)):
         while (content := store.get(tree.object_id)) == b"":
             time.sleep(0.1)
         if content is not None:
@@ -322,10 +356,27 @@ def round_of(object_id: str, content: bytes) -> int:
 
     It is 0 for other objects.
     """
-    if get_object_type_from_object_content(content) != ConfigRecord.__name__:
+    kind_of = internal(
+        "flwr.supercore.inflatable.inflatable_object:get_object_type_from_object_content"
+    )
+    if kind_of(content) != ConfigRecord.__name__:
         return 0
-    config = inflate_object_from_contents(object_id, {object_id: content})
+    config = _inflate(object_id, {object_id: content})
     number = None
     if isinstance(config, ConfigRecord):
         number = config.get(_ROUND)
     return number if isinstance(number, int) else 0
+
+
+def _parts(tree: Any) -> Iterator[Any]:
+    """Iterate over the objects of a message."""
+    parts: Callable[[Any], Iterator[Any]] = internal(
+        "flwr.supercore.inflatable.inflatable_object:iterate_object_tree"
+    )
+    return parts(tree)
+
+
+def _inflate(object_id: str, contents: dict[str, bytes]) -> Any:
+    """Make an object of its parts, which are taken out of `contents`."""
+    inflate = internal("flwr.supercore.inflatable.inflatable_utils:inflate_object_from_contents")
+    return inflate(object_id, contents)

@@ -10,7 +10,6 @@ Where `FEDBN_EXCHANGE` names the server's side channel, the apps of the site rea
 process, the only one of a site that talks to the server.
 """
 
-import importlib
 import os
 import re
 import sys
@@ -20,7 +19,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from fedbn_flwr.deployment import DeploymentError
-from fedbn_flwr.deployment.flower_internals import come_back_noticed, guard_internals
+from fedbn_flwr.deployment.flower_internals import guard_node, notice_returns
 from fedbn_flwr.deployment.relay import start_relay
 from fedbn_flwr.deployment.sent_log import SentLog
 
@@ -51,7 +50,7 @@ def main() -> None:
             *(word.partition("=")[2] for word in sys.argv if word.startswith("--host=")),
         ]
         start_relay(hosts[-1], target, record=log.record_stream)
-    come_back_noticed(importlib.import_module("flwr.supernode.fleet_http_client").FleetHttpClient)
+    notice_returns()
     (command,) = entry_points(group="console_scripts", name="flower-supernode")
     command.load()()
     # only reached when the loop has ended by an error: whoever stops a SuperNode does so by a
@@ -69,7 +68,7 @@ def _guard(log: SentLog) -> None:
             f"{APPS_VARIABLE} must be hashes of 64 hexadecimal digits, got {wrong[0]!r}"
         )
     if apps or os.environ.get(LOG_VARIABLE):
-        guard_internals(importlib.import_module("flwr.supernode.start_client_internal"), log, apps)
+        guard_node(log, apps)
 
 
 def _end(failure: threading.ExceptHookArgs) -> None:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 Level = Literal["wrong", "worth knowing", "fine"]
 LEVELS: tuple[Level, ...] = ("wrong", "worth knowing", "fine")
-PAGE = "docs/questions.md"
+PAGE = "docs/doctor.md"
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ KINDS = {
         "the averaged running_var of {layers} is below zero{detail}",
         "In evaluation mode the model returns NaN.",
         "A server optimizer steps past the nodes' values: let it change parameters only, and "
-        "average running statistics as FedAvg does (FedAdam of this package does both).",
+        "average running statistics as FedAvg does (server-optimizer=adam here does both).",
     ),
     "not-a-mean": Kind(
         "wrong",

@@ -78,16 +78,21 @@ class InMemoryArray(Array):
 
 def make_record(arrays: Mapping[str, Array]) -> ArrayRecord:
     """A record of these very arrays: Flower's constructor would serialize each."""
-    record = ArrayRecord()
-    # past the checks of one entry at a time, which take longer than to copy a small array
-    record.__dict__["_data"].update(arrays)
-    return record
+    return _filled(dict(arrays))
 
 
 def record_of(state: FlatArrays) -> ArrayRecord:
     """Make a record of a state, which shares its memory."""
+    return _filled(Members(state))
+
+
+def _filled(arrays: MutableMapping[str, Array]) -> ArrayRecord:
     record = ArrayRecord()
-    record.__dict__["_data"] = Members(state)
+    if "_data" in record.__dict__:
+        # past the checks of one entry at a time, which take longer than to copy a small array
+        record.__dict__["_data"] = arrays
+    else:  # a newer Flower keeps them elsewhere
+        record.update(arrays)
     return record
 
 
@@ -98,14 +103,12 @@ def lend_record(record: ArrayRecord) -> ArrayRecord:
     state = flat_of(record)
     if state is not None:
         return record_of(state)
-    lent = ArrayRecord()
-    lent.__dict__["_data"] = dict(record.items())
-    return lent
+    return _filled(dict(record.items()))
 
 
 def flat_of(record: ArrayRecord) -> FlatArrays | None:
     """Return the flat state that a record was made of, unless it was changed; only to be read."""
-    members = record.__dict__["_data"]
+    members = record.__dict__.get("_data")
     if isinstance(members, Members):
         return members.flat
     return None

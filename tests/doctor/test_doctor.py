@@ -119,7 +119,7 @@ def test_wrong_is_an_exit_code_of_one_and_worth_knowing_is_none(
     assert code == 1
     assert out.index("wrong: ") < out.index("worth knowing: ") < out.index("fine: ")
     assert "Use a momentum above 0" in " ".join(out.split())
-    assert "docs/questions.md#never-move" in out
+    assert "docs/doctor.md#never-move" in out
     code, out, _ = doctor(make_app(tmp_path, "message_api"), "--nodes", "2", "--json")
     assert code == 0
     printed = json.loads(out)
