@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tarfile
+import tomllib
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,12 @@ def test_bundle(checkout: Path, unpacked: Path) -> None:
     names = {".info", "LICENSE", "pyproject.toml", *SOURCES, "apps"}
     assert {path.name for path in unpacked.iterdir()} == names
     assert python_files(unpacked) == python_files(checkout)
+    # what Flower's Hub takes: the newest format, for a version of Flower, with the licence's text
+    project = tomllib.loads((unpacked / "pyproject.toml").read_text())
+    app = project["tool"]["flwr"]["app"]
+    assert (app["fab-format-version"], app["flwr-version-target"]) == (1, "1.42.0")
+    assert project["project"]["license"] == {"file": "LICENSE"}
+    assert "Apache License" in (unpacked / "LICENSE").read_text()
 
 
 @pytest.mark.slow
