@@ -44,15 +44,17 @@ class Examination:
 
 def examine(history: History, model: Network | None = None) -> Examination:
     """Examine a run; `model` describes the network if no node's process has called one."""
+    findings = list(_of_errors(history))
     for each in history.rounds:
         for visit in (*each.trained, *each.evaluated):
             if visit.network is None and model is not None and not visit.error:
                 visit.network = _as_matched(model, visit)
+                if visit.sent and not visit.network.sent:
+                    findings.append(Finding("unnamed", detail=str(len(visit.sent))))
     _unpack(history)
     trained = [
         visit for each in history.rounds for visit in each.trained if visit.network is not None
     ]
-    findings = list(_of_errors(history))
     if not trained:
         return Examination(findings, stopped=history.stopped, trained=False)
     network = trained[0].network
@@ -201,7 +203,9 @@ def _measured(layer: LayerSeen) -> bool:
 def _moved(network: Network, layer: str) -> bool:
     names = [entry_of(layer, kind) for kind in STATISTICS]
     return any(
-        name in network.start and not np.array_equal(network.start[name], network.end[name])
+        name in network.start
+        and name in network.end
+        and not np.array_equal(network.start[name], network.end[name])
         for name in names
     )
 

@@ -210,8 +210,9 @@ KINDS = {
     ),
     "unnamed": Kind(
         "worth knowing",
-        "{detail} arrays could not be told apart by names, numbers or positions",
-        "What they become was judged by the models in the nodes' processes alone.",
+        "none of the {detail} arrays that a node sends is an entry of the network, by its name, "
+        "numbers or position",
+        "What becomes of them could not be seen.",
         "Pass --model MODULE:NAME, the function or class that makes the network.",
     ),
     # ---- fine

@@ -12,10 +12,15 @@ import pytest
 
 from fedbn_flwr.doctor.app import FlowerApp, run_app
 from fedbn_flwr.doctor.examine import Examination, examine
+from fedbn_flwr.doctor.observer import describe_network
 from fedbn_flwr.experiments import main
 
 APPS = Path(__file__).parent / "apps"
-NAMES = sorted(path.stem for path in APPS.glob("*.py") if path.stem not in ("common", "of_flower"))
+NAMES = sorted(
+    path.stem
+    for path in APPS.glob("*.py")
+    if path.stem not in ("common", "of_flower", "lists_only")
+)
 
 Doctor = Callable[..., tuple[int, str, str]]
 
@@ -63,6 +68,24 @@ def test_the_table_says_what_is_sent_averaged_and_comes_back() -> None:
     adam = examined("server_adam").layers
     assert {(layer.sent, layer.came_back) for layer in adam} == {("all", "loaded")}
     assert {layer.averaged for layer in adam} <= {"below zero", "beyond"}
+
+
+@pytest.mark.parametrize(
+    ("model", "names", "layers"),
+    [("Net", {"averaged"}, ["bn1", "norm"]), ("Other", {"unnamed"}, ["2"])],
+)
+def test_lists_are_named_by_positions_in_the_model_that_is_given(
+    model: str, names: set[str], layers: list[str]
+) -> None:
+    makes = {
+        "Net": import_module("common").Net,
+        "Other": import_module("one_value").make,
+    }
+    app = FlowerApp(APPS, "lists_only:server", "lists_only:client", {"num-server-rounds": 3})
+    history = run_app(app, 2, 2, 300)
+    examination = examine(history, describe_network(makes[model]()))
+    assert {finding.name for finding in examination.findings} - {"no-repeat"} == names
+    assert [layer.name for layer in examination.layers] == layers
 
 
 #: what Flower's own strategies make of running statistics; docs/questions.md has this table
