@@ -115,7 +115,7 @@ def _of_errors(history: History) -> Iterator[Finding]:
             detail = f": node {visit.node}, {visit.error[:300]}"
             if "more than 1 value per channel" in visit.error:
                 yield Finding("one-value", detail=detail)
-            elif "load" in visit.error or "size mismatch" in visit.error:
+            elif "state_dict" in visit.error or "size mismatch" in visit.error:
                 yield Finding("does-not-load", detail=detail)
             else:
                 yield Finding("node-failed", detail=detail)
@@ -232,7 +232,7 @@ def _of_wire(history: History, fates: dict[str, LayerFate]) -> Iterator[Finding]
     groups: dict[str, list[str]] = {}
     for name in tracked:
         fate = fates[name]
-        if fate.came_back in ("loaded", "-") and fate.sent in ("all", "statistics"):
+        if fate.came_back not in ("kept", "made anew") and fate.sent in ("all", "statistics"):
             shared.append(name)
         elif fate.sent == "weights" and fate.came_back == "kept":
             groups.setdefault("statistics-local", []).append(name)
@@ -347,7 +347,7 @@ def _named(each: AppRound, visits: list[Visit]) -> Round:
     after = []
     for visit in visits:
         assert visit.network is not None
-        after.append({entry: visit.sent[key] for entry, key in visit.network.sent.items()})
+        after.append(_after(visit, visit.network))
     first = visits[0]
     assert first.network is not None
     places = first.network.sent
@@ -355,6 +355,15 @@ def _named(each: AppRound, visits: list[Visit]) -> Round:
     averaged = {entry: each.averaged[key] for entry, key in places.items() if key in each.averaged}
     before = {entry: first.received[key] for entry, key in places.items() if key in first.received}
     return Round(before, after, averaged, [visit.weight for visit in visits])
+
+
+def _after(visit: Visit, network: Network) -> State:
+    """Return what a node's training has made of its entries, also if it sends their changes."""
+    sent = {entry: visit.sent[key] for entry, key in network.sent.items()}
+    if network.sends_changes:
+        for entry in sent.keys() & network.received.keys():
+            sent[entry] = sent[entry] + visit.received[network.received[entry]]
+    return sent
 
 
 def _of_places(visits: list[Visit], shared: list[str], of: int) -> Iterator[Finding]:
@@ -380,7 +389,7 @@ def _is_copy(visit: Visit, layer: str) -> bool:
     the network's have.
     """
     network = visit.network
-    if network is None or not _moved(network, layer):
+    if network is None or network.sends_changes or not _moved(network, layer):
         return False
     names = [entry_of(layer, kind) for kind in STATISTICS]
     return all(

@@ -1,7 +1,7 @@
 """What may become of BN, in words: what was seen, what follows, and the change that mends it."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 Level = Literal["wrong", "worth knowing", "fine"]
@@ -80,7 +80,7 @@ KINDS = {
     ),
     "local-lost": Kind(
         "wrong",
-        "BN of {layers} is not sent, and is gone in the node's next message",
+        "BN of {layers} is not loaded from what a node receives, and is gone in its next message",
         "Each message begins with the statistics and weights of a model that is made anew.",
         "Keep them in context.state, as an ArrayRecord, and load them in every message.",
     ),
@@ -269,7 +269,10 @@ class Finding:
 
 
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:
-    """Return each finding once, by level, and within a level in the order of the catalogue."""
-    order = list(KINDS)
-    once: Sequence[Finding] = list({finding.name: finding for finding in findings}.values())
-    return sorted(once, key=lambda finding: order.index(finding.name))
+    """Return each finding once, with the layers of all, in the order of the catalogue."""
+    once: dict[str, Finding] = {}
+    for finding in findings:
+        first = once.setdefault(finding.name, finding)
+        layers = tuple(dict.fromkeys(first.layers + finding.layers))
+        once[finding.name] = replace(first, layers=layers)
+    return [once[name] for name in KINDS if name in once]

@@ -65,7 +65,7 @@ def answer(folder: Path, reference: str, message: Message, context: Context) -> 
     if network:
         network.received = match(received, network.start, network.parameters)
         network.sent = match(sent, network.end, network.parameters)
-        network.kept_change = _kept_change(network, received, sent)
+        _compare_with_sent(network, received, sent)
         network.statistics_share = _statistics_share(network)
         network = network.of_layers()
     return Answer(reply, context.state, network)
@@ -99,23 +99,23 @@ def weight_of(content: RecordDict) -> float:
     return 0.0
 
 
-def _kept_change(network: Network, received: State, sent: State) -> float | None:
-    """Return by which factor the parameters' change was shortened before they were sent."""
+def _compare_with_sent(network: Network, received: State, sent: State) -> None:
+    """Note what is left of the parameters' change in what is sent, and whether the change is."""
     trained = []
     told = []
+    begun = []
     for name in sorted(network.parameters & network.sent.keys() & network.received.keys()):
-        start = np.asarray(received[network.received[name]], np.float64).reshape(-1)
-        trained.append(np.asarray(network.end[name], np.float64).reshape(-1) - start)
-        told.append(np.asarray(sent[network.sent[name]], np.float64).reshape(-1) - start)
-    if not trained:
-        return 1.0
-    way = np.concatenate(trained)
+        begun.append(np.asarray(received[network.received[name]], np.float64).reshape(-1))
+        trained.append(np.asarray(network.end[name], np.float64).reshape(-1) - begun[-1])
+        told.append(np.asarray(sent[network.sent[name]], np.float64).reshape(-1))
+    way = np.concatenate([*trained, [0.0]])
     if not way.any():
-        return 1.0
-    gone = np.concatenate(told)
+        return
+    close = 1e-3 * np.abs(way).max()
+    network.sends_changes = bool(np.abs(np.concatenate([*told, [0.0]]) - way).max() <= close)
+    gone = np.concatenate([*told, [0.0]]) - np.concatenate([*begun, [0.0]])
     part = float(way @ gone / (way @ way))
-    close = bool(np.abs(gone - part * way).max() <= 1e-3 * np.abs(way).max())
-    return part if close else None
+    network.kept_change = part if np.abs(gone - part * way).max() <= close else None
 
 
 def _statistics_share(network: Network) -> float:

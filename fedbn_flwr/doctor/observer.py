@@ -76,6 +76,8 @@ class Network:
     sent: dict[str, str] = field(default_factory=dict)
     #: what is left of the parameters' change in what is sent; None where that is no one number
     kept_change: float | None = 1.0
+    #: whether what is sent is the change of the entries, to be added to what was received
+    sends_changes: bool = False
     #: of the squared norm of what training changed, the part of other entries than parameters
     statistics_share: float = 0.0
 
