@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -329,7 +330,8 @@ def second() -> str:
             )
         },
     }
-    return by_method(by_mean(SECOND["emoji"]), columns)
+    both = (by_mean(place) for place in SECOND.values())
+    return by_method(list(dict.fromkeys(chain(*both))), columns)
 
 
 def further(setting: str, score: str, name: str) -> str:

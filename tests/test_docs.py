@@ -112,7 +112,7 @@ def test_commands_are_understood(page: Path) -> None:
         options = vars(_parser({}).parse_args(words))
         if words[0] == "reproduce" and words[1] in recipe_names():
             read_recipe(words[1]).only(options.get("only", ())).study.runs(Path("results"))
-        if words[0] in ("recipes", "reproduce", "results", "report", "data", "list"):
+        if words[0] in ("doctor", "recipes", "reproduce", "results", "report", "data", "list"):
             continue
         given = {key.replace("_", "-"): value for key, value in options.items()}
         for key in (
