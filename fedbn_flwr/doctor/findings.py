@@ -68,7 +68,7 @@ KINDS = {
     "statistics-not-sent": Kind(
         "wrong",
         "the nodes send the weights of {layers}, but no running statistics, and keep none",
-        "Whoever evaluates the model has means of 0 and variances of 1, or one node's.",
+        "A model made of what is sent is evaluated with means of 0 and variances of 1.",
         "Send ArrayRecord(model.state_dict()) in place of model.parameters().",
     ),
     "partly-local": Kind(
