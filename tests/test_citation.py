@@ -14,7 +14,11 @@ CITATION = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
 
 def test_it_cites_the_version_and_the_licence_of_the_package() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert (CITATION["version"], CITATION["license"]) == (project["version"], project["license"])
+    assert CITATION["version"] == project["version"]
+    # Flower's bundles want the name of a file in the place of the licence's
+    assert project["license"] == {"file": "LICENSE"}
+    name = (ROOT / "LICENSE").read_text().split("Version")[0].strip()
+    assert (CITATION["license"], name) == ("Apache-2.0", "Apache License")
     assert {"cff-version", "message", "title", "authors"} <= set(CITATION)
 
 
