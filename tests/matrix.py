@@ -22,6 +22,8 @@ TESTS = (
     "tests/layerwise/test_suspended_step.py",
     "tests/simulation/processes/test_in_workers.py",
 )
+#: needs torchvision, an extra
+LEFT_OUT = "tests/layerwise/test_shared_statistics.py::test_whole_models_are_exact"
 #: Flower 1.42 requires a certifi that some package mirrors do not have yet; older Flowers have no
 #: such requirement
 OVERRIDE = "certifi>=2024"
@@ -60,7 +62,10 @@ def _test(cell: str, wheel: Path, folder: Path) -> int:
             *needed,
         )
         tested = subprocess.run(
-            [interpreter, "-m", "pytest", "-q", "-p", "no:warnings", "-m", "not slow", *TESTS],
+            [
+                *(interpreter, "-m", "pytest", "-q", "-p", "no:warnings", "-m", "not slow"),
+                *("--deselect", LEFT_OUT, *TESTS),
+            ],
             cwd=folder,
             env=environment(),
             capture_output=True,
