@@ -17,13 +17,14 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
+from fedbn_flwr.doctor import findings as catalogue
 from fedbn_flwr.experiments.results.values import number_text, spread
 
 DOCS = Path(__file__).parent
 PAGES = (
     DOCS / "results.md",
     DOCS.parent / "README.md",
-    *(DOCS / f"{name}.md" for name in ("appendix", "choosing", "diagnose", "fedtan")),
+    *(DOCS / f"{name}.md" for name in ("appendix", "choosing", "diagnose", "doctor", "fedtan")),
 )
 #: a recipe and a setting
 Place = tuple[str, str]
@@ -681,6 +682,19 @@ def printed(name: str, corner: str) -> str:
     return table([corner, *heads], [[line, *cells.loc[line, heads]] for line in lines])
 
 
+def findings() -> str:
+    """Return what the doctor finds, with an anchor that it prints for each."""
+    rows = [
+        (
+            f'<a id="{name}"></a>{kind.level}: `{name}`',
+            kind.saw.format(layers="*layers*", detail=""),
+            f"{kind.follows} {kind.mend}".strip(),
+        )
+        for name, kind in catalogue.KINDS.items()
+    ]
+    return table(["finding", "what was seen", "what follows, and what mends it"], rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "differences": older,
     "more rounds": longer,
@@ -699,6 +713,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "pretrained": pretrained,
     "pretrained elsewhere": pretrained_elsewhere,
     "pretrained second": second,
+    "findings": findings,
     "factorial": lambda: by_method(
         [*by_mean(UNSEEN, METHODS), *CENTRALIZED], over(FACTORIAL, bold_and_gain)
     ),
