@@ -27,6 +27,12 @@ from fedbn_flwr.deployment import DeploymentError
 from fedbn_flwr.deployment.health import note_accepted
 from fedbn_flwr.deployment.sent_log import Asked, SentLog
 
+try:
+    from flwr.common.constant import HEARTBEAT_DEFAULT_INTERVAL, HEARTBEAT_PATIENCE
+except ImportError:  # those of Flower 1.42
+    HEARTBEAT_DEFAULT_INTERVAL = 30
+    HEARTBEAT_PATIENCE = 2
+
 #: the newest Flower in which all of it was there
 TRIED = "1.42"
 #: milliseconds for which a request of the SuperLink waits for the database
@@ -34,7 +40,7 @@ PATIENCE = 60_000
 #: seconds between two attempts of a node whose key is not registered yet
 PAUSE = 3.0
 #: seconds for which a node counts as connected after its last heartbeat
-CONNECTED = 60.0
+CONNECTED = HEARTBEAT_DEFAULT_INTERVAL * HEARTBEAT_PATIENCE
 #: seconds for which a node is offline, so that a run finds it so: it looks for replies every three
 #: seconds
 OFFLINE = 10.0
@@ -49,6 +55,11 @@ _REFUSALS = {
 _PULL = "_pull_and_store_message"
 _PUSH = "_push_messages"
 _INSERT = "_insert_message"
+#: what a SuperNode's messages are taken apart and put together with
+_PARTS = "flwr.supercore.inflatable.inflatable_object:iterate_object_tree"
+_KIND = "flwr.supercore.inflatable.inflatable_object:get_object_type_from_object_content"
+_INFLATE = "flwr.supercore.inflatable.inflatable_utils:inflate_object_from_contents"
+_NOT_PUSHED = "flwr.supercore.inflatable.inflatable_utils:ObjectPushError"
 #: in the configuration of a message
 _ROUND = "server-round"
 
@@ -199,12 +210,11 @@ def guard_node(log: SentLog, allowed: Collection[str]) -> None:
 
     A `DeploymentError` says if that cannot be.
     """
-    place = "flwr.supernode.start_client_internal"
-    for name in (_PULL, _PUSH, _INSERT):
-        internal(f"{place}:{name}")
-    for name in ("inflatable_object:iterate_object_tree", "inflatable_utils:ObjectPushError"):
-        internal(f"flwr.supercore.inflatable.{name}")
-    guard_internals(import_module(place), log, allowed)
+    module = "flwr.supernode.start_client_internal"
+    functions = [f"{module}:{name}" for name in (_PULL, _PUSH, _INSERT)]
+    for place in (*functions, _PARTS, _KIND, _INFLATE, _NOT_PUSHED):
+        internal(place)
+    guard_internals(import_module(module), log, allowed)
 
 
 def guard_internals(module: ModuleType, log: SentLog, allowed: Collection[str]) -> None:
@@ -265,7 +275,9 @@ def _pulling(
                 metadata = message.metadata
                 run = str(message.metadata.run_id)
                 numbers = [
-                    rounds[part.object_id] for part in _parts(tree) if part.object_id in rounds
+                    rounds[part.object_id]
+                    for part in internal(_PARTS)(tree)
+                    if part.object_id in rounds
                 ]
                 asked = Asked(
                     metadata.message_type,
@@ -289,7 +301,7 @@ def _pushing(push: Callable[..., None], log: SentLog) -> Callable[..., None]:
             sent = message
             if not message.has_error():
                 # takes the objects out of `contents`
-                sent = cast(Message, _inflate(message.metadata.message_id, contents))
+                sent = cast(Message, internal(_INFLATE)(message.metadata.message_id, contents))
             log.record(message, sent, size)
             return upload.send(message, *others)
 
@@ -332,7 +344,7 @@ class _Upload:
         session = self._session
         try:
             self._push(run_id, session, object_id, content)
-        except internal("flwr.supercore.inflatable.inflatable_utils:ObjectPushError"):
+        except internal(_NOT_PUSHED):
             with self._lock:
                 if self._session == session:
                     self.send(*self._sent)
@@ -343,7 +355,7 @@ class _Upload:
 def wait_for_contents(store: Any, message: Message) -> dict[str, bytes]:
     """Return a message's objects by their ids, as soon as its app has handed over all of them."""
     contents = {}
-    for tree in _parts(store.get_object_tree(message.metadata.message_id)):
+    for tree in internal(_PARTS)(store.get_object_tree(message.metadata.message_id)):
         while (content := store.get(tree.object_id)) == b"":
             time.sleep(0.1)
         if content is not None:
@@ -356,27 +368,10 @@ def round_of(object_id: str, content: bytes) -> int:
 
     It is 0 for other objects.
     """
-    kind_of = internal(
-        "flwr.supercore.inflatable.inflatable_object:get_object_type_from_object_content"
-    )
-    if kind_of(content) != ConfigRecord.__name__:
+    if internal(_KIND)(content) != ConfigRecord.__name__:
         return 0
-    config = _inflate(object_id, {object_id: content})
+    config = internal(_INFLATE)(object_id, {object_id: content})
     number = None
     if isinstance(config, ConfigRecord):
         number = config.get(_ROUND)
     return number if isinstance(number, int) else 0
-
-
-def _parts(tree: Any) -> Iterator[Any]:
-    """Iterate over the objects of a message."""
-    parts: Callable[[Any], Iterator[Any]] = internal(
-        "flwr.supercore.inflatable.inflatable_object:iterate_object_tree"
-    )
-    return parts(tree)
-
-
-def _inflate(object_id: str, contents: dict[str, bytes]) -> Any:
-    """Make an object of its parts, which are taken out of `contents`."""
-    inflate = internal("flwr.supercore.inflatable.inflatable_utils:inflate_object_from_contents")
-    return inflate(object_id, contents)

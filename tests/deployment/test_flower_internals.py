@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.app import Array, Message
+from flwr.common.constant import HEARTBEAT_DEFAULT_INTERVAL, HEARTBEAT_PATIENCE
 
 from fedbn_flwr.deployment import DeploymentError, flower_internals
 from fedbn_flwr.deployment.sent_log import SentLog
@@ -40,6 +41,7 @@ DISPENSABLE: dict[Callable[[], None], tuple[str, ...]] = {
     flower_internals.wait_longer: ("flwr.supercore.sql_mixin:SQLITE_PRAGMAS",),
     start: ("flwr.supercore.superexec.executor.subprocess_executor:subprocess",),
     flower_internals.notice_returns: (
+        "flwr.supernode.fleet_http_client:FleetHttpClient.ActivateNode",
         "flwr.supernode.fleet_http_client:FleetHttpClient",
         "flwr.proto.fleet_pb2:ActivateNodeRequest",
     ),
@@ -58,7 +60,9 @@ NEEDED: dict[Callable[[], None], tuple[str, ...]] = {
         "flwr.supernode.start_client_internal:_insert_message",
         "flwr.supernode.start_client_internal:_pull_and_store_message",
         "flwr.supernode.start_client_internal:_push_messages",
+        "flwr.supercore.inflatable.inflatable_object:get_object_type_from_object_content",
         "flwr.supercore.inflatable.inflatable_object:iterate_object_tree",
+        "flwr.supercore.inflatable.inflatable_utils:inflate_object_from_contents",
         "flwr.supercore.inflatable.inflatable_utils:ObjectPushError",
     ),
 }
@@ -76,9 +80,20 @@ def remove(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(reduce(getattr, path, import_module(module)), last)
 
 
-@pytest.mark.parametrize(("user", "place"), places({**DISPENSABLE, **NEEDED}))
-def test_flower_has_it(user: Callable[[], None], place: str) -> None:
+@pytest.mark.parametrize(
+    "place",
+    [
+        *dict.fromkeys(place for _, place in places({**DISPENSABLE, **NEEDED})),
+        "flwr.supercore.superexec.executor.subprocess_executor:subprocess.Popen",
+        "flwr.supernode.fleet_http_client:FleetHttpClient.from_server_address",
+    ],
+)
+def test_flower_has_it(place: str) -> None:
     assert flower_internals.internal(place)
+
+
+def test_a_node_counts_as_connected_as_long_as_flower_says() -> None:
+    assert flower_internals.CONNECTED == HEARTBEAT_DEFAULT_INTERVAL * HEARTBEAT_PATIENCE
 
 
 @pytest.mark.parametrize(("user", "place"), places(DISPENSABLE))
