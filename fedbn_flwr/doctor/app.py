@@ -1,6 +1,7 @@
 """Run a Flower app for some rounds: the ServerApp here, each message in a process of its own."""
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -23,14 +24,24 @@ from flwr.serverapp import ServerApp
 
 from fedbn_flwr import wire
 from fedbn_flwr.device import count_cores
-from fedbn_flwr.doctor.node import Answer, arrays_of, load, serve_message, weight_of
-from fedbn_flwr.doctor.observer import Network, Observer, State
+from fedbn_flwr.doctor.node import (
+    Answer,
+    in_one_line,
+    load,
+    message_arrays,
+    serve_message,
+    weight_of,
+)
+from fedbn_flwr.doctor.observer import Network, Observer
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.server.grids import identify
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.simulation.processes.worker import preload
+from fedbn_flwr.state import Arrays
 
 RunConfig = dict[str, Any]
+#: what stands between spaces that are in no quotes
+_PAIR = re.compile(r"""(?:[^ '"]|'[^']*'?|"[^"]*"?)+""")
 #: functions that wait for nodes, and their variable that says for how many
 WAITING = {
     "sample_nodes": "min_available_nodes",
@@ -44,8 +55,8 @@ class Visit:
     """A message to a node, and what its process left."""
 
     node: int
-    received: State
-    sent: State = field(default_factory=dict)
+    received: Arrays
+    sent: Arrays = field(default_factory=dict)
     weight: float = 0.0
     network: Network | None = None
     error: str = ""
@@ -60,7 +71,25 @@ class AppRound:
     #: the networks that the server called since the round's training began
     on_server: list[Network] = field(default_factory=list)
     #: what the server sent next, of whatever kind
-    averaged: State = field(default_factory=dict)
+    averaged: Arrays = field(default_factory=dict)
+
+    @property
+    def visits(self) -> list[Visit]:
+        """All messages to nodes."""
+        return [*self.trained, *self.evaluated]
+
+    @property
+    def networks(self) -> list[tuple[Visit, Network]]:
+        """What was trained."""
+        return [(visit, visit.network) for visit in self.trained if visit.network]
+
+    @property
+    def evaluations(self) -> list[tuple[Network, str]]:
+        """What was evaluated, and where."""
+        on_nodes = [
+            (visit.network, f" on node {visit.node}") for visit in self.evaluated if visit.network
+        ]
+        return on_nodes + [(network, " on the server") for network in self.on_server]
 
 
 @dataclass
@@ -68,7 +97,6 @@ class History:
     """What was seen of an app."""
 
     rounds: list[AppRound]
-    nodes: int
     #: why the ServerApp ended before its rounds did; empty if it did not
     stopped: str = ""
 
@@ -126,29 +154,13 @@ def _overrides(text: str) -> RunConfig:
             raise UsageError(f"--run-config: there is no {path}")
         text = path.read_text()
     else:
-        text = "\n".join(_pairs(text))
+        text = "\n".join(_PAIR.findall(text))
     try:
         return dict(_flat(tomllib.loads(text)))
     except tomllib.TOMLDecodeError as error:
         raise UsageError(
             f"--run-config must be KEY=VALUE KEY=VALUE with TOML's values, or a .toml file: {error}"
         ) from error
-
-
-def _pairs(text: str) -> list[str]:
-    """Split at spaces that are in no quotes."""
-    pairs = [""]
-    quote = ""
-    for sign in text:
-        if sign == quote:
-            quote = ""
-        elif sign in "'\"" and not quote:
-            quote = sign
-        if sign == " " and not quote:
-            pairs.append("")
-        else:
-            pairs[-1] += sign
-    return [pair for pair in pairs if pair]
 
 
 def run_app(app: FlowerApp, nodes: int, rounds: int, seconds: float) -> History:
@@ -174,8 +186,7 @@ def run_app(app: FlowerApp, nodes: int, rounds: int, seconds: float) -> History:
     except UsageError:
         raise
     except Exception as error:
-        words = " ".join(str(error).split())
-        grid.stopped = f"the ServerApp stopped: {type(error).__name__}: {words}"
+        grid.stopped = f"the ServerApp stopped: {in_one_line(error)}"
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
@@ -207,7 +218,7 @@ class WatchingGrid(InProcessGrid):
     def history(self) -> History:
         """Return what was seen."""
         self._take_server()
-        return History(self._history, len(self._nodes), self.stopped)
+        return History(self._history, self.stopped)
 
     def get_node_ids(self) -> Iterable[int]:
         """Return all nodes; ends the run if the app waits for more of them."""
@@ -227,8 +238,10 @@ class WatchingGrid(InProcessGrid):
         pushed = list(messages)
         ids = [identify(message) for message in pushed]
         with self._lock:
-            visits = [self._begin(message) for message in pushed]
-            self._underway += len(pushed)
+            visits = []
+            for message in pushed:
+                visits.append(self._begin(message))
+                self._underway += 1  # the next one belongs to the same round
         with ThreadPoolExecutor(count_cores()) as threads:
             replies = list(threads.map(self._answer_apart, pushed, visits))
         with self._lock:
@@ -238,7 +251,7 @@ class WatchingGrid(InProcessGrid):
 
     def _begin(self, message: Message) -> Visit:
         """Take note of a message before it is delivered."""
-        arrays = arrays_of(message.content)
+        arrays = message_arrays(message.content)
         visit = Visit(message.metadata.dst_node_id, arrays)
         kind = message.metadata.message_type.partition(".")[0]
         if message.metadata.message_type == wire.LAYERWISE:
@@ -248,11 +261,12 @@ class WatchingGrid(InProcessGrid):
             )
         if message.metadata.message_type == wire.GATHER:
             kind = "pass"
-        now = self._history[-1] if self._history else None
-        trained = now is not None and bool(now.trained) and not self._underway
-        if now and trained and arrays and not now.averaged:
+        now = None
+        if self._history:
+            now = self._history[-1]
+        if now and now.trained and arrays and not now.averaged and not self._underway:
             begun = now.trained[0].received
-            if kind != "train" or any(_differ(begun, arrays)) or _is_in(now, visit.node):
+            if kind != "train" or _differ(begun, arrays) or _is_in(now, visit.node):
                 now.averaged = arrays
         if kind == "train":
             if now is None or now.averaged or _is_in(now, visit.node):
@@ -283,7 +297,6 @@ class WatchingGrid(InProcessGrid):
             left = Answer(None, RecordDict(), None, "its process died")
         process.join()
         visit.network = left.network
-        visit.error = left.error
         if left.reply is None:
             error = Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, left.error)
             reply = Message(error, reply_to=message)
@@ -291,8 +304,10 @@ class WatchingGrid(InProcessGrid):
             reply = left.reply
             self._keep(visit.node, replace(context, state=left.state))
         if reply.has_content():
-            visit.sent = arrays_of(reply.content)
+            visit.sent = message_arrays(reply.content)
             visit.weight = weight_of(reply.content)
+        else:
+            visit.error = str(reply.error.reason)
         identify(reply)
         return reply
 
@@ -321,7 +336,7 @@ def _is_in(now: AppRound, node: int) -> bool:
     return any(visit.node == node for visit in now.trained)
 
 
-def _differ(left: State, right: State) -> Iterator[bool]:
-    yield left.keys() != right.keys()
-    for name, value in left.items():
-        yield not np.array_equal(value, right[name], equal_nan=True)
+def _differ(left: Arrays, right: Arrays) -> bool:
+    if left.keys() != right.keys():
+        return True
+    return any(not np.array_equal(left[name], right[name], equal_nan=True) for name in left)

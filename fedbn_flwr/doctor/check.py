@@ -9,8 +9,9 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fedbn_flwr.doctor.findings import Finding, worst_first
-from fedbn_flwr.doctor.observer import State, as_arrays, layer_of
+from fedbn_flwr.doctor.observer import as_arrays, layer_of
 from fedbn_flwr.norm import bn_layers
+from fedbn_flwr.state import Arrays
 
 #: what becomes of an entry that nodes send
 Fate = Literal[
@@ -50,10 +51,10 @@ _NAMES: dict[Fate, str] = {
 class Round:
     """The arrays of a round by the entries of the model, as far as they are known."""
 
-    before: State
+    before: Arrays
     #: by node, in one order
-    after: Sequence[State]
-    averaged: State
+    after: Sequence[Arrays]
+    averaged: Arrays
     #: the nodes' numbers of samples; empty if they do not say
     weights: Sequence[float] = ()
     #: fates by entry, once they were looked for
@@ -83,7 +84,8 @@ def check(
     seen = Round(as_arrays(before), nodes, as_arrays(averaged), weights)
     if layers is None:
         layers = layers_by_name([seen.before, *nodes])
-    return worst_first(look_at(seen, [*layers], len([*layers])))
+    names = list(layers)
+    return worst_first(look_at(seen, names, len(names)))
 
 
 def layers_by_name(states: Iterable[Iterable[str]]) -> list[str]:
@@ -97,6 +99,11 @@ def entry_of(layer: str, kind: str) -> str:
     return f"{layer}.{kind}" if layer else kind
 
 
+def statistics_of(layer: str) -> list[str]:
+    """Return the names of a layer's running statistics."""
+    return [entry_of(layer, MEAN), entry_of(layer, VARIANCE)]
+
+
 def look_at(seen: Round, layers: Sequence[str], of: int) -> list[Finding]:
     """Return what is to be said of the running statistics of some of a network's layers; fills in
     fates and shares.
@@ -108,7 +115,7 @@ def look_at(seen: Round, layers: Sequence[str], of: int) -> list[Finding]:
     by_fate: dict[Fate, list[str]] = {}
     lacking = []
     for layer in layers:
-        names = [entry_of(layer, kind) for kind in (MEAN, VARIANCE)]
+        names = statistics_of(layer)
         sent = [name for name in names if all(name in state for state in seen.after)]
         if not sent and all(entry_of(layer, "weight") in state for state in seen.after):
             lacking.append(layer)

@@ -6,11 +6,21 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from fedbn_flwr.doctor.app import AppRound, History, Visit
-from fedbn_flwr.doctor.check import COUNTER, MEAN, VARIANCE, Round, entry_of, look_at
+from fedbn_flwr.doctor.check import (
+    COUNTER,
+    MEAN,
+    VARIANCE,
+    Round,
+    entry_of,
+    look_at,
+    statistics_of,
+)
 from fedbn_flwr.doctor.findings import Finding, worst_first
-from fedbn_flwr.doctor.observer import LayerSeen, Network, State, match, same_numbers
+from fedbn_flwr.doctor.observer import LayerSeen, Network, match, same_numbers
+from fedbn_flwr.state import Arrays
 
-STATISTICS = (MEAN, VARIANCE)
+#: messages of training, and the networks that were trained
+Visits = list[tuple[Visit, Network]]
 #: share of what came that is still in running statistics at the end of a round, from which they lag
 LAG = 0.25
 #: share of an update's squared norm from which statistics decide what a clip does
@@ -46,19 +56,16 @@ def examine(history: History, model: Network | None = None) -> Examination:
     """Examine a run; `model` describes the network if no node's process has called one."""
     findings = list(_of_errors(history))
     for each in history.rounds:
-        for visit in (*each.trained, *each.evaluated):
+        for visit in each.visits:
             if visit.network is None and model is not None and not visit.error:
                 visit.network = _as_matched(model, visit)
                 if visit.sent and not visit.network.sent:
                     findings.append(Finding("unnamed", detail=str(len(visit.sent))))
     _unpack(history)
-    trained = [
-        visit for each in history.rounds for visit in each.trained if visit.network is not None
-    ]
+    trained = [network for each in history.rounds for _, network in each.networks]
     if not trained:
         return Examination(findings, stopped=history.stopped, trained=False)
-    network = trained[0].network
-    assert network is not None
+    network = trained[0]
     fates = {name: LayerFate(name) for name in network.layers}
     findings += _of_kinds(network)
     if fates:
@@ -83,13 +90,15 @@ def _unpack(history: History) -> None:
         later = [*each.evaluated]
         if index + 1 < len(history.rounds):
             later += history.rounds[index + 1].trained
-        for visit in each.trained:
-            network = visit.network
-            returned = [other for other in later if other.node == visit.node and other.network]
-            if network is None or network.sent or not visit.sent or not returned:
+        for visit, network in each.networks:
+            returned = [
+                (other, other.network)
+                for other in later
+                if other.node == visit.node and other.network
+            ]
+            if network.sent or not visit.sent or not returned:
                 continue
-            back = returned[0].network
-            assert back is not None
+            back = returned[0][1]
             shared = [
                 name
                 for name, value in network.end.items()
@@ -98,10 +107,10 @@ def _unpack(history: History) -> None:
             visit.sent = network.end
             network.sent = {name: name for name in shared}
             each.averaged = back.start
-            for other in returned:
-                if other.network and not other.network.received:
-                    other.received = other.network.start
-                    other.network.received = {name: name for name in shared}
+            for other, begun in returned:
+                if not begun.received:
+                    other.received = begun.start
+                    begun.received = {name: name for name in shared}
 
 
 # ---- what a node's process saw -------------------------------------------------------------------
@@ -109,7 +118,7 @@ def _unpack(history: History) -> None:
 
 def _of_errors(history: History) -> Iterator[Finding]:
     for each in history.rounds:
-        for visit in (*each.trained, *each.evaluated):
+        for visit in each.visits:
             if not visit.error:
                 continue
             detail = f": node {visit.node}, {visit.error[:300]}"
@@ -147,10 +156,7 @@ def _of_processes(history: History, fates: dict[str, LayerFate]) -> Iterator[Fin
     of = len(fates)
     called = dict[str, LayerSeen]()
     for each in history.rounds:
-        for visit in each.trained:
-            network = visit.network
-            if network is None:
-                continue
+        for visit, network in each.networks:
             for name in fates.keys() & network.layers.keys():
                 fates[name].moved |= _moved(network, name)
                 fates[name].tracks = network.layers[name].tracks
@@ -163,15 +169,10 @@ def _of_processes(history: History, fates: dict[str, LayerFate]) -> Iterator[Fin
             for finding, layers in by_name.items():
                 detail = f", on node {visit.node}" if finding == "one-sample" else ""
                 yield Finding(finding, tuple(layers), detail, of)
-        evaluations = [(visit.network, f" on node {visit.node}") for visit in each.evaluated]
-        evaluations += [(network, " on the server") for network in each.on_server]
-        for evaluated, where in evaluations:
-            if evaluated is None:
-                continue
+        for evaluated, where in each.evaluations:
             measured = [name for name, seen in evaluated.layers.items() if _measured(seen)]
             if measured:
                 yield Finding("measured-in-training", tuple(measured), where, of)
-
     still = [name for name, seen in called.items() if seen.tracks and not fates[name].moved]
     if still:
         detail = ": momentum is 0" if called[still[0]].momentum == 0 else ""
@@ -201,7 +202,7 @@ def _measured(layer: LayerSeen) -> bool:
 
 
 def _moved(network: Network, layer: str) -> bool:
-    names = [entry_of(layer, kind) for kind in STATISTICS]
+    names = statistics_of(layer)
     return any(
         name in network.start
         and name in network.end
@@ -210,7 +211,7 @@ def _moved(network: Network, layer: str) -> bool:
     )
 
 
-def _is_new(state: State, layer: str) -> bool:
+def _is_new(state: Arrays, layer: str) -> bool:
     """Whether running statistics are those of a layer that was just made."""
     mean = state.get(entry_of(layer, MEAN))
     variance = state.get(entry_of(layer, VARIANCE))
@@ -269,10 +270,10 @@ def _of_wire(history: History, fates: dict[str, LayerFate]) -> Iterator[Finding]
 
 def _note_sent(history: History, fates: dict[str, LayerFate]) -> None:
     """Fill in what of each layer all nodes send."""
-    every = [visit.network for each in history.rounds for visit in each.trained if visit.network]
+    every = [network for each in history.rounds for _, network in each.networks]
     told = [network.sent for network in every if network.sent]
     for name, fate in fates.items():
-        statistics = all(entry_of(name, kind) in sent for sent in told for kind in STATISTICS)
+        statistics = all(entry in sent for sent in told for entry in statistics_of(name))
         weights = all(entry_of(name, "weight") in sent for sent in told)
         if statistics and told:
             fate.sent = "all" if weights else "statistics"
@@ -282,9 +283,9 @@ def _note_sent(history: History, fates: dict[str, LayerFate]) -> None:
 
 def _note_returns(history: History, fates: dict[str, LayerFate]) -> None:
     """Fill in where the running statistics come from with which a node's later messages begin."""
-    ends: dict[int, State] = {}
+    ends: dict[int, Arrays] = {}
     for each in history.rounds:
-        for visit in (*each.trained, *each.evaluated):
+        for visit in each.visits:
             network = visit.network
             if network is None:
                 continue
@@ -297,8 +298,8 @@ def _note_returns(history: History, fates: dict[str, LayerFate]) -> None:
                 ends[visit.node] = network.end
 
 
-def _source(visit: Visit, network: Network, layer: str, end: State) -> str:
-    names = [entry_of(layer, kind) for kind in STATISTICS]
+def _source(visit: Visit, network: Network, layer: str, end: Arrays) -> str:
+    names = statistics_of(layer)
     if any(name not in network.start for name in names):
         return ""
     received = network.received
@@ -319,11 +320,11 @@ def _of_rounds(
 ) -> Iterator[Finding]:
     of = len(fates)
     for each in history.rounds:
-        visits = [visit for visit in each.trained if visit.network is not None]
+        visits = each.networks
         if not visits:
             continue
         yield from _of_places(visits, shared, of)
-        copies = [name for name in shared if any(_is_copy(visit, name) for visit in visits)]
+        copies = [name for name in shared if any(_is_copy(*visit, name) for visit in visits)]
         if copies:
             yield Finding("copy-without-statistics", tuple(copies), of=of)
         clipped = _clipped(visits)
@@ -333,7 +334,7 @@ def _of_rounds(
         seen = _named(each, visits)
         found = look_at(seen, [name for name in shared if name not in copies], of)
         yield from found
-        share = max(visit.network.statistics_share for visit in visits if visit.network)
+        share = max(network.statistics_share for _, network in visits)
         shortened = clipped < 1 or any(finding.name == "shortened" for finding in found)
         if shortened and share > DOMINANT:
             yield Finding("clipped-by-statistics", detail=f"{100 * share:.0f} %")
@@ -342,22 +343,18 @@ def _of_rounds(
             fates[name].averaged = seen.fates.get(entry_of(name, VARIANCE), fates[name].averaged)
 
 
-def _named(each: AppRound, visits: list[Visit]) -> Round:
+def _named(each: AppRound, visits: Visits) -> Round:
     """Return the arrays of a round by the entries of the network."""
-    after = []
-    for visit in visits:
-        assert visit.network is not None
-        after.append(_after(visit, visit.network))
-    first = visits[0]
-    assert first.network is not None
-    places = first.network.sent
+    after = [_after(visit, network) for visit, network in visits]
+    first, network = visits[0]
+    places = network.sent
     # what comes back has the places of what was sent
     averaged = {entry: each.averaged[key] for entry, key in places.items() if key in each.averaged}
     before = {entry: first.received[key] for entry, key in places.items() if key in first.received}
-    return Round(before, after, averaged, [visit.weight for visit in visits])
+    return Round(before, after, averaged, [visit.weight for visit, _ in visits])
 
 
-def _after(visit: Visit, network: Network) -> State:
+def _after(visit: Visit, network: Network) -> Arrays:
     """Return what a node's training has made of its entries, also if it sends their changes."""
     sent = {entry: visit.sent[key] for entry, key in network.sent.items()}
     if network.sends_changes:
@@ -366,55 +363,46 @@ def _after(visit: Visit, network: Network) -> State:
     return sent
 
 
-def _of_places(visits: list[Visit], shared: list[str], of: int) -> Iterator[Finding]:
+def _of_places(visits: Visits, shared: list[str], of: int) -> Iterator[Finding]:
     """Compare the places that nodes send entries at."""
-    first = visits[0].network
-    assert first is not None
-    for visit in visits[1:]:
-        other = visit.network
-        assert other is not None
+    (one, first), *others = visits
+    for visit, other in others:
         differing = []
         for name in shared:
-            entries = [entry_of(name, kind) for kind in ("weight", *STATISTICS)]
+            entries = [entry_of(name, "weight"), *statistics_of(name)]
             if any(first.sent.get(entry) != other.sent.get(entry) for entry in entries):
                 differing.append(name)
         if differing:
-            detail = f": node {visit.node} and node {visits[0].node} disagree"
+            detail = f": node {visit.node} and node {one.node} disagree"
             yield Finding("names-differ", tuple(differing), detail, of)
             return
 
 
-def _is_copy(visit: Visit, layer: str) -> bool:
+def _is_copy(visit: Visit, network: Network, layer: str) -> bool:
     """Whether the weights that are sent have moved, and the running statistics have not, although
     the network's have.
     """
-    network = visit.network
-    if network is None or network.sends_changes or not _moved(network, layer):
+    if network.sends_changes or not _moved(network, layer):
         return False
-    names = [entry_of(layer, kind) for kind in STATISTICS]
+    names = statistics_of(layer)
     return all(
         name in network.sent and same_numbers(visit.sent[network.sent[name]], network.start[name])
         for name in names
     )
 
 
-def _clipped(visits: list[Visit]) -> float:
+def _clipped(visits: Visits) -> float:
     """Return the smallest factor by which a node shortened its update; 1 if none did."""
-    factors = [
-        visit.network.kept_change
-        for visit in visits
-        if visit.network and visit.network.kept_change is not None
-    ]
-    least = min(factors, default=1.0)
-    return least if 0 < least < 0.999 else 1.0
+    factors = [network.kept_change for _, network in visits if network.kept_change is not None]
+    return min((factor for factor in factors if 0 < factor < 0.999), default=1.0)
 
 
-def _of_lag(visits: list[Visit], shared: list[str], of: int) -> Iterator[Finding]:
+def _of_lag(visits: Visits, shared: list[str], of: int) -> Iterator[Finding]:
     lagging = []
     most = 0.0
     for name in shared:
-        for visit in visits:
-            layer = visit.network.layers.get(name) if visit.network else None
+        for _, network in visits:
+            layer = network.layers.get(name)
             if layer and layer.momentum and layer.learning:
                 left = (1 - layer.momentum) ** layer.learning
                 if left > LAG:
@@ -430,17 +418,9 @@ def _of_evaluations(history: History, groups: Iterable[str], of: int) -> Iterato
         return
     for each in history.rounds:
         moved = {
-            name
-            for visit in each.trained
-            if visit.network
-            for name in visit.network.layers
-            if _moved(visit.network, name)
+            name for _, trained in each.networks for name in trained.layers if _moved(trained, name)
         }
-        evaluations = [(visit.network, f" on node {visit.node}") for visit in each.evaluated]
-        evaluations += [(network, " on the server") for network in each.on_server]
-        for network, where in evaluations:
-            if network is None:
-                continue
+        for network, where in each.evaluations:
             new = [name for name in network.layers if _is_new(network.start, name)]
             layers = tuple(name for name in new if name in moved)
             if layers:

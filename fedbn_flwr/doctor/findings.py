@@ -5,7 +5,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 Level = Literal["wrong", "worth knowing", "fine"]
-LEVELS: tuple[Level, ...] = ("wrong", "worth knowing", "fine")
 PAGE = "docs/doctor.md"
 
 
@@ -19,6 +18,7 @@ class Kind:
     mend: str = ""
 
 
+#: worst first
 KINDS = {
     # ---- wrong: what comes back from the server
     "not-finite": Kind(

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing.connection import Connection
@@ -13,9 +14,11 @@ import torch
 from flwr.app import Array, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.constant import SType
+from numpy.typing import NDArray
 
-from fedbn_flwr.doctor.observer import Network, Observer, State, main_network, match
+from fedbn_flwr.doctor.observer import Network, Observer, main_network, match
 from fedbn_flwr.plugins.options import UsageError
+from fedbn_flwr.state import Arrays
 
 
 @dataclass
@@ -50,18 +53,17 @@ def serve_message(
 
 def answer(folder: Path, reference: str, message: Message, context: Context) -> Answer:
     """Answer a message as the app does, and tell what was seen of its network."""
-    received = arrays_of(message.content)
+    received = message_arrays(message.content)
     with Observer() as observer:
         try:
             app: ClientApp = load(folder, reference, ClientApp)
             reply = app(message, context)
         except Exception as error:
-            words = " ".join(str(error).split())
-            return Answer(None, RecordDict(), None, f"{type(error).__name__}: {words}")
+            return Answer(None, RecordDict(), None, in_one_line(error))
         network = main_network(observer.take())
-    sent = State()
+    sent: Arrays = {}
     if reply.has_content():
-        sent = arrays_of(reply.content)
+        sent = message_arrays(reply.content)
     if network:
         network.received = match(received, network.start, network.parameters)
         network.sent = match(sent, network.end, network.parameters)
@@ -69,6 +71,11 @@ def answer(folder: Path, reference: str, message: Message, context: Context) -> 
         network.statistics_share = _statistics_share(network)
         network = network.of_layers()
     return Answer(reply, context.state, network)
+
+
+def in_one_line(error: Exception) -> str:
+    """Return what an app has raised."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def named_arrays(content: RecordDict) -> dict[str, Array]:
@@ -81,7 +88,7 @@ def named_arrays(content: RecordDict) -> dict[str, Array]:
     return arrays
 
 
-def arrays_of(content: RecordDict) -> State:
+def message_arrays(content: RecordDict) -> Arrays:
     """Return the numbers of a message's arrays by their names; other bytes are left out."""
     return {
         name: array.numpy()
@@ -99,23 +106,27 @@ def weight_of(content: RecordDict) -> float:
     return 0.0
 
 
-def _compare_with_sent(network: Network, received: State, sent: State) -> None:
+def _compare_with_sent(network: Network, received: Arrays, sent: Arrays) -> None:
     """Note what is left of the parameters' change in what is sent, and whether the change is."""
-    trained = []
-    told = []
-    begun = []
-    for name in sorted(network.parameters & network.sent.keys() & network.received.keys()):
-        begun.append(np.asarray(received[network.received[name]], np.float64).reshape(-1))
-        trained.append(np.asarray(network.end[name], np.float64).reshape(-1) - begun[-1])
-        told.append(np.asarray(sent[network.sent[name]], np.float64).reshape(-1))
-    way = np.concatenate([*trained, [0.0]])
+    names = sorted(network.parameters & network.sent.keys() & network.received.keys())
+    if not names:
+        return
+    start = _joined(received[network.received[name]] for name in names)
+    told = _joined(sent[network.sent[name]] for name in names)
+    way = _joined(network.end[name] for name in names) - start
     if not way.any():
         return
     close = 1e-3 * np.abs(way).max()
-    network.sends_changes = bool(np.abs(np.concatenate([*told, [0.0]]) - way).max() <= close)
-    gone = np.concatenate([*told, [0.0]]) - np.concatenate([*begun, [0.0]])
+    network.sends_changes = bool(np.abs(told - way).max() <= close)
+    gone = told - start
     part = float(way @ gone / (way @ way))
-    network.kept_change = part if np.abs(gone - part * way).max() <= close else None
+    network.kept_change = None
+    if np.abs(gone - part * way).max() <= close:
+        network.kept_change = part
+
+
+def _joined(arrays: Iterable[NDArray[Any]]) -> NDArray[np.float64]:
+    return np.concatenate([np.asarray(array, np.float64).reshape(-1) for array in arrays])
 
 
 def _statistics_share(network: Network) -> float:

@@ -12,7 +12,8 @@ from torch.nn.modules import module as hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
-State = dict[str, NDArray[Any]]
+from fedbn_flwr.state import Arrays
+
 #: classes that are no `_BatchNorm`, and whose names users look for in its place
 OTHERS = (
     "FrozenBatchNorm2d",
@@ -69,8 +70,8 @@ class Network:
     others: dict[str, int]
     parameters: set[str]
     #: all entries of its state, at its first call and at the end
-    start: State
-    end: State
+    start: Arrays
+    end: Arrays
     #: by entry, the array of the message that holds it, and the one of the reply
     received: dict[str, str] = field(default_factory=dict)
     sent: dict[str, str] = field(default_factory=dict)
@@ -90,7 +91,7 @@ class Network:
         """Return it with the entries of BN layers only."""
         return replace(self, start=self._entries(self.start), end=self._entries(self.end))
 
-    def _entries(self, state: State) -> State:
+    def _entries(self, state: Arrays) -> Arrays:
         return {name: value for name, value in state.items() if layer_of(name) in self.layers}
 
 
@@ -103,7 +104,7 @@ class Observer:
     """While active, watches all networks of the process."""
 
     def __init__(self) -> None:
-        self._roots: dict[int, tuple[nn.Module, State]] = {}
+        self._roots: dict[int, tuple[nn.Module, Arrays]] = {}
         self._layers: dict[int, LayerSeen] = {}
         self._depth = 0
         self._handles: list[RemovableHandle] = []
@@ -146,7 +147,7 @@ class Observer:
 
 
 def describe_network(
-    root: nn.Module, start: State | None = None, calls: Mapping[int, LayerSeen] | None = None
+    root: nn.Module, start: Arrays | None = None, calls: Mapping[int, LayerSeen] | None = None
 ) -> Network:
     """Describe a network, with what is known of the calls of its layers, by their `id`."""
     layers = {}
@@ -170,13 +171,13 @@ def describe_layer(layer: _BatchNorm) -> LayerSeen:
     return LayerSeen(type(layer).__name__, learns, layer.running_mean is not None, layer.momentum)
 
 
-def state_of(module: nn.Module) -> State:
+def state_of(module: nn.Module) -> Arrays:
     """Return a copy of a module's state."""
     return as_arrays(module.state_dict())
 
 
-def as_arrays(state: Mapping[str, Any]) -> State:
-    """Return a copy of the entries of a state that are numbers; bfloat16 becomes float32."""
+def as_arrays(state: Mapping[str, Any]) -> Arrays:
+    """Return the entries of a state that are numbers, tensors copied, bfloat16 as float32."""
     arrays = {}
     for name, value in state.items():
         if isinstance(value, torch.Tensor):
@@ -221,7 +222,7 @@ def _joined(networks: list[Network]) -> Network:
 # ---- which array of a message is which entry -----------------------------------------------------
 
 
-def match(arrays: State, state: State, parameters: Iterable[str] = ()) -> dict[str, str]:
+def match(arrays: Arrays, state: Arrays, parameters: Iterable[str] = ()) -> dict[str, str]:
     """Return by entry of a state the array that holds it: found by names, else by numbers, else by
     positions.
     """
@@ -231,10 +232,10 @@ def match(arrays: State, state: State, parameters: Iterable[str] = ()) -> dict[s
     by_numbers = _by_numbers(arrays, state)
     if 2 * len(by_numbers) >= len(arrays):
         return by_numbers
-    return by_position(arrays, state, parameters)
+    return _by_position(arrays, state, parameters)
 
 
-def _by_name(arrays: State, state: State) -> dict[str, str]:
+def _by_name(arrays: Arrays, state: Arrays) -> dict[str, str]:
     """A prefix, such as `module.`, may stand on either side."""
     found = {}
     for key, array in arrays.items():
@@ -248,7 +249,7 @@ def _by_name(arrays: State, state: State) -> dict[str, str]:
     return found
 
 
-def _by_numbers(arrays: State, state: State) -> dict[str, str]:
+def _by_numbers(arrays: Arrays, state: Arrays) -> dict[str, str]:
     names = list(state)
     free = dict.fromkeys(names)
     found = {}
@@ -276,7 +277,7 @@ def same_numbers(array: NDArray[Any], entry: NDArray[Any]) -> bool:
         )
 
 
-def by_position(arrays: State, state: State, parameters: Iterable[str] = ()) -> dict[str, str]:
+def _by_position(arrays: Arrays, state: Arrays, parameters: Iterable[str] = ()) -> dict[str, str]:
     """Match arrays with all entries, all but the counters, or the parameters, whichever has their
     shapes in this order.
     """

@@ -10,8 +10,9 @@ from flwr.serverapp import Grid
 from fedbn_flwr.doctor.check import COUNTER, MEAN, VARIANCE, Round, layers_by_name, look_at
 from fedbn_flwr.doctor.findings import Finding, worst_first
 from fedbn_flwr.doctor.node import named_arrays, weight_of
-from fedbn_flwr.doctor.observer import State, layer_of
+from fedbn_flwr.doctor.observer import layer_of
 from fedbn_flwr.server.grids import PassingGrid
+from fedbn_flwr.state import Arrays
 from fedbn_flwr.wire.pooled import Summed
 
 _STATISTICS = (MEAN, VARIANCE, COUNTER)
@@ -34,8 +35,8 @@ class WatchedGrid(PassingGrid):
 
     def __init__(self, grid: Grid) -> None:
         super().__init__(grid)
-        self._before: State = {}
-        self._after: list[State] = []
+        self._before: Arrays = {}
+        self._after: list[Arrays] = []
         self._weights: list[float] = []
         self._findings: list[Finding] = []
         weakref.finalize(self, _say_all, self._findings)
@@ -64,7 +65,7 @@ class WatchedGrid(PassingGrid):
                 self._weights.append(weight_of(reply.content))
         return replies
 
-    def _compare(self, averaged: State) -> None:
+    def _compare(self, averaged: Arrays) -> None:
         layers = layers_by_name([self._before, *self._after])
         seen = Round(self._before, self._after, averaged, self._weights)
         known = {finding.name for finding in self._findings}
@@ -83,7 +84,7 @@ def _say_all(findings: list[Finding]) -> None:
         log(INFO, "BN, %s: %s", finding.level, finding.saw)
 
 
-def _batch_norm(message: Message) -> State:
+def _batch_norm(message: Message) -> Arrays:
     """Return copies of the entries of layers that have running statistics."""
     arrays = named_arrays(message.content)
     layers = set(layers_by_name([arrays]))

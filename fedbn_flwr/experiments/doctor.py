@@ -15,7 +15,7 @@ from torch import nn
 
 from fedbn_flwr.doctor.app import FlowerApp, run_app
 from fedbn_flwr.doctor.examine import Examination, examine
-from fedbn_flwr.doctor.findings import LEVELS, PAGE
+from fedbn_flwr.doctor.findings import PAGE
 from fedbn_flwr.doctor.observer import Network, describe_network
 from fedbn_flwr.experiments.output.console import console, new_table
 from fedbn_flwr.plugins import import_function
@@ -89,11 +89,9 @@ def _set_aside(verbose: bool) -> Iterator[None]:
 
 
 def _show(examination: Examination) -> None:
-    for level in LEVELS:
-        for finding in examination.findings:
-            if finding.level == level:
-                console.print(f"{level}: {finding}", markup=False, highlight=False)
-                console.print(f"    {PAGE}#{finding.name}\n", markup=False, highlight=False)
+    for finding in examination.findings:  # worst first
+        console.print(f"{finding.level}: {finding}", markup=False, highlight=False)
+        console.print(f"    {PAGE}#{finding.name}\n", markup=False, highlight=False)
     if examination.layers:
         console.print(_table(examination))
     if examination.stopped:
