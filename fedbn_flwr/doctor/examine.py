@@ -206,7 +206,7 @@ def _moved(network: Network, layer: str) -> bool:
     return any(
         name in network.start
         and name in network.end
-        and not np.array_equal(network.start[name], network.end[name])
+        and not same_numbers(network.start[name], network.end[name])
         for name in names
     )
 

@@ -32,9 +32,8 @@ def _apps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @cache
-def examined(name: str, nodes: int = 2, strategy: str = "") -> Examination:
-    config = {"num-server-rounds": 3, "strategy": strategy}
-    app = FlowerApp(APPS, f"{name}:server", f"{name}:client", config)
+def examined(name: str, nodes: int = 2, **config: str | int) -> Examination:
+    app = FlowerApp(APPS, f"{name}:server", f"{name}:client", {"num-server-rounds": 3, **config})
     return examine(run_app(app, nodes, 2, 300))
 
 
@@ -68,6 +67,36 @@ def test_the_table_says_what_is_sent_averaged_and_comes_back() -> None:
     adam = examined("server_adam").layers
     assert {(layer.sent, layer.came_back) for layer in adam} == {("all", "loaded")}
     assert {layer.averaged for layer in adam} <= {"below zero", "beyond"}
+
+
+FASHION = Path("/usr/share/datasets/fashion-mnist")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not FASHION.exists(), reason="needs Debian's package dataset-fashion-mnist")
+@pytest.mark.parametrize("name", ["detector", "detector_copy"])
+def test_a_detector_on_scenes_of_photographs(name: str) -> None:
+    examination = examined(name, **{"fashion-mnist": str(FASHION)})
+    assert {finding.name for finding in examination.findings} == import_module(name).EXPECTED
+
+
+#: of networks that people use, how many layers of how many a rule of theirs keeps on the nodes
+KEPT = [
+    ("timm resnet50", "name", 49, 53),
+    ("mobilenet_v2", "name", 0, 52),
+    ("densenet121", "name", 0, 121),
+    ("resnet18", "path", 1, 20),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("network", "rule", "kept", "of"), KEPT)
+def test_what_a_rule_by_names_keeps(network: str, rule: str, kept: int, of: int) -> None:
+    examination = examined("kept_by_name", network=network, rule=rule, samples=32, size=32)
+    assert sum(layer.came_back == "kept" for layer in examination.layers) == kept
+    assert len(examination.layers) == of
+    found = {finding.name for finding in examination.findings} - {"lag"}
+    assert found == ({"partly-local", "counters"} if kept else {"averaged", "counters"})
 
 
 @pytest.mark.parametrize(
@@ -105,7 +134,7 @@ FLOWER = {
 
 @pytest.mark.parametrize("name", FLOWER)
 def test_what_flowers_strategies_make_of_running_statistics(name: str) -> None:
-    findings = examined("of_flower", 3, name).findings
+    findings = examined("of_flower", 3, strategy=name).findings
     # in how many rounds a variance is below zero depends on the draw
     found = {finding.name for finding in findings} - {"negative-variance"}
     assert found == FLOWER[name], "\n".join(map(str, findings))

@@ -25,11 +25,11 @@ class Net(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
-def load_data(context: Context, samples: int = 200, channels: int = 1) -> DataLoader:
+def load_data(context: Context, samples: int = 200, channels: int = 1, size: int = 8) -> DataLoader:
     node = int(context.node_config["partition-id"])
     generator = torch.Generator().manual_seed(node)
     labels = torch.randint(2, (samples,), generator=generator)
-    images = torch.randn(samples, channels, 8, 8, generator=generator)
+    images = torch.randn(samples, channels, size, size, generator=generator)
     images = images + labels.reshape(-1, 1, 1, 1) * 0.5
     return DataLoader(TensorDataset(images, labels), batch_size=8, shuffle=True)
 
@@ -57,14 +57,6 @@ def test(net: nn.Module, loader: DataLoader) -> float:
     return right / len(getattr(loader, "dataset", loader))
 
 
-def pictures_of(generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return bright shapes of three kinds, 16 x 16."""
-    labels = torch.arange(60) % 3
-    rows, columns = torch.meshgrid(torch.arange(16), torch.arange(16), indexing="ij")
-    shapes = torch.stack([rows < columns, (rows - 8) ** 2 + (columns - 8) ** 2 < 40, rows % 4 < 2])
-    return shapes[labels] * torch.rand(60, 1, 1, generator=generator), labels
-
-
 def reply(message: Message, loader: DataLoader, **content: object) -> Message:
     metrics = MetricRecord({"num-examples": len(getattr(loader, "dataset", loader))})
     return Message(RecordDict({**content, "metrics": metrics}), reply_to=message)
@@ -90,16 +82,19 @@ def plain_client(make=Net, fit=train, score=test, data=load_data) -> ClientApp:
     return app
 
 
-def plain_server(make=Net, strategy=FedAvg, arrays=None, evaluate=None) -> ServerApp:
+def plain_server(
+    make=Net, strategy=FedAvg, arrays=None, evaluate=None, takes_context=False
+) -> ServerApp:
     app = ServerApp()
 
     @app.main()
     def _(grid: Grid, context: Context) -> None:
         torch.manual_seed(0)
         begun: Strategy = strategy()
+        net = make(context) if takes_context else make()
         begun.start(
             grid=grid,
-            initial_arrays=arrays() if arrays else ArrayRecord(make().state_dict()),
+            initial_arrays=arrays() if arrays else ArrayRecord(net.state_dict()),
             num_rounds=int(context.run_config["num-server-rounds"]),
             train_config=ConfigRecord({"lr": 0.05}),
             evaluate_fn=evaluate,

@@ -1,10 +1,13 @@
 """A one-stage detector on scenes of small pictures, with an average of its weights."""
 
 import copy
+import gzip
+from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from common import pictures_of, plain_server, reply
+from common import plain_server, reply
 from flwr.app import ArrayRecord
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
@@ -20,10 +23,26 @@ class Detector(nn.Module):
         for inputs, outputs in ((1, 8), (8, 16), (16, 16)):
             layers += [nn.Conv2d(inputs, outputs, 3, 2, 1), nn.BatchNorm2d(outputs), nn.ReLU()]
         self.backbone = nn.Sequential(*layers)
-        self.predict = nn.Conv2d(16, 1 + 4 + 3, 1)
+        self.predict = nn.Conv2d(16, 1 + 4 + 10, 1)
 
     def forward(self, scenes):
         return self.predict(self.backbone(scenes))
+
+
+def open_pictures(context, generator):
+    """Return small pictures of things: Fashion-MNIST's, or shapes drawn here."""
+    if "fashion-mnist" in context.run_config:
+        folder = Path(context.run_config["fashion-mnist"])
+        images = gzip.decompress((folder / "t10k-images-idx3-ubyte.gz").read_bytes())[16:]
+        labels = gzip.decompress((folder / "t10k-labels-idx1-ubyte.gz").read_bytes())[8:]
+        pictures = torch.from_numpy(np.frombuffer(images, np.uint8).reshape(-1, 1, 28, 28) / 255)
+        chosen = torch.randint(len(labels), (100,), generator=generator)
+        pictures = F.interpolate(pictures[chosen].float(), (16, 16), mode="area")[:, 0]
+        return pictures, torch.tensor(list(labels))[chosen]
+    labels = torch.arange(60) % 3
+    rows, columns = torch.meshgrid(torch.arange(16), torch.arange(16), indexing="ij")
+    shapes = torch.stack([rows < columns, (rows - 8) ** 2 + (columns - 8) ** 2 < 40, rows % 4 < 2])
+    return shapes[labels] * torch.rand(60, 1, 1, generator=generator), labels
 
 
 def draw_scene(generator, pictures, labels):
@@ -42,7 +61,7 @@ def draw_scene(generator, pictures, labels):
 
 def load_scenes(context):
     generator = torch.Generator().manual_seed(int(context.node_config["partition-id"]))
-    pictures, labels = pictures_of(generator)
+    pictures, labels = open_pictures(context, generator)
     drawn = [draw_scene(generator, pictures, labels) for _ in range(64)]
     scenes, targets = (torch.stack(parts) for parts in zip(*drawn, strict=True))
     return torch.utils.data.DataLoader(
