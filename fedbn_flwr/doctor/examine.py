@@ -253,7 +253,7 @@ def _of_wire(history: History, fates: dict[str, LayerFate]) -> Iterator[Finding]
     for name, layers in groups.items():
         detail = ""
         if name == "partly-local":
-            detail = f": {len(local)}, {local[0]} first"
+            detail = ": " + Finding("local", tuple(local), of=of).named()
         yield Finding(name, tuple(layers), detail, of)
     found = list(_of_rounds(history, fates, shared))
     if local:  # layers between those that are kept drift apart

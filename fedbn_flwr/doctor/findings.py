@@ -242,13 +242,14 @@ class Finding:
     @property
     def saw(self) -> str:
         """What was seen."""
-        return KINDS[self.name].saw.format(layers=self._named(), detail=self.detail)
+        return KINDS[self.name].saw.format(layers=self.named(), detail=self.detail)
 
     def __str__(self) -> str:
         kind = KINDS[self.name]
         return " ".join(filter(None, (f"{self.saw}.", kind.follows, kind.mend)))
 
-    def _named(self) -> str:
+    def named(self) -> str:
+        """Name the layers: all, or how many and the first."""
         count = len(self.layers)
         if count == self.of and count > 1:
             return f"all {count} BN layers"

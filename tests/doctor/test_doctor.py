@@ -55,7 +55,7 @@ def test_layers_are_named_and_counted() -> None:
         "layer4.0.downsample.1",
     )
     assert "3 of 20 BN layers (layer2.0.downsample.1, ...)" in finding.saw
-    assert "17, bn1 first" in finding.saw
+    assert "kept on the nodes: 17 of 20 BN layers (bn1, ...)" in finding.saw
 
 
 def test_the_table_says_what_is_sent_averaged_and_comes_back() -> None:
