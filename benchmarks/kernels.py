@@ -20,7 +20,6 @@ import torch
 from fedbn_flwr import run
 from tests.fake_accelerator.tally import KINDS, Tally, counting, environment
 
-STEPS, CLIENTS = 4, 4
 ENGINES = ("stacked", "inprocess")
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "FedAvg": ("fedavg", {}),
@@ -38,7 +37,7 @@ def count(method: str, engine: str, rounds: int, steps: int, **options: Any) -> 
         shared = {
             "data": "digits",
             "partition": "classes:2",
-            "clients": CLIENTS,
+            "batch_size": 10,  # so small that no client has a smaller last one in the counted steps
             "evaluate_every": 100,
             **options,
         }
@@ -48,25 +47,26 @@ def count(method: str, engine: str, rounds: int, steps: int, **options: Any) -> 
 
 
 def step_and_round(
-    method: str, engine: str, **options: Any
+    method: str, engine: str, clients: int = 4, steps: int = 4, **options: Any
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Return, by kind, what a step (one after another: of one client) and a round beside its steps
     ask.
     """
+    options["clients"] = clients
     count(method, engine, 1, 1, **options)  # the first sends what stays on the device
     once, longer = (
         {kind: more.of(kind) - less.of(kind) for kind in KINDS}
         for less, more in (
             [count(method, engine, rounds, steps, **options) for rounds in (3, 4)]
-            for steps in (STEPS, 2 * STEPS)
+            for steps in (steps, 2 * steps)
         )
     )
-    steps = STEPS * (CLIENTS if engine == "inprocess" else 1)
-    step = {kind: (longer[kind] - once[kind]) / steps for kind in KINDS}
-    return step, {kind: once[kind] - steps * step[kind] for kind in KINDS}
+    taken = steps * (clients if engine == "inprocess" else 1)
+    step = {kind: (longer[kind] - once[kind]) / taken for kind in KINDS}
+    return step, {kind: once[kind] - taken * step[kind] for kind in KINDS}
 
 
-def rows(models: list[str]) -> Iterator[list[str]]:
+def rows(models: list[str], **options: Any) -> Iterator[list[str]]:
     """Yield the rows of the table."""
     yield [
         "case",
@@ -76,9 +76,9 @@ def rows(models: list[str]) -> Iterator[list[str]]:
         *(f"{kind} / round" for kind in KINDS),
     ]
     for model in models:
-        for case, (method, options) in CASES.items():
+        for case, (method, others) in CASES.items():
             for engine in ENGINES:
-                step, of_round = step_and_round(method, engine, model=model, **options)
+                step, of_round = step_and_round(method, engine, model=model, **others, **options)
                 yield [
                     case,
                     model,
@@ -91,8 +91,11 @@ def main() -> None:
     """Print the table, in Markdown."""
     parser = argparse.ArgumentParser(prog="benchmarks.kernels", description=__doc__)
     parser.add_argument("--models", default="small-cnn,resnet20", help="models [%(default)s]")
+    parser.add_argument("--clients", type=int, default=4, help="clients of a round [%(default)s]")
+    parser.add_argument("--steps", type=int, default=4, help="their local steps [%(default)s]")
     asked = parser.parse_args()
-    for number, row in enumerate(rows(asked.models.split(","))):
+    table = rows(asked.models.split(","), clients=asked.clients, steps=asked.steps)
+    for number, row in enumerate(table):
         print("| " + " | ".join(row) + " |", flush=True)
         if not number:
             print("|" + "---|" * len(row))

@@ -99,12 +99,13 @@ def gradients(
     is_on: bool,
     tensors_of: Callable[[B], Batch | None],
     batch_of: Callable[[Tensor, Tensor], B],
+    asks_nobody: bool = False,
 ) -> Gradients[B]:
     """Return what makes the gradients of a session's steps: replays on an accelerator, where these
     are on and can be.
 
     `tensors_of` returns a batch's tensors, None for a batch unlike others, and `batch_of` makes
-    such a batch of them.
+    such a batch of them. A layer-wise step is taken by autograd, unless it `asks_nobody`.
     """
     optimized = [
         parameter for group in session.optimizer.param_groups for parameter in group["params"]
@@ -121,7 +122,17 @@ def gradients(
     if reason:
         known.say(reason)
         return eager
-    return _Replaying(session, learned, loss_of, eager, tensors_of, batch_of, loss_function, known)
+    return _Replaying(
+        session,
+        learned,
+        loss_of,
+        eager,
+        tensors_of,
+        batch_of,
+        loss_function,
+        known,
+        asks_nobody,
+    )
 
 
 @dataclass(eq=False)
@@ -136,24 +147,26 @@ class _Replaying(Generic[B]):
     batch_of: Callable[[Tensor, Tensor], B]
     loss_function: LossFunction
     known: _Captures
+    asks_nobody: bool
 
     def __post_init__(self) -> None:
-        #: whether the next step is unlike the others
-        self._apart = self.session.instruction.layerwise != "none"
-        #: of this session, by the form of the batch
+        #: what makes the next step unlike the others: its layer-wise mode
+        self._mode = self.session.instruction.layerwise
+        #: of this session, by the form of the batch and the mode
         self._steps: dict[Hashable, CapturedStep | str | None] = {}
 
     def __call__(self, batch: B) -> tuple[Tensor, int | Tensor]:
         """Set the gradients, and return the loss and the number of samples."""
-        apart = self._apart
-        self._apart = False
-        if apart:
+        mode = self._mode
+        self._mode = "none"
+        if mode != "none" and not self.asks_nobody:
             return self.eager(batch)
         tensors = self.tensors_of(batch)
         if tensors is None:
             self.known.say("clients have batches of different sizes")
             return self.eager(batch)
-        shape = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors)
+        forms = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors)
+        shape = forms, mode
         if shape not in self._steps:
             key = (shape, self._state())
             steps = self.known.steps

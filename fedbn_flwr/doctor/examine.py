@@ -3,8 +3,6 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from fedbn_flwr.doctor.app import AppRound, History, Visit
 from fedbn_flwr.doctor.check import (
     COUNTER,

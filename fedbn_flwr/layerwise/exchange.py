@@ -212,7 +212,13 @@ def combine(kind: Kind, rows: Tensor, weights: Sequence[float]) -> Tensor:
     sum_i p_i (v_i + (m_i - mean)^2), which is the same number as (40), in one exchange instead of
     two. Sums are in float64, so that the order of the clients does not matter.
     """
-    shares = torch.tensor(normalized(weights), dtype=torch.float64, device=rows.device)
+    return weighted(
+        kind, rows, torch.tensor(normalized(weights), dtype=torch.float64, device=rows.device)
+    )
+
+
+def weighted(kind: Kind, rows: Tensor, shares: Tensor) -> Tensor:
+    """Combine rows as `combine` does, under weights in float64 that sum to one."""
     values = rows.double()
     total = (shares @ values.reshape(len(values), -1)).view(values.shape[1:])
     if kind == "statistics":
@@ -253,28 +259,38 @@ def why_unusable(kind: Kind, values: Tensor) -> Fault | None:
     """
     if not values.is_floating_point():
         return Fault(f"is {values.dtype}, no floating-point numbers")
-    largest = min(
-        torch.finfo(values.dtype).max, LARGEST
-    )  # float64 has room for more than anybody may send
-    if kind == "variance":
-        variances = values
-    elif kind == "statistics":
-        variances = values[..., 1, :]
-    else:
-        variances = values[:0]
-    # one pass over the values: below this norm all of them are finite, and small enough
-    small = torch.linalg.vector_norm(values) < largest**0.5 / 4
-    if small.logical_and((variances >= 0).all()).item():  # for which a GPU is waited for once
+    if surely_usable(kind, values).item():  # for which a GPU is waited for once
         return None
     if not values.isfinite().all():
         return NOT_FINITE
-    if not (_magnitudes(kind, values) <= largest / 8).all():
+    if not (_magnitudes(kind, values) <= _largest(values) / 8).all():
         return TOO_LARGE._replace(
             words=f"{TOO_LARGE.words} in {str(values.dtype).removeprefix('torch.')}"
         )
-    if (variances >= 0).all():
+    if (_variances(kind, values) >= 0).all():
         return None
     return Fault("has a negative variance")
+
+
+def surely_usable(kind: Kind, values: Tensor) -> Tensor:
+    """Return whether one pass over values shows that they can be pooled, without a wait."""
+    # below this norm all of them are finite, and small enough
+    small: Tensor = torch.linalg.vector_norm(values) < _largest(values) ** 0.5 / 4
+    return small.logical_and((_variances(kind, values) >= 0).all())
+
+
+def _largest(values: Tensor) -> float:
+    """Return the largest number of a dtype, but float64 has room for more than anybody may send."""
+    return min(torch.finfo(values.dtype).max, LARGEST)
+
+
+def _variances(kind: Kind, values: Tensor) -> Tensor:
+    """Return the variances among values."""
+    if kind == "variance":
+        return values
+    if kind == "statistics":
+        return values[..., 1, :]
+    return values[:0]
 
 
 def _magnitudes(kind: Kind, values: Tensor) -> Tensor:

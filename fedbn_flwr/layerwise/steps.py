@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -28,8 +28,19 @@ from fedbn_flwr.randomness import OwnRandomness
 
 ReplyT = TypeVar("ReplyT")
 T = TypeVar("T")
+#: returns the weights of the clients, in the order of the rows
+Weigh = Callable[[], Sequence[float]]
 #: a computation that reaches the other clients by calling its one argument
 Step = Callable[[Exchange], T]
+
+
+class Exchanged(NamedTuple):
+    """The bytes that an exchange carries."""
+
+    #: of each client's request
+    request: int
+    #: of the answer, which goes to each client
+    answer: int
 
 
 class Transport(Protocol[ReplyT]):
@@ -39,6 +50,12 @@ class Transport(Protocol[ReplyT]):
     `Lockstep` is the transport of clients in this process. The transports of Flower's nodes are in
     `fedbn_flwr.transports`. A transport takes one step.
     """
+
+    def take_alone(self, weigh: Weigh) -> Sequence[Exchanged] | None:
+        """Take the whole step where nobody needs to be asked, and return what exchanges would have
+        carried; None where clients must be asked.
+        """
+        return None
 
     def advance(self, answer: Answer | None = None) -> Requests | None:
         """Take every client to its next exchange, and return the requests of all; None where all
@@ -59,7 +76,7 @@ class Transport(Protocol[ReplyT]):
 
 def take_step(
     transport: Transport[ReplyT],
-    weigh: Callable[[], Sequence[float]],
+    weigh: Weigh,
     observe: Observer | None = None,
     combiner: Combiner = combine,
 ) -> list[ReplyT]:
@@ -77,6 +94,8 @@ def take_step(
     the place of the weighted sums. If anything fails, the step is abandoned.
     """
     try:
+        if combiner is combine and observe is None and transport.take_alone(weigh) is not None:
+            return transport.replies()
         requests = transport.advance()
         weights = [] if requests is None else weigh()
         while requests is not None:
@@ -240,12 +259,14 @@ class Lockstep(Transport[ReplyT]):
             )
         if requests:
             return join(requests, self._order)
-        results = [reply for outcome in done for reply in outcome.result]
-        if self._order is None:
-            self._results = results
-        else:
-            self._results = [results[position] for position in self._order]
+        self._end([reply for outcome in done for reply in outcome.result])
         return None
+
+    def _end(self, results: list[ReplyT]) -> None:
+        """Keep the clients' results, which come stack by stack, in the order of the rows."""
+        if self._order is not None:
+            results = [results[position] for position in self._order]
+        self._results = results
 
     def replies(self) -> list[ReplyT]:
         """Return the clients' results, in the order of the rows."""

@@ -10,7 +10,8 @@ from typing import NamedTuple
 from flwr.app import ArrayRecord, Message
 from flwr.serverapp import Grid
 
-from fedbn_flwr.layerwise import Answer, Requests
+from fedbn_flwr.layerwise import Answer, Requests, Transport
+from fedbn_flwr.layerwise.steps import Exchanged, Weigh
 from fedbn_flwr.server.grids import PassingGrid
 from fedbn_flwr.state.flat import Layout
 from fedbn_flwr.state.records import array_records, flat_of, payload_bytes, view_array
@@ -49,7 +50,7 @@ class Traffic:
         return self.payload_down + self.payload_up
 
 
-class CountedTransport:
+class CountedTransport(Transport[Message]):
     """A `NodesTransport`, counted as if every exchange had taken a message to and from each node.
 
     In such a message, the one array is the tensor of the answer or the request.
@@ -69,23 +70,38 @@ class CountedTransport:
         """Return the participants of the step."""
         return self._transport.participants
 
+    def take_alone(self, weigh: Weigh) -> Sequence[Exchanged] | None:
+        """Take the step where nobody is asked, and count the exchanges that are spared."""
+        exchanges = self._transport.take_alone(weigh)
+        if exchanges is None:
+            return None
+        self._grid.outgoing(list(self._messages))
+        for each in exchanges:
+            self._count_answer(each.answer)
+            self._count_requests(len(self._messages) * each.request)
+        return exchanges
+
+    def _count_answer(self, size: int) -> None:
+        self._traffic.exchanges += 1
+        self._traffic.payload_down += len(self._messages) * size
+        # what goes to several nodes counts once
+        self._traffic.paper += size
+
+    def _count_requests(self, size: int) -> None:
+        self._traffic.payload_up += size
+        self._traffic.paper += size
+
     def advance(self, answer: Answer | None = None) -> Requests | None:
         """Advance the step, and count one exchange."""
         requests = self._transport.advance(answer)
         if answer is None:
             self._grid.outgoing(list(self._messages))
         else:
-            self._traffic.exchanges += 1
-            self._traffic.payload_down += len(self._messages) * answer.tensor.nbytes
-            # what goes to several nodes counts once
-            self._traffic.paper += answer.tensor.nbytes
+            self._count_answer(answer.tensor.nbytes)
         # a row each, whichever workers have pooled
-        if requests is None:
-            received = 0
-        else:
-            received = requests.clients * requests.tensor[0].numel() * requests.dtype.itemsize
-        self._traffic.payload_up += received
-        self._traffic.paper += received
+        if requests is not None:
+            row = requests.tensor[0].numel() * requests.dtype.itemsize
+            self._count_requests(requests.clients * row)
         return requests
 
     def replies(self) -> list[Message]:

@@ -10,7 +10,7 @@ from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
 from fedbn_flwr import wire
-from fedbn_flwr.layerwise import Answer, Requests
+from fedbn_flwr.layerwise import Answer, Requests, Transport
 from fedbn_flwr.layerwise.exchange import ExchangeError, check_requests, join
 from fedbn_flwr.server.grids import ask_nodes, passing
 from fedbn_flwr.server.replies import (
@@ -36,7 +36,7 @@ Replies = Mapping[int, Message]
 
 
 @dataclass
-class MessageTransport:
+class MessageTransport(Transport[Message]):
     """A `NodesTransport` over messages, in one attempt of a round, in which every node must take
     part until the end.
 

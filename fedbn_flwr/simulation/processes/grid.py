@@ -18,7 +18,7 @@ from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
 from fedbn_flwr.device import count_cores
-from fedbn_flwr.layerwise import Answer, Requests
+from fedbn_flwr.layerwise import Answer, Requests, Transport
 from fedbn_flwr.layerwise.exchange import ExchangeError, OrderError, join
 from fedbn_flwr.plugins import import_function
 from fedbn_flwr.server.grids import identify, is_simulated, wait_for_all
@@ -245,7 +245,7 @@ class WorkersGrid(LocalGrid):
         return self._workers[(node - FIRST_NODE_ID) % self._num_workers]
 
 
-class WorkersTransport:
+class WorkersTransport(Transport[Message]):
     """A `NodesTransport` whose nodes are shared out over workers, which are at their first
     exchange.
 

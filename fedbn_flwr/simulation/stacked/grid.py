@@ -14,7 +14,8 @@ from fedbn_flwr.client import BNClient
 from fedbn_flwr.client.rules import rules_for
 from fedbn_flwr.client.training import make_optimizer
 from fedbn_flwr.layerwise import Exchange, SuspendedStep
-from fedbn_flwr.layerwise.steps import Lockstep, Replicas
+from fedbn_flwr.layerwise.one_stack import OneStackExchange
+from fedbn_flwr.layerwise.steps import Exchanged, Lockstep, Replicas, Weigh
 from fedbn_flwr.server.grids import identify
 from fedbn_flwr.simulation.in_process import InProcessGrid, RunConfig, one_by_one
 from fedbn_flwr.simulation.replies import Job, ReplyPool, Trained
@@ -74,6 +75,8 @@ class StackedGrid(InProcessGrid):
         self._logged: set[str] = set()
         #: copies of models, for steps that wait in the middle of a pass
         self._structures = Replicas()
+        #: by model, mode and clients, what answers in a stack of all of them
+        self._answering: dict[Hashable, OneStackExchange] = {}
         self._make_stack = Stacks().make
 
     def _hands_to_clients(self) -> bool:
@@ -216,6 +219,25 @@ class StackedGrid(InProcessGrid):
         finally:
             self._structures.give_back(model, structure)
 
+    def _train_alone(
+        self, stack: Sequence[Job], pool: ReplyPool, weights: Sequence[float]
+    ) -> tuple[list[Message | None], list[Exchanged]]:
+        """Train a stack of all clients of a layer-wise step, which need not be asked.
+
+        Return their replies, as above, and what exchanges would have carried.
+        """
+        client = stack[0].client
+        key = id(client.model), stack[0].instruction.layerwise, len(stack)
+        if key not in self._answering:
+            self._answering[key] = OneStackExchange(len(stack), client.device)
+        exchange = self._answering[key]
+        exchange.begin(weights)
+        trained = train_together(stack, client.model, self._make_stack, exchange)
+        exchange.end()
+        self._how.sizes.add(len(stack))
+        sizes = [Exchanged(*size) for size in exchange.sizes.values()]
+        return list(pool.add(trained).values()), sizes
+
 
 class StackedTransport(Lockstep[Message | None]):
     """A `NodesTransport` of stacked nodes in this process: all clients of a stack ask at once, and
@@ -236,10 +258,22 @@ class StackedTransport(Lockstep[Message | None]):
             SuspendedStep(partial(grid._train_in_step, stack, pool), seed=0) for stack in stacks
         ]
         super().__init__(steps, order)
+        self._stacks_of_jobs = stacks
+        self._everyone = everyone
         self.participants = [everyone[position] for position in order]
         self._jobs = [jobs[position] for position in order]
         self._pool = pool
         self._grid = grid
+
+    def take_alone(self, weigh: Weigh) -> Sequence[Exchanged] | None:
+        """Take the step of a single stack in this thread."""
+        if len(self._stacks_of_jobs) > 1:
+            return None
+        weights = dict(zip(self.participants, weigh(), strict=True))
+        of_stack = [weights[participant] for participant in self._everyone]
+        replies, exchanges = self._grid._train_alone(self._stacks_of_jobs[0], self._pool, of_stack)
+        self._end(replies)
+        return exchanges
 
     def replies(self) -> list[Message]:  # type: ignore[override]
         """Let nodes keep what they remember; return their replies, or the mean."""

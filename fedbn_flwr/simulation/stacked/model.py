@@ -71,9 +71,10 @@ class Stack(nn.Module):
         structure.
         """
         values = {**self._parameters_of_all, **self._buffers_of_all}
-        rows = stacked(
-            states if any(state is not states[0] for state in states) else states[:1], self._entries
-        )
+        if any(state is not states[0] for state in states):
+            rows = stacked(states, self._entries)
+        else:
+            rows = to_device(states[0], self._entries)
         given = [
             rows.get(name, self._entries[name]).expand(value.shape)
             for name, value in values.items()

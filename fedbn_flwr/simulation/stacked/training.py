@@ -19,6 +19,7 @@ from fedbn_flwr.client.rules import Session, rules_for
 from fedbn_flwr.device import Rows, constant
 from fedbn_flwr.layerwise import Exchange, shared_statistics
 from fedbn_flwr.layerwise.carried import CorrectedClients
+from fedbn_flwr.layerwise.one_stack import OneStackExchange
 from fedbn_flwr.randomness import OwnRandomness
 from fedbn_flwr.simulation.replies import Job, Trained
 from fedbn_flwr.simulation.stacked.layers import apply_shared
@@ -132,6 +133,7 @@ def _learn(
         clients[0].captured,
         batches.tensors_of,
         batches.batch_of,
+        asks_nobody=isinstance(exchange, OneStackExchange),
     )
     losses = training.train(batches, gradients, session.optimizer, [rule.adjust for rule in rules])
     batches.restore()

@@ -20,8 +20,8 @@ from tests.fake_accelerator.tally import KINDS, Tally, counting
 from tests.helpers.engine_comparison import SIZES_APART, Stacked
 from tests.helpers.harness import Federation, make_float32_model, make_split
 
-#: layers that exchange, and steps of a round
-LAYERS, STEPS = 2, 3
+#: of a round
+STEPS = 3
 #: clients with equal steps
 SIZES = (8, 8)
 #: a strategy, the normalizer of its model, options of its steps, and copies a round: to the device,
@@ -48,8 +48,9 @@ CASES: dict[str, tuple[Callable[[], BaseStrategy], str, dict[str, Any], tuple[in
     # there are no counters
     "FedWon": (partial(FedWon, agc="off"), "wsconv", {}, (2, 2)),
     "FedWon, clipping": (partial(FedWon, agc="on"), "wsconv", {}, (2, 2)),
-    # as many requests, counts and answers as a client has exchanges; a stack has answers only
-    "FedTAN": (FedTAN, "bn", {}, (3 + 2 * LAYERS, 3)),
+    # the clients' weights, and whether their values could be pooled; one after another, clients
+    # exchange messages
+    "FedTAN": (FedTAN, "bn", {}, (3 + 1, 3 + 1)),
 }
 
 
@@ -92,7 +93,7 @@ def test_a_step_waits_for_nothing_and_a_round_has_few_copies(
     step, a_round = measured(case, grid)
     # what is drawn for crops is sent in one copy, whose memory nobody waits for
     assert [step[kind] for kind in KINDS[1:]] == [float(case == "crop-flip"), 0, 0]
-    assert a_round["wait"] == (2 * LAYERS if (case, grid) == ("FedTAN", Stacked) else 0)
+    assert a_round["wait"] == 0
     if (case, grid) != ("FedTAN", InProcessGrid):  # its messages are the CPU's
         assert (a_round["to device"], a_round["to host"]) == CASES[case][3]
 
