@@ -12,8 +12,10 @@ class HowTrained:
     processes: int = 1
     #: sizes of the stacks; 1 is that of a client alone
     sizes: set[int] = field(default_factory=set)
-    #: why clients that could train in a stack trained alone
+    #: why clients that could train in a stack, or in a larger one, did not
     alone: set[str] = field(default_factory=set)
+    #: the largest stack that is tried, since a larger one did not fit; 0 before
+    most: int = 0
     #: whether steps were captured, and why others were not
     captured: bool = False
     eager: set[str] = field(default_factory=set)
@@ -26,6 +28,8 @@ class HowTrained:
             whole.processes += part.processes
             whole.sizes |= part.sizes
             whole.alone |= part.alone
+            if part.most:
+                whole.most = min(part.most, whole.most or part.most)
             whole.captured |= part.captured
             whole.eager |= part.eager
         return whole

@@ -50,6 +50,8 @@ RunConfig = Mapping[str, Any]
 
 #: Flower reserves small ids for its own parts
 FIRST_NODE_ID = 1000
+#: the file with the largest stack that is tried, if there is such a limit, beside nodes' states
+STACKS = "stacks"
 #: most messages of a push that are prepared before the first of them trains
 PORTION = 100
 
@@ -155,14 +157,26 @@ class LocalGrid(Grid):
     def how_trained(self) -> HowTrained:
         """Return how the clients were trained up to now."""
 
+    @abstractmethod
+    def limit_stacks(self, most: int) -> None:
+        """Train at most so many clients together; 0 sets no limit."""
+
     def save_states(self, folder: Path) -> None:
         """Write what nodes remember into a folder, a file each."""
         files = StateFolder(folder, range(0))
         for context in self.contexts():
             files[context.node_id - FIRST_NODE_ID] = context.state
+        most = self.how_trained().most
+        if most:
+            (folder / STACKS).write_text(str(most))
 
     def restore_states(self, folder: Path) -> None:
-        """Let all nodes remember what is in a folder, where `save_states` has written it."""
+        """Let all nodes remember what is in a folder, where `save_states` has written it.
+
+        Stacks are not larger than they were, or a resumed run would have other bits.
+        """
+        limit = folder / STACKS
+        self.limit_stacks(int(limit.read_text()) if limit.exists() else 0)
         saved = StateFolder(folder, {node - FIRST_NODE_ID for node in self.get_node_ids()})
         for partition in {
             *saved,
@@ -248,6 +262,10 @@ class InProcessGrid(LocalGrid):
         """Return how the clients were trained up to now."""
         self._how.captured, self._how.eager = captured.account()
         return self._how
+
+    def limit_stacks(self, most: int) -> None:
+        """Train at most so many clients together; 0 sets no limit."""
+        self._how.most = most
 
     def remember(self, node: int, state: RecordDict) -> None:
         """Let a node remember this, and nothing else."""

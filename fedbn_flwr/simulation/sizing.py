@@ -25,13 +25,11 @@ WORTH_STARTING = 10**11
 #: clients per process in a round where models are stacked: five clients are faster in a stack than
 #: one after another (docs/benchmarks.md, "Choices in the code")
 CLIENTS_PER_WORKER = 5
-#: larger stacks do not make a step faster, because a CPU's caches are full. A GPU stacks all
-#: clients that are prepared together: with 100 a round takes 0.11 to 0.16 of a plain loop's time,
-#: with ten 0.29 to 0.52; more is not measured
+#: larger stacks do not make a step faster, because a CPU's caches are full. An accelerator stacks
+#: all clients that are prepared together and fit into its memory (docs/benchmarks.md, "On an H200")
 _LARGEST_ON_CPU = 20
-#: parameters of the largest model that trains faster in a stack than alone: on a CPU between
-#: resnet20 (270,000) and mobilenetv2 (2.2 million), see docs/benchmarks.md, "Choices in the code".
-#: On a GPU resnet18 (11 million) is a tie, and between 1 and 11 million nobody has measured
+#: parameters of the largest model that trains faster in a stack than alone on a CPU: between
+#: resnet20 (270,000) and mobilenetv2 (2.2 million), see docs/benchmarks.md, "Choices in the code"
 _LARGEST_MODEL = 1_000_000
 #: mean bytes of a tensor that a forward pass keeps, from which on stacks do not make a CPU faster,
 #: because the step of a single client does not fit into the caches (docs/benchmarks.md, "Stacks and
@@ -120,10 +118,10 @@ def largest_useful_stack(
     `step` is called only where its answer counts: it takes a forward pass, which a large model need
     not spend.
     """
-    if sum(parameter.numel() for parameter in model.parameters()) > _LARGEST_MODEL:
-        return 1
     if device.type != "cpu":
         return PORTION
+    if sum(parameter.numel() for parameter in model.parameters()) > _LARGEST_MODEL:
+        return 1
     if step().large:
         return _LARGEST_LAYERWISE if layerwise else 1
     return _LARGEST_ON_CPU

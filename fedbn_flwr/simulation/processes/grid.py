@@ -124,6 +124,10 @@ class WorkersGrid(LocalGrid):
         answers = self._try_all("how_trained", dict.fromkeys(self._workers)).values()
         return HowTrained.together(each for each in answers if isinstance(each, HowTrained))
 
+    def limit_stacks(self, most: int) -> None:
+        """Train at most so many clients together; 0 sets no limit."""
+        self._ask_all("limit_stacks", dict.fromkeys(self._workers, most))
+
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Deliver the messages, to all workers at once, and keep the replies."""
         messages = list(messages)

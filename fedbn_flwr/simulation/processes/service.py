@@ -107,6 +107,10 @@ class Service:
         how: HowTrained = self.grid.how_trained()
         return how
 
+    def limit_stacks(self, most: int) -> None:
+        """Train at most so many clients together."""
+        self.grid.limit_stacks(most)
+
     # ---- what nodes remember ---------------------------------------------------------------------
 
     def context(self, node: int) -> Context:

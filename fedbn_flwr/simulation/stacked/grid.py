@@ -5,9 +5,11 @@ from functools import partial
 from logging import INFO, WARNING
 from pathlib import Path
 
+import torch
 from flwr.app import Message
 from flwr.clientapp import ClientApp
 from flwr.common import log
+from torch import nn
 
 from fedbn_flwr import wire
 from fedbn_flwr.client import BNClient
@@ -44,7 +46,8 @@ class StackedGrid(InProcessGrid):
 
     At most `chunk` clients are stacked; by default as many as speed up a step and fit into half of
     the machine's memory, or a quarter of a GPU's. (Free memory does not count, or the bits of a run
-    would depend on what else runs.)
+    would depend on what else runs.) A stack that an accelerator has no memory for is halved, and so
+    are all others from then on.
 
     With `average_by`, "examples" or "uniform" as the option `weighting` of strategies, the replies
     to the training messages of a push are one: their mean answers the first of the messages, and
@@ -77,7 +80,7 @@ class StackedGrid(InProcessGrid):
         self._structures = Replicas()
         #: by model, mode and clients, what answers in a stack of all of them
         self._answering: dict[Hashable, OneStackExchange] = {}
-        self._make_stack = Stacks().make
+        self._stacks = Stacks()
 
     def _hands_to_clients(self) -> bool:
         hands = super()._hands_to_clients()
@@ -93,13 +96,19 @@ class StackedGrid(InProcessGrid):
         """
         trained = set[int]()
         failures = dict[str, str]()
-        for stack in self._cut(jobs):
+        waiting = self._cut(jobs)
+        while waiting:
+            stack = waiting.pop(0)
             if len(stack) == 1:
                 continue
             try:
-                together = train_together(stack, stack[0].client.model, self._make_stack)
+                together = self._train_stack(stack, stack[0].client.model)
             except CannotStackError as reason:
                 self._log_once(str(reason))
+            except torch.OutOfMemoryError:
+                waiting = [
+                    part for each in (stack, *waiting) for part in _parts(each, self._how.most)
+                ]
             except Exception as error:
                 # the first of its kind: others may name other values
                 failures.setdefault(type(error).__name__, f"{type(error).__name__}: {error}")
@@ -111,6 +120,22 @@ class StackedGrid(InProcessGrid):
                 self._log_once(failure, WARNING, kind)
             yield alone
 
+    def _train_stack(
+        self, stack: Sequence[Job], structure: nn.Module, exchange: Exchange | None = None
+    ) -> Trained:
+        """Train a stack; where it does not fit into the device's memory, let later ones be at most
+        half as large.
+        """
+        try:
+            return train_together(stack, structure, self._stacks.make, exchange)
+        except torch.OutOfMemoryError:
+            self._how.most = -(-len(stack) // 2)
+            self._stacks.clear()
+            reason = f"{len(stack)} do not fit into the device's memory: from here on"
+            self._how.alone.add(f"{reason} {self._how.most}")
+            log(WARNING, "Clients train in smaller stacks: %s %d", reason, self._how.most)
+            raise
+
     def _cut(self, jobs: Sequence[Job], layerwise: bool = False) -> list[list[Job]]:
         """Return stacks of jobs that go together, those with similar numbers of steps, the largest
         numbers first.
@@ -121,7 +146,7 @@ class StackedGrid(InProcessGrid):
             if len(group) > 1:
                 size = self._size(group[0], layerwise)
             ordered = sorted(group, key=lambda job: -job.steps)
-            stacks += [ordered[start : start + size] for start in range(0, len(ordered), size)]
+            stacks += _parts(ordered, size)
         return stacks
 
     def _count_fitting(self, job: Job) -> int:
@@ -166,8 +191,10 @@ class StackedGrid(InProcessGrid):
         """Return the largest stack of clients like this one that speeds up a step and fits into
         memory.
         """
-        if self._chunk:
-            return self._chunk
+        most = self._chunk or self._count_useful(job, layerwise)
+        return min(most, self._how.most or most)
+
+    def _count_useful(self, job: Job, layerwise: bool) -> int:
         client = job.client
         most = largest_useful_stack(
             client.model, client.device, lambda: self._step_memory(job), layerwise
@@ -213,9 +240,7 @@ class StackedGrid(InProcessGrid):
         structure = self._structures.take(model)
         self._how.sizes.add(len(stack))
         try:
-            return list(
-                pool.add(train_together(stack, structure, self._make_stack, exchange)).values()
-            )
+            return list(pool.add(self._train_stack(stack, structure, exchange)).values())
         finally:
             self._structures.give_back(model, structure)
 
@@ -232,7 +257,7 @@ class StackedGrid(InProcessGrid):
             self._answering[key] = OneStackExchange(len(stack), client.device)
         exchange = self._answering[key]
         exchange.begin(weights)
-        trained = train_together(stack, client.model, self._make_stack, exchange)
+        trained = self._train_stack(stack, client.model, exchange)
         exchange.end()
         self._how.sizes.add(len(stack))
         sizes = [Exchanged(*size) for size in exchange.sizes.values()]
@@ -283,6 +308,11 @@ class StackedTransport(Lockstep[Message | None]):
         for reply in replies:
             identify(reply)
         return replies
+
+
+def _parts(jobs: list[Job], size: int) -> list[list[Job]]:
+    """Return stacks of at most this size."""
+    return [jobs[start : start + size] for start in range(0, len(jobs), size)]
 
 
 def _stack_key(job: Job) -> Hashable:

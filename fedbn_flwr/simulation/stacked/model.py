@@ -157,6 +157,10 @@ class Stacks:
         #: by the id of a structure, which a stack keeps alive, and the number of clients
         self._latest: OrderedDict[tuple[int, int], Stack] = OrderedDict()
 
+    def clear(self) -> None:
+        """Forget all stacks, whose memory is free then."""
+        self._latest.clear()
+
     def make(self, structure: nn.Module, states: Sequence[State]) -> Stack:
         """Return a stack of clients that start from these states."""
         key = id(structure), len(states)

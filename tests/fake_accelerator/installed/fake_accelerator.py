@@ -3,9 +3,9 @@ that run on the CPU.
 
 It refuses what a GPU refuses: operations on tensors of two devices, the CPU's generators,
 `numpy()`, use after a fork, and while a graph is captured, waits, host reads, generators and copies
-between host and device. Its results have the CPU's bits. An observer is told of kernels, copies and
-waits. It shows neither speed nor what an accelerator rounds in another way. Two variables of the
-environment change it: with `FAKE_ACCELERATOR_FLOAT64=0` it has no float64, and it fails in
+between host and device. It has no memory for tensors larger than `largest`. Its results have the
+CPU's bits. An observer is told of kernels, copies and waits. It shows neither speed nor what an
+accelerator rounds in another way. Two variables of the environment change it: with `FAKE_ACCELERATOR_FLOAT64=0` it has no float64, and it fails in
 processes of multiprocessing while the file exists that `FAKE_ACCELERATOR_FAILS` names.
 
 Tensors become those of the other device through DLPack, whose records say in a field where the
@@ -31,6 +31,8 @@ from torch.utils import backend_registration
 
 NAME = "fake"
 MEMORY = 16 << 30
+#: bytes of the largest tensor that there is memory for
+largest = float("inf")
 FAILING = os.environ.get("FAKE_ACCELERATOR_FAILS", "")
 _CPU, _FAKE = 1, 12  # of DLPack: kDLCPU, kDLExtDev
 #: operations whose result's shape is in the values, so that the host waits for it
@@ -249,6 +251,12 @@ def _note(kind: str, name: str, size: int = 0) -> None:
         observer(kind, name, size)
 
 
+def _refuse_large(tensor: Tensor) -> Tensor:
+    if tensor.nbytes > largest:
+        raise torch.OutOfMemoryError(f"fake out of memory. Tried to allocate {tensor.nbytes} bytes")
+    return tensor
+
+
 def _refuse_in_graphs(what: str) -> None:
     if _tape is not None:
         raise RuntimeError(f"fake error: operation not permitted when stream is capturing: {what}")
@@ -318,6 +326,7 @@ def _run(op: Any, *args: Any, **options: Any) -> Any:
     if name not in _VIEWS:
         _note("wait" if name in _WAITING else "kernel", full)
     results = op(*given, **named)
+    _map(_refuse_large, results)
     if _tape is not None and name not in _VIEWS:
         _tape.append((op, given, named, results))
     for own, cpu in table.values():
