@@ -24,7 +24,10 @@ DOCS = Path(__file__).parent
 PAGES = (
     DOCS / "results.md",
     DOCS.parent / "README.md",
-    *(DOCS / f"{name}.md" for name in ("appendix", "choosing", "diagnose", "doctor", "fedtan")),
+    *(
+        DOCS / f"{name}.md"
+        for name in ("appendix", "benchmarks", "choosing", "diagnose", "doctor", "fedtan")
+    ),
 )
 #: a recipe and a setting
 Place = tuple[str, str]
@@ -682,6 +685,17 @@ def printed(name: str, corner: str) -> str:
     return table([corner, *heads], [[line, *cells.loc[line, heads]] for line in lines])
 
 
+def card() -> str:
+    """Return the factorial's methods on a CPU and on a GPU, seed by seed."""
+    place = ("card", "two classes")
+    columns: dict[str, Callable[[str], str]] = {
+        "CPU": partial(plain, UNSEEN),
+        "H200": partial(plain, place),
+        "difference": lambda name: f"{(runs()[*place, name] - runs()[*UNSEEN, name]).mean():+.2f}",
+    }
+    return by_method(by_mean(place), columns)
+
+
 def findings() -> str:
     """Return what the doctor finds, with an anchor that it prints for each."""
     rows = [
@@ -714,6 +728,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "pretrained elsewhere": pretrained_elsewhere,
     "pretrained second": second,
     "findings": findings,
+    "card": card,
     "factorial": lambda: by_method(
         [*by_mean(UNSEEN, METHODS), *CENTRALIZED], over(FACTORIAL, bold_and_gain)
     ),

@@ -26,7 +26,7 @@ WORTH_STARTING = 10**11
 #: one after another (docs/benchmarks.md, "Choices in the code")
 CLIENTS_PER_WORKER = 5
 #: larger stacks do not make a step faster, because a CPU's caches are full. An accelerator stacks
-#: all clients that are prepared together and fit into its memory (docs/benchmarks.md, "On an H200")
+#: all clients that are prepared together and fit into its memory (docs/benchmarks.md, "On a GPU")
 _LARGEST_ON_CPU = 20
 #: parameters of the largest model that trains faster in a stack than alone on a CPU: between
 #: resnet20 (270,000) and mobilenetv2 (2.2 million), see docs/benchmarks.md, "Choices in the code"

@@ -55,7 +55,7 @@ def test_the_code_runs() -> None:
         "torch": torch,
         "np": np,
     }
-    for block in re.findall(r"```python\n(.*?)```", PAGE, re.S):
+    for block in re.findall(r"```py\n(.*?)```", PAGE, re.S):
         exec(block, names)
     assert names["layers"] == ["bn1"]
     assert list(names["context"].state["bn"]) == [name for name in states[0] if "bn1" in name]
@@ -66,9 +66,7 @@ def test_the_code_runs() -> None:
     whole = np.concatenate([first, second])
     names |= {"weights": (0.5, 0.5), "means": (first.mean(), second.mean())}
     names["variances"] = (first.var(), second.var())
-    (block,) = (
-        each for each in re.findall(r"```python\n(.*?)```", PAGE, re.S) if "(m - mean)" in each
-    )
+    (block,) = (each for each in re.findall(r"```py\n(.*?)```", PAGE, re.S) if "(m - mean)" in each)
     exec(block, names)
     assert names["variance"] == pytest.approx(whole.var())
     names["set_parameters"](model, names["get_parameters"](Net()))

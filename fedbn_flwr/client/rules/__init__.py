@@ -161,10 +161,11 @@ def obeyed_keys(instruction: Instruction) -> list[str]:
 
     `later` only if it knows all of its keys.
     """
-    unknown = (
-        set(filter(None, instruction.later.split(","))) - BINDING.keys() - _all_defaults().keys()
-    )
-    return [key for key in instruction.binding_keys() if key != "later" or not unknown]
+    keys = instruction.binding_keys()
+    later = set(filter(None, instruction.later.split(",")))
+    if later and later - BINDING.keys() - _all_defaults().keys():
+        return [key for key in keys if key != "later"]
+    return keys
 
 
 def _all_defaults() -> dict[str, Scalar]:

@@ -1,6 +1,7 @@
 """The in-process `Grid` that trains clients as one stack of models, where it can."""
 
 from collections.abc import Hashable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from logging import INFO, WARNING
 from pathlib import Path
@@ -172,15 +173,13 @@ class StackedGrid(InProcessGrid):
         """
         groups: dict[Hashable, list[Job]] = {}
         for job in jobs:
-            try:
-                key = _stack_key(job)
-            except Exception:
-                continue
-            reason = _why_not_stackable(job)
+            with suppress(Exception):
+                groups.setdefault(_stack_key(job), []).append(job)
+        for key, group in list(groups.items()):
+            reason = _why_not_stackable(group[0])
             if reason:
                 self._log_once(reason)
-            else:
-                groups.setdefault(key, []).append(job)
+                del groups[key]
         if len(groups) > 1 and len({id(group[0].client.model) for group in groups.values()}) == len(
             jobs
         ):
@@ -326,6 +325,8 @@ def _stack_key(job: Job) -> Hashable:
     apart = instruction.layerwise in ("none", *wire.CARRIED_MODES)
     first_batch = apart or client.batch_sizes(instruction)[0]
     return (
+        type(client),
+        client.make_optimizer is make_optimizer,
         id(client.model),
         client.loss_function,
         client.device,
@@ -337,7 +338,9 @@ def _stack_key(job: Job) -> Hashable:
 
 
 def _why_not_stackable(job: Job) -> str:
-    """Say why this job's client cannot be stacked, whatever its model is; empty if it can."""
+    """Say why clients like this job's cannot be stacked, whatever their model is; empty if they
+    can.
+    """
     client = job.client
     instruction = job.instruction
     if type(client) is not BNClient:
