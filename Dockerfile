@@ -17,8 +17,10 @@ WORKDIR /srv/build
 # a second index: of one version, pip prefers the build whose name ends in +cpu
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 COPY --from=requirements requirements.txt ./
+# their versions, and those of what they need; `make lock` renews them
+COPY image.lock ./
 # tests and C++ headers of packages are a tenth of the image
-RUN python -m pip install --no-cache-dir --extra-index-url ${TORCH_INDEX} -r requirements.txt \
+RUN python -m pip install --no-cache-dir --extra-index-url ${TORCH_INDEX} -c image.lock -r requirements.txt \
     && cd "$(python -c 'import torch; print(torch.__path__[0])')/.." \
     && rm -rf torch/test torch/include pyarrow/include \
     && find . -type d -name tests -prune -exec rm -rf {} +

@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 # uv leaves it to Python to keep compiled modules: without them, an import of torch takes 3.0 s instead of 1.6
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-deploy test-docker test-gpu newest faults smoke-all check format docs dist bench bench-deploy bench-gpu bench-kernels bench-quick mutants matrix clean
+.PHONY: demo test test-all test-deploy test-docker test-gpu newest faults smoke-all check format docs dist lock licences bench bench-deploy bench-gpu bench-kernels bench-quick mutants matrix clean
 
 demo: $(VENV)/installed
 	$(BIN)/fedbn-flwr compare --methods fedavg,fedavg+gn,fixbn,fedbn,fedtan,fedtan:carry=true,centralized \
@@ -71,6 +71,16 @@ docs: $(VENV)/installed
 dist: $(VENV)/installed
 	$(BIN)/python -m uv tool run --from build pyproject-build --installer uv .
 	$(BIN)/python -m uv tool run twine check --strict dist/*
+
+# the versions in the image, which the Dockerfile installs
+lock: $(VENV)/installed
+	echo hatchling | $(BIN)/python -m uv pip compile --quiet --python-version 3.11 --no-header --no-annotate \
+		--no-emit-index-url --upgrade --extra cli --extra models --extra data --extra tensorboard --extra timm \
+		--output-file image.lock pyproject.toml -
+
+# the licence of each package of the environment
+licences: $(VENV)/installed
+	$(BIN)/python -m uv tool run pip-licenses --from=mixed --python=$(BIN)/python
 
 bench: $(VENV)/installed
 	$(BIN)/python -m benchmarks.bench
