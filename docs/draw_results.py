@@ -62,7 +62,7 @@ def draw_curves(panel: Any, setting: str, exact: str) -> None:
     draw_lines(
         panel, points, {found: LOOKS[name] for name in LOOKS for found in (name, f"{name}, exact")}
     )
-    drops = [Mark("learning rate", int(share * points["x"].max())) for share in (0.5, 0.75)]
+    drops = [Mark("learning rate / 10", int(share * points["x"].max())) for share in (0.5, 0.75)]
     draw_marks(panel, dict.fromkeys(LOOKS, drops), LOOKS)
     panel.set(xlabel="round", ylabel="accuracy, %")
     panel.grid(alpha=0.3)

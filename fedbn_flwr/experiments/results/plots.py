@@ -49,6 +49,8 @@ LOSSES = {
 }
 #: by what curves go over, the label of the axis
 AXES = {"rounds": "round", "exchanges": "exchanges", "bytes": "MB sent, as papers count"}
+#: parts of a run over which a loss is averaged where many lines stand in one picture
+SMOOTHED = 20
 #: the range of values from which on a scale is logarithmic
 DECADE = 10
 #: methods that look the same in all pictures; one with `bn-ws` has the colour of the same without
@@ -264,6 +266,16 @@ def points_of(rounds: Frame, key: str, x: Any = None) -> Frame:
     return rounds[["label", "run"]].assign(x=rounds["round"] if x is None else x, y=y).dropna()
 
 
+def smoothed(points: Frame, window: int) -> Frame:
+    """Return, in the place of each run's values, their means over the last rounds: losses of single
+    mini-batches hide the lines.
+    """
+    means = points.groupby(["label", "run"], sort=False)["y"].transform(
+        lambda values: values.rolling(window, min_periods=1).mean()
+    )
+    return points.assign(y=means)
+
+
 def plot_curves(runs: Frame) -> Any:
     """Return a figure of the score and the training loss over the rounds: each method's mean over
     seeds, and the range.
@@ -280,12 +292,20 @@ def plot_curves(runs: Frame) -> Any:
     with styled() as figure_class:
         picture = figure_class(figsize=WIDE, dpi=DPI, layout="constrained")
         panels = picture.subplots(1, 2)
-        labels = {score: f"test {heading_of(score)}", "train-loss": "training loss"}
-        for panel, (key, label) in zip(panels, labels.items(), strict=True):
-            draw_lines(panel, points_of(rounds, key), looks)
+        window = max(1, int(rounds["round"].max()) // SMOOTHED)
+        losses = smoothed(points_of(rounds, "train-loss"), window)
+        draw_lines(panels[0], points_of(rounds, score), looks)
+        draw_lines(panels[1], losses, looks)
+        loss = "training loss"
+        if window > 1:
+            loss = f"training loss, mean of {window} rounds"
+        labels = f"test {heading_of(score)}", loss
+        for panel, label in zip(panels, labels, strict=True):
             panel.set(xlabel="round", ylabel=label, xlim=(0, None))
             panel.grid(alpha=0.3)
-        panels[1].set_yscale("log")
+        panels[1].set_yscale("log", subs=(2, 5))
+        panels[1].yaxis.set_major_formatter("{x:g}")
+        panels[1].yaxis.set_minor_formatter("{x:g}")
         picture.suptitle(*letters([title_of(typical(ended))]))
         picture.add_legend(panels[0])
     return picture
