@@ -37,7 +37,7 @@ ON_DEVICE = "tests/fake_accelerator/on_device"
 ALL, LEAST = 290.0, 5.0
 PASSED, FAILED, SKIPPED = 0, 1, 3
 #: what switches captured steps off
-EAGER: Variant = ("float32", (("captured", "false"),))
+EAGER: Variant = ("float32", (("captured", "never"),))
 
 
 def run_tests(*words: str) -> int:

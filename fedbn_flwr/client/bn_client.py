@@ -14,6 +14,7 @@ from fedbn_flwr import norm, state, wire
 from fedbn_flwr.client import batch_plan as batches
 from fedbn_flwr.client import captured, training
 from fedbn_flwr.client.batch_plan import BatchLoader
+from fedbn_flwr.client.captured import Captured
 from fedbn_flwr.client.evaluation import evaluate, mean_loss, shares
 from fedbn_flwr.client.image_order import channels_last
 from fedbn_flwr.client.learning_task import CLASSIFICATION, LearningTask
@@ -36,7 +37,7 @@ class BNClient:
     clients of a process may share one model, because every message overwrites its whole state.
     `loss_function`, in place of the task's, takes what the model returns, and the labels.
     `make_optimizer` takes the model and the instruction, whose `lr` is the round's. On an
-    accelerator, steps are captured and replayed where they can be, unless `captured` is False.
+    accelerator, steps are captured and replayed: `captured` says of which layers.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class BNClient:
         task: LearningTask = CLASSIFICATION,
         loss_function: training.LossFunction | None = None,
         make_optimizer: training.MakeOptimizer = training.make_optimizer,
-        captured: bool = True,
+        captured: Captured = "auto",
     ) -> None:
         self.device = pick_device(device)
         self.model = _moved(model, self.device)

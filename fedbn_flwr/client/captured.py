@@ -6,6 +6,9 @@ of them is launched at once. Rules, optimizers and rates stay outside. A capture
 of the same step by autograd, and proves it where it runs: at its first use both are taken on the
 same batch, and if they differ it is not used. The client or stack that meets a step first takes it
 by autograd: what comes once only is not worth a capture.
+
+Layers of a user's own may do something else in a later step, by a count or a branch in Python. So
+they are captured only if that is asked for (`always`), and are compared again and again.
 """
 
 from collections import OrderedDict
@@ -13,9 +16,9 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from logging import INFO
+from logging import INFO, WARNING
 from math import nan
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 from warnings import catch_warnings, simplefilter
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -27,6 +30,8 @@ from torch.nn.modules.dropout import _DropoutNd
 from fedbn_flwr.client.rules import Session
 from fedbn_flwr.client.training import Batch, Gradients, LossFunction, backward
 
+#: which steps are captured: those of layers that are known, of all layers, or of none
+Captured = Literal["auto", "always", "never"]
 #: steps of a model that are kept, the latest
 KEPT = 16
 #: packages whose layers do the same whenever they are called, or draw at random, which is noticed
@@ -48,9 +53,14 @@ class CapturedStep:
     gradients: Sequence[Tensor | None]
     loss: Tensor
     count: int | Tensor = 0
+    #: how often it was replayed
+    taken: int = 0
+    #: whether a replay had other values than the same step by autograd
+    differs: bool = False
 
     def replay(self, batch: Batch, learned: Sequence[nn.Parameter]) -> tuple[Tensor, int | Tensor]:
         """Take the passes on another batch."""
+        self.taken += 1
         _put(self.batch, batch)
         self.graph.replay()
         for parameter, gradient in zip(learned, self.gradients, strict=True):
@@ -83,6 +93,11 @@ def account() -> tuple[bool, set[str]]:
 
 
 NEW = "new"
+OTHER_VALUES = "replayed it has other values"
+CHANGED = (
+    "Steps are not captured from here on: after %d of them, one has other values by autograd, so "
+    "that the model does something else in each. What was trained may be wrong: use captured=never"
+)
 _OF_MODELS: WeakKeyDictionary[nn.Module, _Captures] = WeakKeyDictionary()
 #: all that are alive share one memory: no two of them are replayed at once, and none keeps anything
 #: in it
@@ -96,7 +111,7 @@ def gradients(
     session: Session,
     loss_of: Gradients[B],
     loss_function: LossFunction,
-    is_on: bool,
+    wanted: Captured,
     tensors_of: Callable[[B], Batch | None],
     batch_of: Callable[[Tensor, Tensor], B],
     asks_nobody: bool = False,
@@ -115,10 +130,13 @@ def gradients(
     }.values()
     learned = [parameter for parameter in every if parameter.requires_grad]
     eager = backward(loss_of, learned)
-    if not is_on or _BROKEN or not learned or learned[0].device.type == "cpu":
+    if wanted == "never" or _BROKEN or not learned or learned[0].device.type == "cpu":
         return eager
     known = _OF_MODELS.setdefault(session.model, _Captures())
-    reason = _why_not(session.structure or session.model, loss_function, learned[0].device)
+    layers = session.structure or session.model
+    reason = _why_not(layers, learned[0].device)
+    if not reason and wanted == "auto":
+        reason = _what_is_unknown(layers, loss_function)
     if reason:
         known.say(reason)
         return eager
@@ -132,6 +150,7 @@ def gradients(
         loss_function,
         known,
         asks_nobody,
+        wanted == "always",
     )
 
 
@@ -148,6 +167,7 @@ class _Replaying(Generic[B]):
     loss_function: LossFunction
     known: _Captures
     asks_nobody: bool
+    doubts: bool
 
     def __post_init__(self) -> None:
         #: what makes the next step unlike the others: its layer-wise mode
@@ -178,9 +198,11 @@ class _Replaying(Generic[B]):
             if len(steps) > KEPT:
                 steps.popitem(last=False)
         step = self._steps[shape]
-        if isinstance(step, CapturedStep):
-            return step.replay(tensors, self.learned)
-        return self.eager(batch)
+        if not isinstance(step, CapturedStep) or step.differs:
+            return self.eager(batch)
+        if self.doubts and step.taken.bit_count() == 1:  # 1, 2, 4, ...
+            return self._check(batch, tensors, step)
+        return step.replay(tensors, self.learned)
 
     def _state(self) -> Hashable:
         """Return all else that passes depend on: where the entries are, what learns, and how the
@@ -248,20 +270,43 @@ class _Replaying(Generic[B]):
             try:
                 step = self._capture(tensors, loss, stream)
                 _put(buffers, before)
-                for value in (step.loss, *_present(step.gradients)):
-                    value.fill_(nan)  # what is not written must not pass
-                found, _ = step.replay(tensors, self.learned)
-                ends = [loss, *_present(made), *after], [found, *_present(step.gradients), *buffers]
-                if not self._agree(*ends):
-                    reason = "replayed it has other values"
+                if not self._ends_at(step, tensors, [loss, *_present(made), *after]):
+                    reason = OTHER_VALUES
             except Exception as error:
                 reason = f"{type(error).__name__}: {error}"
         if reason:
             self.known.say(reason)
-            _put(buffers, after)
-            for parameter, gradient in zip(self.learned, made, strict=True):
-                parameter.grad = gradient
+            self._put_back(made, after)
         return (loss, count), None if reason else step
+
+    def _check(self, batch: B, tensors: Batch, step: CapturedStep) -> tuple[Tensor, int | Tensor]:
+        """Take a step by autograd, and compare it with the replay."""
+        buffers = list(self.session.model.buffers())
+        before = _copies(buffers)
+        loss, count = self.eager(batch)
+        made = [parameter.grad for parameter in self.learned]
+        after = _copies(buffers)
+        _put(buffers, before)
+        if not self._ends_at(step, tensors, [loss, *_present(made), *after]):
+            step.differs = True
+            self._put_back(made, after)
+            self.known.reasons.add(OTHER_VALUES)
+            log(WARNING, CHANGED, step.taken)
+        return loss, count
+
+    def _ends_at(self, step: CapturedStep, tensors: Batch, wanted: Sequence[Tensor]) -> bool:
+        """Replay a step, and compare the loss, the gradients and the buffers."""
+        for value in (step.loss, *_present(step.gradients)):
+            value.fill_(nan)  # what is not written must not pass
+        found, _ = step.replay(tensors, self.learned)
+        buffers = self.session.model.buffers()
+        return self._agree(wanted, [found, *_present(step.gradients), *buffers])
+
+    def _put_back(self, gradients: Sequence[Tensor | None], buffers: Sequence[Tensor]) -> None:
+        """Go on as after the step by autograd."""
+        _put(self.session.model.buffers(), buffers)
+        for parameter, gradient in zip(self.learned, gradients, strict=True):
+            parameter.grad = gradient
 
     def _agree(self, wanted: Sequence[Tensor], found: Sequence[Tensor]) -> bool:
         """Compare in bits where the run is deterministic, else with the square root of what its
@@ -305,12 +350,10 @@ class _Replaying(Generic[B]):
         return step
 
 
-def _why_not(layers: nn.Module, loss_function: LossFunction, device: torch.device) -> str:
-    """Say why steps of this model are not captured whatever they are; empty if they may be."""
+def _why_not(layers: nn.Module, device: torch.device) -> str:
+    """Say why steps of this model are not captured whatever is wanted; empty if they may be."""
     if not hasattr(torch.get_device_module(device), "CUDAGraph"):
         return f"{device.type} has no graphs"
-    if not _is_known(getattr(loss_function, "function", loss_function)):
-        return "the loss is not torch's"
     for layer in layers.modules():
         hooks = (
             layer._forward_hooks
@@ -320,8 +363,18 @@ def _why_not(layers: nn.Module, loss_function: LossFunction, device: torch.devic
         )
         if isinstance(layer, _DropoutNd) and layer.p > 0:
             return "it draws at random"
-        if not _is_known(type(layer)) or "forward" in vars(layer) or hooks:
+        if "forward" in vars(layer) or hooks:
             return f"what {type(layer).__name__} does is not torch's alone"
+    return ""
+
+
+def _what_is_unknown(layers: nn.Module, loss_function: LossFunction) -> str:
+    """Name what may do something else in a later step; empty if there is nothing."""
+    if not _is_known(getattr(loss_function, "function", loss_function)):
+        return "the loss is not torch's"
+    for layer in layers.modules():
+        if not _is_known(type(layer)):
+            return f"what {type(layer).__name__} does is not torch's alone (captured=always tries)"
     return ""
 
 

@@ -10,6 +10,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Annotated, Any, Self
 
+from fedbn_flwr.client.captured import Captured
 from fedbn_flwr.client.evaluation import CLASS_METRICS
 from fedbn_flwr.client.training import OPTIMIZERS, PRECISIONS
 from fedbn_flwr.data import SITES, parse_augmentation
@@ -208,8 +209,10 @@ class EngineOptions(Options):
         Range(0),
     ] = 0
     captured: Annotated[
-        bool, "on a GPU, record a step once and replay it in equal steps: the same bits, sooner"
-    ] = True
+        Captured,
+        "on a GPU, record a step once and replay it in equal steps, with the same bits: of layers "
+        "that are known (auto), of your own, too (always), or never",
+    ] = "auto"
     state_dir: Annotated[
         str, "folder for the clients' state; empty: in memory (not with the engine ray)"
     ] = ""

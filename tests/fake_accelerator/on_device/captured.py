@@ -13,7 +13,14 @@ from fedbn_flwr.simulation.in_process import InProcessGrid, OneByOneGrid
 from fedbn_flwr.strategies import BaseStrategy, FedAvg, FixBN
 from tests.fake_accelerator.on_device.methods import CASES
 from tests.helpers.engine_comparison import Stacked, Watch, watching
-from tests.helpers.harness import ALONE, Federation, distance, make_float32_model, make_model
+from tests.helpers.harness import (
+    ALONE,
+    ClientWrapper,
+    Federation,
+    distance,
+    make_float32_model,
+    make_model,
+)
 from tests.strategies.test_contract import SOLVED
 
 #: clients with equal batches
@@ -43,7 +50,12 @@ class Counted:
 
 
 def eager(client: BNClient, _: int) -> BNClient:
-    client.captured = False
+    client.captured = "never"
+    return client
+
+
+def always(client: BNClient, _: int) -> BNClient:
+    client.captured = "always"
     return client
 
 
@@ -52,6 +64,7 @@ def ends(
     model: Callable[[], nn.Module],
     grid: type[InProcessGrid],
     rounds: int = 3,
+    wrap: ClientWrapper = lambda client, _: client,
     **options: Any,
 ) -> tuple[float, int, Watch]:
     """Return how far a run with replays ends from one without, the number of replays, and what was
@@ -63,7 +76,8 @@ def ends(
         )
     assert not none.replays
     with Counted() as counted, watching() as watch:
-        ended = Federation(model(), SIZES, device="fake", grid=grid).run(make(), rounds, **options)
+        nodes = Federation(model(), SIZES, device="fake", grid=grid, wrap=wrap)
+        ended = nodes.run(make(), rounds, **options)
     return distance(wanted, ended), counted.replays, watch
 
 
@@ -138,7 +152,7 @@ def test_steps_of_more_kinds_than_are_kept_are_taken_by_autograd(
     grid: type[InProcessGrid], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Epochs have a smaller last batch: two kinds take turns where there is room for one."""
-    options = {"local_steps": 0, "local_epochs": 1, "batch_size": 3}
+    options: dict[str, Any] = {"local_steps": 0, "local_epochs": 1, "batch_size": 3}
     monkeypatch.setattr(captured, "KEPT", 1)
     monkeypatch.setattr(f"{__name__}.SIZES", (8, 8))
     apart, replays, watch = ends(FedAvg, make_model, grid, **options)
@@ -190,10 +204,46 @@ def test_what_cannot_be_captured_goes_on_as_before() -> None:
     assert (apart, replays, len(said(watch))) == (0, 0, 1)
 
 
-def test_layers_of_a_users_own_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_of_a_users_own_are_captured_where_that_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(captured, "KNOWN", ("torch",))
     apart, replays, watch = ends(FedAvg, make_model, InProcessGrid)
-    assert (apart, replays, said(watch)) == (0, 0, ["what Double does is not torch's alone"])
+    words = "what Double does is not torch's alone (captured=always tries)"
+    assert (apart, replays, said(watch)) == (0, 0, [words])
+    for grid in GRIDS:
+        apart, replays, watch = ends(FedAvg, make_model, grid, wrap=always)
+        assert (apart, said(watch)) == (0, [])
+        assert replays > 3
+
+
+class Counting(nn.Module):
+    """Does something else from its so many-th call on, which no attribute shows."""
+
+    def __init__(self, calls: int) -> None:
+        super().__init__()
+        self.left = [calls]
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.left[0] -= 1
+        return inputs if self.left[0] > 0 else 2 * inputs
+
+
+def test_a_layer_that_counts_in_python_falls_back() -> None:
+    """Whether it changes while it is captured, or later, between two comparisons."""
+    for calls, most, words in (
+        (5, 1, "replayed it has other values"),
+        (7, 4, "What was trained may be wrong"),
+    ):
+
+        def model(calls: int = calls) -> nn.Module:
+            return with_layer(Counting(calls))()
+
+        nodes = Federation(model(), SIZES, device="fake", grid=Stacked, wrap=always)
+        with Counted() as counted, watching() as watch:
+            nodes.run(FedAvg(), 8)
+        assert 0 < counted.replays <= most
+        assert len([text for text in watch.messages if words in text]) == 1
 
 
 def test_clients_with_other_batches_take_their_steps_by_autograd() -> None:

@@ -223,7 +223,7 @@ def test_a_run_with_captured_steps_that_died_has_the_bits_of_one_without(
     }
     with dying(0) as whole:
         assert (
-            main(command("run", results_dir=str(tmp_path / "eager"), captured="false", **options))
+            main(command("run", results_dir=str(tmp_path / "eager"), captured="never", **options))
             == 0
         )
     with dying(int(0.9 * whole.count)), pytest.raises(Death):
