@@ -133,7 +133,8 @@ def play(
         except OSError:  # the disk, and no fault of the run: it can go on
             raise
         except Exception as error:
-            summary = journal.summary_of_failure(experiment, setup.about, error)
+            failed = journal.summary_of_failure(experiment, setup.about, error)
+            summary = {**failed, **trained_by(setup.grid, engine)}
             files.finish(summary, after_round.arrays if standing.round else None)
             log(
                 ERROR,
@@ -151,7 +152,7 @@ def play(
             )
     summary = {**journal.summary(experiment, setup.about), **trained_by(setup.grid, engine)}
     for reason in summary.get("trained-alone", ()):
-        warn_once(f"{config.method}: clients train one after another, not in stacks: {reason}")
+        warn_once(f"{config.method}: clients train alone, or in smaller stacks: {reason}")
     arrays = after_round.arrays
     saver.save_personal(arrays)
     # what is kept of entries that stay on the nodes is their mean after the last round
