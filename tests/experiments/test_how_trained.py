@@ -51,7 +51,9 @@ def test_a_summary_says_in_how_many_processes_and_in_which_stacks(
 def test_a_run_that_fails_says_it_too(tmp_path: Path) -> None:
     told = trained(tmp_path / "out", rounds=5, lr=1e30)
     assert told == {"trained-by": "stacked, 1 process, stacks of 5"}
-    assert "diverged" in json.loads((run_in(tmp_path / "out") / "summary.json").read_text())["failed"]
+    assert (
+        "diverged" in json.loads((run_in(tmp_path / "out") / "summary.json").read_text())["failed"]
+    )
 
 
 def test_a_summary_says_why_clients_trained_alone_and_a_table_that_its_runs_differ(

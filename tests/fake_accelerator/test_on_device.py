@@ -31,13 +31,20 @@ if not HAS_DEVICE:
 
 
 @pytest.mark.parametrize(
-    ("files", "float64"), [(FILES, "1"), (WITHOUT, "0")], ids=["with float64", "without"]
+    ("files", "float64", "chosen"),
+    [
+        pytest.param(FILES, "1", "not slow", id="with float64"),
+        pytest.param(WITHOUT, "0", "not slow", id="without"),
+        pytest.param(FILES, "1", "slow", id="slow", marks=pytest.mark.slow),
+    ],
 )
-def test_on_the_device(files: list[Path], float64: str, tmp_path: Path) -> None:
+def test_on_the_device(files: list[Path], float64: str, chosen: str, tmp_path: Path) -> None:
     words = [
         sys.executable,
         "-m",
         "pytest",
+        "-m",
+        chosen,
         "-p",
         "no:cacheprovider",
         "-p",

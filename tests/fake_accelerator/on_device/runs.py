@@ -51,6 +51,7 @@ def run_program(program: str, *words: str) -> str:
     return done.stdout.decode()
 
 
+@pytest.mark.slow
 def test_dropout_of_own_loops_in_a_cold_process_is_the_seeded_one() -> None:
     first, again = run_program(COLD).splitlines(), run_program(COLD).splitlines()
     assert first == again
@@ -70,6 +71,7 @@ for name in ("fedbn_flwr.simulation.processes.worker", *NEEDED):
 """
 
 
+@pytest.mark.slow
 def test_what_workers_are_forked_from_uses_no_device() -> None:
     run_program(PRELOADED)
 
@@ -86,6 +88,7 @@ for device, used in (("cpu", False), ("auto", True)):
 """
 
 
+@pytest.mark.slow
 def test_a_run_starts_seeds_and_notes_the_device_only_if_it_uses_it(tmp_path: Path) -> None:
     run_program(RUNS, *command("run", model="mlp", results_dir=str(tmp_path)))
     noted = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("*/config.json"))]
@@ -93,6 +96,7 @@ def test_a_run_starts_seeds_and_notes_the_device_only_if_it_uses_it(tmp_path: Pa
     assert [devices[name] == "simulated accelerator" for name in ("cpu", "auto")] == [False, True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", ["1", "2"])
 @pytest.mark.parametrize("engine", ["stacked", "inprocess"])
 def test_a_run_repeats_its_bits_in_all_processes_unless_it_need_not(
