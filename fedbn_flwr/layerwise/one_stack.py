@@ -25,24 +25,28 @@ class OneStackExchange:
         place = exact(device)
         self._shares = torch.zeros(clients, dtype=torch.float64, device=place)
         self._usable = torch.ones((), dtype=torch.bool, device=place)
-        #: by use of a layer, bytes of a client's request and of the answer; a step that is replayed
-        #: asks what it asked when it was captured
+        #: by use of a layer, bytes of a client's request and of the answer, in the latest step that
+        #: was not replayed, and in the present one
         self.sizes: dict[tuple[Kind, str], tuple[int, int]] = {}
+        self._asked: dict[tuple[Kind, str], tuple[int, int]] = {}
 
     def begin(self, weights: Sequence[float]) -> None:
         """Begin a step of clients of these weights."""
         self._shares.copy_(torch.tensor(normalized(weights), dtype=torch.float64))
         self._usable.fill_(True)
+        self._asked = {}
 
     def __call__(self, requests: Requests) -> Answer:
         """Answer a request; whether its values can be pooled is known at the end of the step."""
         values = requests.tensor
         self._usable.logical_and_(surely_usable(requests.kind, values))
         answer = weighted(requests.kind, values, self._shares)
-        self.sizes[requests.kind, requests.layer] = (values[0].nbytes, answer.nbytes)
+        self._asked[requests.kind, requests.layer] = (values[0].nbytes, answer.nbytes)
         return Answer(answer, sum(requests.counts))
 
     def end(self) -> None:
         """Raise if it is not sure that all values could be pooled: a step by messages finds out."""
         if not self._usable.cpu():
             raise RuntimeError("the statistics or gradients of some client are too large")
+        # a step that is replayed asks what it asked when it was captured
+        self.sizes = self._asked or self.sizes
