@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fedbn_flwr.client import BNClient
+from fedbn_flwr.data import Split
 from fedbn_flwr.device import pick_device, total_memory
 from tests.fake_accelerator.tally import counting
 
@@ -19,6 +21,12 @@ def test_auto_takes_it() -> None:
         ValueError, match=r"'fake:1' is not available here: 1 of the kind; known: auto, cpu, fake$"
     ):
         pick_device("fake:1")
+
+
+def test_a_client_moves_a_model_whose_new_head_is_on_the_cpu() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3).to("fake"), torch.nn.Linear(3, 2))
+    client = BNClient(model, Split(torch.zeros(4, 3), torch.zeros(4).long()), device="fake")
+    assert {value.device.type for value in client.model.parameters()} == {"fake"}
 
 
 def test_it_refuses_what_a_gpu_refuses() -> None:
