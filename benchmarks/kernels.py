@@ -57,8 +57,8 @@ def step_and_round(
     once, longer = (
         {kind: more.of(kind) - less.of(kind) for kind in KINDS}
         for less, more in (
-            [count(method, engine, rounds, steps, **options) for rounds in (3, 4)]
-            for steps in (steps, 2 * steps)
+            [count(method, engine, rounds, number, **options) for rounds in (3, 4)]
+            for number in (steps, 2 * steps)
         )
     )
     taken = steps * (clients if engine == "inprocess" else 1)

@@ -47,6 +47,6 @@ class OneStackExchange:
     def end(self) -> None:
         """Raise if it is not sure that all values could be pooled: a step by messages finds out."""
         if not self._usable.cpu():
-            raise RuntimeError("the statistics or gradients of some client are too large")
+            raise RuntimeError("some client's statistics or gradients cannot surely be pooled")
         # a step that is replayed asks what it asked when it was captured
         self.sizes = self._asked or self.sizes

@@ -51,7 +51,7 @@ class Transport(Protocol[ReplyT]):
     `fedbn_flwr.transports`. A transport takes one step.
     """
 
-    def take_alone(self, weigh: Weigh) -> Sequence[Exchanged] | None:
+    def take_at_once(self, weigh: Weigh) -> Sequence[Exchanged] | None:
         """Take the whole step where nobody needs to be asked, and return what exchanges would have
         carried; None where clients must be asked.
         """
@@ -94,7 +94,7 @@ def take_step(
     the place of the weighted sums. If anything fails, the step is abandoned.
     """
     try:
-        if combiner is combine and observe is None and transport.take_alone(weigh) is not None:
+        if combiner is combine and observe is None and transport.take_at_once(weigh) is not None:
             return transport.replies()
         requests = transport.advance()
         weights = [] if requests is None else weigh()

@@ -175,8 +175,10 @@ class LocalGrid(Grid):
 
         Stacks are not larger than they were, or a resumed run would have other bits.
         """
-        limit = folder / STACKS
-        self.limit_stacks(int(limit.read_text()) if limit.exists() else 0)
+        most = 0
+        if (folder / STACKS).exists():
+            most = int((folder / STACKS).read_text())
+        self.limit_stacks(most)
         saved = StateFolder(folder, {node - FIRST_NODE_ID for node in self.get_node_ids()})
         for partition in {
             *saved,

@@ -70,9 +70,9 @@ class CountedTransport(Transport[Message]):
         """Return the participants of the step."""
         return self._transport.participants
 
-    def take_alone(self, weigh: Weigh) -> Sequence[Exchanged] | None:
+    def take_at_once(self, weigh: Weigh) -> Sequence[Exchanged] | None:
         """Take the step where nobody is asked, and count the exchanges that are spared."""
-        exchanges = self._transport.take_alone(weigh)
+        exchanges = self._transport.take_at_once(weigh)
         if exchanges is None:
             return None
         self._grid.outgoing(list(self._messages))

@@ -93,7 +93,8 @@ class StackedGrid(InProcessGrid):
         """Train stacks, then what cannot be stacked, or has failed in a stack.
 
         A failure is forgotten: whether a later round's stacks fail must not depend on this one, or
-        a run that is resumed between them would have other bits.
+        a run that is resumed between them would have other bits. That there was no memory for a
+        stack is not: checkpoints keep it.
         """
         trained = set[int]()
         failures = dict[str, str]()
@@ -132,9 +133,10 @@ class StackedGrid(InProcessGrid):
         except torch.OutOfMemoryError:
             self._how.most = -(-len(stack) // 2)
             self._stacks.clear()
-            reason = f"{len(stack)} do not fit into the device's memory: from here on"
-            self._how.alone.add(f"{reason} {self._how.most}")
-            log(WARNING, "Clients train in smaller stacks: %s %d", reason, self._how.most)
+            size = len(stack)
+            reason = f"{size} do not fit into the device's memory: from here on {self._how.most}"
+            self._how.alone.add(reason)
+            log(WARNING, "Clients train in smaller stacks: %s", reason)
             raise
 
     def _cut(self, jobs: Sequence[Job], layerwise: bool = False) -> list[list[Job]]:
@@ -243,7 +245,7 @@ class StackedGrid(InProcessGrid):
         finally:
             self._structures.give_back(model, structure)
 
-    def _train_alone(
+    def _train_at_once(
         self, stack: Sequence[Job], pool: ReplyPool, weights: Sequence[float]
     ) -> tuple[list[Message | None], list[Exchanged]]:
         """Train a stack of all clients of a layer-wise step, which need not be asked.
@@ -283,19 +285,20 @@ class StackedTransport(Lockstep[Message | None]):
         ]
         super().__init__(steps, order)
         self._stacks_of_jobs = stacks
-        self._everyone = everyone
         self.participants = [everyone[position] for position in order]
         self._jobs = [jobs[position] for position in order]
         self._pool = pool
         self._grid = grid
 
-    def take_alone(self, weigh: Weigh) -> Sequence[Exchanged] | None:
+    def take_at_once(self, weigh: Weigh) -> Sequence[Exchanged] | None:
         """Take the step of a single stack in this thread."""
         if len(self._stacks_of_jobs) > 1:
             return None
-        weights = dict(zip(self.participants, weigh(), strict=True))
-        of_stack = [weights[participant] for participant in self._everyone]
-        replies, exchanges = self._grid._train_alone(self._stacks_of_jobs[0], self._pool, of_stack)
+        stack = self._stacks_of_jobs[0]
+        nodes = [job.node for job in self._jobs]
+        by_node = dict(zip(nodes, weigh(), strict=True))
+        weights = [by_node[job.node] for job in stack]
+        replies, exchanges = self._grid._train_at_once(stack, self._pool, weights)
         self._end(replies)
         return exchanges
 

@@ -5,8 +5,9 @@ It refuses what a GPU refuses: operations on tensors of two devices, the CPU's g
 `numpy()`, use after a fork, and while a graph is captured, waits, host reads, generators and copies
 between host and device. It has no memory for tensors larger than `largest`. Its results have the
 CPU's bits. An observer is told of kernels, copies and waits. It shows neither speed nor what an
-accelerator rounds in another way. Two variables of the environment change it: with `FAKE_ACCELERATOR_FLOAT64=0` it has no float64, and it fails in
-processes of multiprocessing while the file exists that `FAKE_ACCELERATOR_FAILS` names.
+accelerator rounds in another way. Two variables of the environment change it: with
+`FAKE_ACCELERATOR_FLOAT64=0` it has no float64, and it fails in processes of multiprocessing while
+the file exists that `FAKE_ACCELERATOR_FAILS` names.
 
 Tensors become those of the other device through DLPack, whose records say in a field where the
 memory is. Processes whose `PYTHONPATH` has this folder have the device, because torch loads it by

@@ -235,11 +235,8 @@ def test_a_layer_that_counts_in_python_falls_back() -> None:
         (5, 1, "replayed it has other values"),
         (7, 4, "What was trained may be wrong"),
     ):
-
-        def model(calls: int = calls) -> nn.Module:
-            return with_layer(Counting(calls))()
-
-        nodes = Federation(model(), SIZES, device="fake", grid=Stacked, wrap=always)
+        model = with_layer(Counting(calls))()
+        nodes = Federation(model, SIZES, device="fake", grid=Stacked, wrap=always)
         with Counted() as counted, watching() as watch:
             nodes.run(FedAvg(), 8)
         assert 0 < counted.replays <= most
