@@ -13,6 +13,7 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr import wire
 from fedbn_flwr.layerwise import take_step
+from fedbn_flwr.plugins import warn_once
 from fedbn_flwr.server.pooling import Pooled, Sent, name_dominant
 from fedbn_flwr.server.replies import Expected, NodeReply
 from fedbn_flwr.state import Arrays
@@ -174,7 +175,7 @@ class Layerwise(FedAvg):
         if failure and not is_unable(failure):
             raise failure
         if failure:
-            log(WARNING, "Layer-wise steps go by messages, which are slower: %s", failure)
+            warn_once(f"Layer-wise steps go by messages, which are slower: {failure}")
         return replies
 
     def _answer(self, transport: NodesTransport) -> list[Message]:

@@ -350,9 +350,10 @@ def _call(spec: str, function: Callable[[], Data], image_size: int | None, chann
 def _function_of(spec: str) -> Callable[[], Data]:
     """Return the user's function of "package.module:function"."""
     module_name, _, name = spec.partition(":")
-    unknown = ValueError(
-        f"unknown data set {spec!r}; {did_you_mean(spec, DATASETS, 'or package.module:function')}"
-    )
+    meant = did_you_mean(spec, DATASETS, "or package.module:function")
+    if spec and Path(spec).is_dir():
+        meant = f"a folder of images is 'folder:{spec}'"
+    unknown = ValueError(f"unknown data set {spec!r}; {meant}")
     if not (name.isidentifier() and all(part.isidentifier() for part in module_name.split("."))):
         raise unknown
     try:

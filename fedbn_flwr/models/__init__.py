@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from fedbn_flwr import norm as norms
 from fedbn_flwr.models.libraries import LIBRARIES, make_published, published
@@ -205,6 +206,13 @@ def _custom_model(spec: str | Own) -> Make:
         if not isinstance(model, nn.Module):
             raise ValueError(
                 f"model {spec!r} returned a {type(model).__name__}, not a torch.nn.Module"
+            )
+        entries = (*model.named_parameters(), *model.named_buffers())
+        lazy = [name for name, value in entries if is_lazy(value)]
+        if lazy:
+            raise ValueError(
+                f"model {spec!r} has lazy layers ({lazy[0]!r} has no shape yet): call it once, on "
+                "inputs like the data's, in the function that makes it"
             )
         return model
 

@@ -123,6 +123,11 @@ def test_a_mistake_is_named(spec: str, message: str, module: str) -> None:
         load(spec.format(module=module))
 
 
+def test_the_path_of_a_folder_is_told_how_to_name_it(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"a folder of images is 'folder:{tmp_path}'"):
+        load(str(tmp_path))
+
+
 def test_synthetic_is_balanced_and_a_function_of_its_options() -> None:
     data = load("synthetic:n=1003:test=30:classes=5:size=6:channels=2:seed=4")
     assert data.train.inputs.shape == (1003, 2, 6, 6)

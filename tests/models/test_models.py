@@ -269,6 +269,17 @@ def test_a_model_of_ones_own_gets_the_arguments_that_it_accepts(
     assert isinstance(model.get_submodule("2"), nn.GroupNorm)
 
 
+def test_lazy_layers_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lazy_models.py").write_text(
+        "from torch import nn\n"
+        "def lazy():\n"
+        "    return nn.Sequential(nn.Flatten(), nn.LazyLinear(3), nn.LazyBatchNorm1d())\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match="has lazy layers \\('1.weight' has no shape yet\\)"):
+        build("lazy_models:lazy")
+
+
 def test_the_models_of_other_libraries_get_the_number_of_classes() -> None:
     model = build("torchvision.models:squeezenet1_1", num_classes=6)
     assert model.get_submodule("classifier.1").out_channels == 6
