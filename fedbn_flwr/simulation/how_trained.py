@@ -35,7 +35,8 @@ class HowTrained:
         return whole
 
     def summary(self, engine: str) -> dict[str, Any]:
-        """Return what a run's summary says; reasons only where there are some."""
+        """Return what a run's summary says; reasons only where there are some,
+        and nothing of a run whose clients take no step."""
         parts = [engine, "1 process" if self.processes == 1 else f"{self.processes} processes"]
         stacks = sorted(self.sizes - {1}, reverse=True)
         if stacks:
@@ -44,7 +45,9 @@ class HowTrained:
             parts.append("clients alone")
         if self.captured:
             parts.append("captured steps")
-        summary: dict[str, Any] = {"trained-by": ", ".join(parts)}
+        summary: dict[str, Any] = {}
+        if self.sizes:
+            summary["trained-by"] = ", ".join(parts)
         if self.alone:
             summary["trained-alone"] = sorted(self.alone)
         if self.eager:

@@ -48,6 +48,10 @@ def test_a_summary_says_in_how_many_processes_and_in_which_stacks(
     assert trained(tmp_path / "out", **options) == {"trained-by": wanted}
 
 
+def test_a_run_without_training_says_nothing(tmp_path: Path) -> None:
+    assert trained(tmp_path / "out", "fed3r", rounds=1) == {}
+
+
 def test_a_run_that_fails_says_it_too(tmp_path: Path) -> None:
     told = trained(tmp_path / "out", rounds=5, lr=1e30)
     assert told == {"trained-by": "stacked, 1 process, stacks of 5"}
