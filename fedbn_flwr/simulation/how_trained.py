@@ -35,8 +35,9 @@ class HowTrained:
         return whole
 
     def summary(self, engine: str) -> dict[str, Any]:
-        """Return what a run's summary says; reasons only where there are some,
-        and nothing of a run whose clients take no step."""
+        """Return what a run's summary says: reasons only where there are some, and nothing if no
+        client took a step.
+        """
         parts = [engine, "1 process" if self.processes == 1 else f"{self.processes} processes"]
         stacks = sorted(self.sizes - {1}, reverse=True)
         if stacks:
