@@ -276,7 +276,7 @@ def test_lazy_layers_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.Mon
         "    return nn.Sequential(nn.Flatten(), nn.LazyLinear(3), nn.LazyBatchNorm1d())\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ValueError, match="has lazy layers \\('1.weight' has no shape yet\\)"):
+    with pytest.raises(ValueError, match=r"has lazy layers \('1.weight' has no shape yet\)"):
         build("lazy_models:lazy")
 
 
