@@ -702,11 +702,11 @@ def findings() -> str:
         (
             f'<a id="{name}"></a>{kind.level}: `{name}`',
             kind.saw.format(layers="*layers*", detail=""),
-            f"{kind.follows} {kind.mend}".strip(),
+            f"{kind.follows} {kind.fix}".strip(),
         )
         for name, kind in catalogue.KINDS.items()
     ]
-    return table(["finding", "what was seen", "what follows, and what mends it"], rows)
+    return table(["finding", "what was seen", "what follows, and what fixes it"], rows)
 
 
 TABLES: dict[str, Callable[[], str]] = {

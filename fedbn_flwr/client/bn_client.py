@@ -237,8 +237,7 @@ class BNClient:
             lambda batch: batch,
             lambda *tensors: tensors,
         )
-        # closed, because clients may share the model: whoever keeps the error of a step keeps the
-        # step
+        # closed, because clients may share the model, and an error that is kept keeps its step
         with closing(self._first_shared(planned, session, exchange)) as drawn:
             loss = training.train(
                 drawn, gradients, session.optimizer, [rule.adjust for rule in rules]

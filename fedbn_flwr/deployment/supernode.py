@@ -53,8 +53,7 @@ def main() -> None:
     notice_returns()
     (command,) = entry_points(group="console_scripts", name="flower-supernode")
     command.load()()
-    # only reached when the loop has ended by an error: whoever stops a SuperNode does so by a
-    # signal
+    # only reached when the loop has ended by an error: a SuperNode is stopped by a signal
     print("the SuperNode has lost its loop: ending its process", file=sys.stderr, flush=True)
     os._exit(STOPPED)
 

@@ -1,4 +1,4 @@
-"""What may become of BN, in words: what was seen, what follows, and the change that mends it."""
+"""What may become of BN, in words: what was seen, what follows, and the change that fixes it."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
@@ -15,7 +15,7 @@ class Kind:
     level: Level
     saw: str
     follows: str = ""
-    mend: str = ""
+    fix: str = ""
 
 
 #: worst first
@@ -153,7 +153,7 @@ KINDS = {
         "the nodes' statistics lie apart, most in {layers}{detail}",
         "The averaged variance leaves out the spread of the nodes' means, and no node has trained "
         "with what is evaluated.",
-        "Measure it with `fedbn-flwr diagnose`; FixBN, FedTAN or statistics=exact mend it.",
+        "Measure it with `fedbn-flwr diagnose`; FixBN, FedTAN or statistics=exact fix it.",
     ),
     "statistics-local": Kind(
         "worth knowing",
@@ -246,7 +246,7 @@ class Finding:
 
     def __str__(self) -> str:
         kind = KINDS[self.name]
-        return " ".join(filter(None, (f"{self.saw}.", kind.follows, kind.mend)))
+        return " ".join(filter(None, (f"{self.saw}.", kind.follows, kind.fix)))
 
     def named(self) -> str:
         """Name the layers: all, or how many and the first."""
@@ -265,7 +265,7 @@ class Finding:
             "level": kind.level,
             "saw": self.saw,
             "follows": kind.follows,
-            "mend": kind.mend,
+            "fix": kind.fix,
         }
 
 

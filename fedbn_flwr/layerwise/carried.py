@@ -53,9 +53,9 @@ the pool alone would have given them,
     e_{t+1} = (1 - c) e_t + c L
 
 If all have corrections and reply, c = 1, L = 0, and nothing is left. In general e is a weighted
-mean of L of this round and of earlier ones: however many rounds there are, and whoever is silent,
-it is never larger than what the pool of one round can add. (This is said of gradients. Where a
-schedule lowers the rate in between, less of the movement is taken back.) Of a client that was
+mean of L of this round and of earlier ones: however many rounds there are, and whichever clients
+are silent, it is never larger than what the pool of one round can add. (This is said of gradients.
+Where a schedule lowers the rate in between, less of the movement is taken back.) Of a client that was
 silent when others replied, nothing is kept: until it has replied again it gets no correction and is
 not in the pool, so that one that is gone for good adds a surplus once, and old values pool no
 statistics.

@@ -72,8 +72,8 @@ def only_training(model: nn.Module, layers: Iterable[nn.Module] = ()) -> Iterato
 
 @contextmanager
 def gathering(model: nn.Module, training: bool = True) -> Iterator[dict[str, Moments]]:
-    """While open, fill what is yielded with the moments that `gather` returns, whoever runs the
-    model.
+    """While open, fill the yielded dictionary with the moments that `gather` returns, from any call
+    of the model.
     """
     seen: dict[str, Moments] = {}
     # the others normalize with the statistics that they keep

@@ -101,8 +101,8 @@ class StateFolder(MutableMapping[int, RecordDict]):
 
 
 class LocalGrid(Grid):
-    """A grid that keeps its nodes' contexts: whoever pushes messages finds the replies in
-    `_replies`, by their ids.
+    """A grid that keeps its nodes' contexts. The replies to messages that are pushed are put into
+    `_replies`, by the messages' ids.
     """
 
     def __init__(self) -> None:

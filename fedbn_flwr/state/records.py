@@ -18,10 +18,10 @@ class InMemoryArray(Array):
     """An `Array` that holds its numbers as they are.
 
     Flower serializes an array when it is made and parses it whenever it is read, which within one
-    process is most of what a message costs. This one makes `data` when it is asked for. Whatever
-    leaves the process is a plain `Array`: pickled it is one, and on a wire it has a plain one's
-    content and id. `value` belongs to the array, and whoever reads it without a copy (`view_array`)
-    must leave it as it is.
+    process is most of what a message costs. This one makes `data` when it is asked for. Outside
+    of the process it is a plain `Array`: pickled it is one, and on a wire it has a plain one's
+    content and id. `value` belongs to the array, and a reader without a copy (`view_array`) must
+    leave it as it is.
     """
 
     def __init__(self, value: NDArray[Any]) -> None:
