@@ -55,10 +55,10 @@ the pool alone would have given them,
 If all have corrections and reply, c = 1, L = 0, and nothing is left. In general e is a weighted
 mean of L of this round and of earlier ones: however many rounds there are, and whichever clients
 are silent, it is never larger than what the pool of one round can add. (This is said of gradients.
-Where a schedule lowers the rate in between, less of the movement is taken back.) Of a client that was
-silent when others replied, nothing is kept: until it has replied again it gets no correction and is
-not in the pool, so that one that is gone for good adds a surplus once, and old values pool no
-statistics.
+Where a schedule lowers the rate in between, less of the movement is taken back.) Of a client that
+was silent when others replied, nothing is kept: until it has replied again it gets no correction
+and is not in the pool, so that one that is gone for good adds a surplus once, and old values pool
+no statistics.
 
 The corrections of means and variances stay in a trust region, |o| <= c and 1 / c <= q <= c, as r
 and d of batch renormalization (Ioffe, Batch Renormalization, NeurIPS 2017) do for the same reason:
