@@ -24,6 +24,7 @@ _CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 Rows = slice | tuple[int, ...]
 
 
+@cache
 def accelerator() -> torch.device | None:
     """Return the kind of the accelerator; None if there is none."""
     if torch.accelerator.is_available():

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -42,14 +42,20 @@ class OwnRandomness:
     would otherwise draw from one stream, and their masks would depend on who ran before.
     """
 
+    #: how often streams of this process were drawn from, which its own generators do not tell
+    times: ClassVar[int] = 0
+
     def __init__(self, seed: int) -> None:
-        self._state: States = torch.Generator().manual_seed(seed).get_state(), []
+        self._seed = seed
+        #: after the first use
+        self._state: States | None = None
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
         """Put the stream in place of the process's, and at the end the process's back as it was."""
+        OwnRandomness.times += 1
         process = _read()
-        _write(self._state)
+        _write(self._state or (torch.Generator().manual_seed(self._seed).get_state(), []))
         try:
             yield
         finally:

@@ -3,6 +3,7 @@
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import replace
+from functools import cached_property
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -57,7 +58,8 @@ class BNClient:
         captured: Captured = "auto",
     ) -> None:
         self.device = pick_device(device)
-        self.model = _moved(model, self.device)
+        #: the model as it was given, which need not be on the device
+        self.structure = model
         self.train_split = train
         self.test_split = test
         self.num_classes = num_classes
@@ -74,6 +76,11 @@ class BNClient:
         self.loss_function = self.task.loss
         self.make_optimizer = make_optimizer
         self.captured = captured
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """The model, on the device; of a stack's clients only the first one's is asked for."""
+        return _moved(self.structure, self.device)
 
     # ---- the messages ----------------------------------------------------------------------------
 
@@ -265,7 +272,7 @@ class BNClient:
         """Whether a last sample is left over in a round that updates BN statistics."""
         left_over = batches.leaves_one(len(self.indices), instruction.batch_size)
         frozen = training.frozen_parts(instruction.freeze)["statistics"]
-        return left_over and not frozen and bool(norm.bn_layers(self.model))
+        return left_over and not frozen and bool(norm.bn_layers(self.structure))
 
     def _first_shared(
         self, planned: Iterable[training.Batch], session: Session, exchange: Exchange | None

@@ -28,7 +28,8 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from fedbn_flwr.client.rules import Session
-from fedbn_flwr.client.training import Batch, Gradients, LossFunction, backward
+from fedbn_flwr.client.training import Gradients, LossFunction, backward
+from fedbn_flwr.randomness import OwnRandomness
 
 #: which steps are captured: those of layers that are known, of all layers, or of none
 Captured = Literal["auto", "always", "never"]
@@ -41,6 +42,8 @@ _PLAIN = (bool, int, float, str, tuple, type(None))
 #: what precisions round to, in which equal passes may differ where a run is not deterministic
 _ROUNDING = {"float32": 2.0**-23, "tf32": 2.0**-10, "bf16": 2.0**-7}
 
+#: inputs and targets, and what else a step reads that is another in each
+Tensors = tuple[Tensor, ...]
 B = TypeVar("B")
 
 
@@ -49,7 +52,7 @@ class CapturedStep:
     """A graph of both passes, and the tensors that it reads and writes."""
 
     graph: Any
-    batch: Batch
+    batch: Tensors
     gradients: Sequence[Tensor | None]
     loss: Tensor
     count: int | Tensor = 0
@@ -58,7 +61,9 @@ class CapturedStep:
     #: whether a replay had other values than the same step by autograd
     differs: bool = False
 
-    def replay(self, batch: Batch, learned: Sequence[nn.Parameter]) -> tuple[Tensor, int | Tensor]:
+    def replay(
+        self, batch: Tensors, learned: Sequence[nn.Parameter]
+    ) -> tuple[Tensor, int | Tensor]:
         """Take the passes on another batch."""
         self.taken += 1
         _put(self.batch, batch)
@@ -112,8 +117,8 @@ def gradients(
     loss_of: Gradients[B],
     loss_function: LossFunction,
     wanted: Captured,
-    tensors_of: Callable[[B], Batch | None],
-    batch_of: Callable[[Tensor, Tensor], B],
+    tensors_of: Callable[[B], Tensors | None],
+    batch_of: Callable[..., B],
     asks_nobody: bool = False,
 ) -> Gradients[B]:
     """Return what makes the gradients of a session's steps: replays on an accelerator, where these
@@ -134,7 +139,7 @@ def gradients(
         return eager
     known = _OF_MODELS.setdefault(session.model, _Captures())
     layers = session.structure or session.model
-    reason = _why_not(layers, learned[0].device)
+    reason = _why_not(layers, learned[0].device, session.stacked)
     if not reason and wanted == "auto":
         reason = _what_is_unknown(layers, loss_function)
     if reason:
@@ -162,8 +167,8 @@ class _Replaying(Generic[B]):
     learned: Sequence[nn.Parameter]
     loss_of: Gradients[B]
     eager: Gradients[B]
-    tensors_of: Callable[[B], Batch | None]
-    batch_of: Callable[[Tensor, Tensor], B]
+    tensors_of: Callable[[B], Tensors | None]
+    batch_of: Callable[..., B]
     loss_function: LossFunction
     known: _Captures
     asks_nobody: bool
@@ -233,7 +238,7 @@ class _Replaying(Generic[B]):
         )
 
     def _try(
-        self, batch: B, tensors: Batch
+        self, batch: B, tensors: Tensors
     ) -> tuple[tuple[Tensor, int | Tensor], CapturedStep | str | None]:
         """Take a step by autograd, capture it, and compare.
 
@@ -245,6 +250,7 @@ class _Replaying(Generic[B]):
         stream = _stream(device)
         before = _copies(buffers)
         drawn = torch.get_rng_state(), module.get_rng_state(device)
+        times = OwnRandomness.times
         stream.wait_stream(module.current_stream(device))
         with (
             module.stream(stream),
@@ -257,9 +263,8 @@ class _Replaying(Generic[B]):
         after = _copies(buffers)
         if not loss.isfinite().all():
             return (loss, count), NEW
-        draws = not all(
-            map(torch.equal, drawn, (torch.get_rng_state(), module.get_rng_state(device)))
-        )
+        now = torch.get_rng_state(), module.get_rng_state(device)
+        draws = times != OwnRandomness.times or not all(map(torch.equal, drawn, now))
         reason = ""
         if draws:
             reason = "it draws at random"
@@ -279,7 +284,7 @@ class _Replaying(Generic[B]):
             self._put_back(made, after)
         return (loss, count), None if reason else step
 
-    def _check(self, batch: B, tensors: Batch, step: CapturedStep) -> tuple[Tensor, int | Tensor]:
+    def _check(self, batch: B, tensors: Tensors, step: CapturedStep) -> tuple[Tensor, int | Tensor]:
         """Take a step by autograd, and compare it with the replay."""
         buffers = list(self.session.model.buffers())
         before = _copies(buffers)
@@ -294,7 +299,7 @@ class _Replaying(Generic[B]):
             log(WARNING, CHANGED, step.taken)
         return loss, count
 
-    def _ends_at(self, step: CapturedStep, tensors: Batch, wanted: Sequence[Tensor]) -> bool:
+    def _ends_at(self, step: CapturedStep, tensors: Tensors, wanted: Sequence[Tensor]) -> bool:
         """Replay a step, and compare the loss, the gradients and the buffers."""
         for value in (step.loss, *_present(step.gradients)):
             value.fill_(nan)  # what is not written must not pass
@@ -321,15 +326,15 @@ class _Replaying(Generic[B]):
             for one, other, much in zip(wanted, found, most, strict=True)
         )
 
-    def _capture(self, tensors: Batch, loss: Tensor, stream: Any) -> CapturedStep:
+    def _capture(self, tensors: Tensors, loss: Tensor, stream: Any) -> CapturedStep:
         """Record both passes: nothing is computed."""
         module = torch.get_device_module(loss.device)
-        inputs, targets = _copies(tensors)
+        batch = tuple(_copies(tensors))
         kept = [
             None if parameter.grad is None else torch.empty_like(parameter)
             for parameter in self.learned
         ]
-        step = CapturedStep(module.CUDAGraph(), (inputs, targets), kept, torch.empty_like(loss))
+        step = CapturedStep(module.CUDAGraph(), batch, kept, torch.empty_like(loss))
         pool = next((other.graph.pool() for other in _ALIVE), None)
         _BROKEN.append(step.graph)
         with (
@@ -350,8 +355,11 @@ class _Replaying(Generic[B]):
         return step
 
 
-def _why_not(layers: nn.Module, device: torch.device) -> str:
-    """Say why steps of this model are not captured whatever is wanted; empty if they may be."""
+def _why_not(layers: nn.Module, device: torch.device, stacked: bool) -> str:
+    """Say why steps of this model are not captured whatever is wanted; empty if they may be.
+
+    Stacks draw the masks of dropout ahead of a step.
+    """
     if not hasattr(torch.get_device_module(device), "CUDAGraph"):
         return f"{device.type} has no graphs"
     for layer in layers.modules():
@@ -361,7 +369,7 @@ def _why_not(layers: nn.Module, device: torch.device) -> str:
             or layer._backward_hooks
             or layer._backward_pre_hooks
         )
-        if isinstance(layer, _DropoutNd) and layer.p > 0:
+        if isinstance(layer, _DropoutNd) and layer.p > 0 and not stacked:
             return "it draws at random"
         if "forward" in vars(layer) or hooks:
             return f"what {type(layer).__name__} does is not torch's alone"

@@ -129,13 +129,14 @@ def ask_nodes(
 def identify(message: Message) -> str:
     """Give a message the id that it otherwise gets on its way."""
     # a UUID for each takes 0.45 ms on a virtual machine, most of it for the system's random bytes
-    if "_message_id" not in message.metadata.__dict__:
+    metadata = message.metadata
+    if "_message_id" not in metadata.__dict__:
         raise CannotTrainError(
             f"Flower {version('flwr')} keeps the ids of messages elsewhere than Flower 1.42, the "
             "newest that was tried: train with `flwr run`"
         )
-    message.metadata.__dict__["_message_id"] = f"{_PREFIX}-{os.getpid()}-{next(_NUMBERS)}"
-    return message.metadata.message_id
+    metadata.__dict__["_message_id"] = f"{_PREFIX}-{os.getpid()}-{next(_NUMBERS)}"
+    return metadata.message_id
 
 
 def question_of(reply: Message, nodes: dict[str, int]) -> str:

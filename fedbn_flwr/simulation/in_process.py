@@ -385,8 +385,9 @@ class InProcessGrid(LocalGrid):
 
     def _lend(self, node: int) -> Context:
         """A node's context, changes to which are lost unless they are kept."""
-        kept = self.context(node)
-        return replace(kept, state=RecordDict(dict(kept.state)))
+        lent = self.context(node)
+        lent.state = RecordDict(dict(lent.state))
+        return lent
 
     def _keep(self, node: int, context: Context) -> None:
         if context.state:

@@ -285,13 +285,8 @@ def test_a_device_that_is_not_there_is_named(name: str) -> None:
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_devices_count_from_0(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    there = {
-        "is_available": True,
-        "current_accelerator": torch.device("cuda"),
-        "device_count": count,
-    }
-    for name, value in there.items():
-        monkeypatch.setattr(torch.accelerator, name, lambda value=value: value)
+    monkeypatch.setattr("fedbn_flwr.device.accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
     names = ["cuda", *(f"cuda:{index}" for index in range(count))]
     assert [pick_device(name).index for name in names] == [None, *range(count)]
     with pytest.raises(

@@ -182,9 +182,9 @@ class StackedGrid(InProcessGrid):
             if reason:
                 self._log_once(reason)
                 del groups[key]
-        if len(groups) > 1 and len({id(group[0].client.model) for group in groups.values()}) == len(
-            jobs
-        ):
+        if len(groups) > 1 and len(
+            {id(group[0].client.structure) for group in groups.values()}
+        ) == len(jobs):
             self._log_once("each has a model of its own")
         return list(groups.values())
 
@@ -330,7 +330,7 @@ def _stack_key(job: Job) -> Hashable:
     return (
         type(client),
         client.make_optimizer is make_optimizer,
-        id(client.model),
+        id(client.structure),
         client.loss_function,
         client.device,
         instruction,
@@ -348,6 +348,10 @@ def _why_not_stackable(job: Job) -> str:
     instruction = job.instruction
     if type(client) is not BNClient:
         return f"{type(client).__name__} may train in a way of its own"
+    try:
+        _ = client.model
+    except Exception as error:  # of the device that it is moved to
+        return f"{type(error).__name__}: {error}"
     if client.make_optimizer is not make_optimizer:
         return "its optimizer is its own"
     for rule in rules_for(instruction):

@@ -33,6 +33,8 @@ except ImportError:
 NEEDED = ("maybe_current_level", "_unwrap_batched", "_add_batch_dim")
 #: layers that multiply their inputs by a random mask
 _MASKING = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+#: a dropout layer, and the form of one client's inputs to it
+Called = tuple[_DropoutNd, Tensor]
 
 
 def is_available() -> bool:
@@ -91,6 +93,8 @@ class StackedLayers:
         self._activations = [layer for layer in chain if isinstance(layer, nn.ReLU | nn.ReLU6)]
         pools = [layer for layer in chain if isinstance(layer, nn.AdaptiveAvgPool2d)]
         self._pools = [layer for layer in pools if layer.output_size in (1, (1, 1))]
+        #: by the form of a batch, what dropout layers were called with in a step, one after another
+        self._called: dict[torch.Size, list[Called]] = {}
 
     def images(self, images: Tensor) -> Tensor:
         """Return (clients, batch, C, H, W) so that `vmap` makes of them images of one network,
@@ -100,21 +104,41 @@ class StackedLayers:
             return images
         return images.permute(1, 3, 4, 0, 2).contiguous().permute(3, 0, 4, 1, 2)
 
+    def draw_masks(self, inputs: Tensor, streams: Sequence[OwnRandomness]) -> list[Tensor]:
+        """Draw the masks of a step on such inputs ahead of it; none if there was no such step yet.
+
+        Only on an accelerator, where the step may be captured, so that it must not draw.
+        """
+        if inputs.device.type == "cpu":
+            return []
+        return [
+            _draw(layer, torch.ones_like(row, device=inputs.device), streams)
+            for layer, row in self._called.get(inputs.shape, ())
+        ]
+
     @contextmanager
-    def used(self, streams: Sequence[OwnRandomness] = ()) -> Iterator[None]:
+    def used(
+        self,
+        streams: Sequence[OwnRandomness] = (),
+        masks: Sequence[Tensor] = (),
+        form: torch.Size = torch.Size(),  # noqa: B008
+    ) -> Iterator[None]:
         """Call each layer once for all clients.
 
-        Dropout draws the mask of row i of its inputs from stream i.
+        Dropout takes its masks from those that were drawn ahead, or draws the mask of row i of its
+        inputs from stream i. `form` is that of the batch.
 
         A layer whose `forward` somebody else has replaced stays as it is.
         """
+        ahead = iter(masks)
+        called = list[Called]()
         forwards: dict[nn.Module, Callable[[Tensor], Tensor]] = {
             **{
                 layer: partial(_normalized, layer, behind)
                 for layer, behind in self._batch_norm.items()
             },
             **{
-                layer: partial(_dropped, layer, streams)
+                layer: partial(_dropped, layer, streams, ahead, called)
                 for layer in self._dropouts
                 if layer.training
             },
@@ -128,6 +152,8 @@ class StackedLayers:
             for layer in self._activations:
                 hooks.callback(layer.register_forward_hook(_keep_order).remove)
             yield
+        if called:
+            self._called[form] = called
 
 
 # ---- batch normalization -------------------------------------------------------------------------
@@ -245,19 +271,31 @@ def _in_order(strides: Sequence[int], gradient: Tensor) -> Tensor:
 # ---- dropout: every client gets the masks that it would draw alone -------------------------------
 
 
-def _dropped(layer: _DropoutNd, streams: Sequence[OwnRandomness], inputs: Tensor) -> Tensor:
-    """Multiply the inputs of all clients by what the layer makes of ones, client by client."""
+def _dropped(
+    layer: _DropoutNd,
+    streams: Sequence[OwnRandomness],
+    ahead: Iterator[Tensor],
+    called: list[Called],
+    inputs: Tensor,
+) -> Tensor:
+    """Multiply the inputs of all clients by their masks; note what the layer was called with."""
     values, dim = unwrapped(inputs.detach())
-    if dim is None:
-        rows = values.expand(len(streams), *values.shape)
-    else:
-        rows = values.movedim(dim, 0)
-    drawn = []
+    row = values if dim is None else values.select(dim, 0)
+    drawn = next(ahead, None)
     with outside_of_vmap():
-        for row, stream in zip(rows, streams, strict=True):
-            with stream.drawing():
-                drawn.append(type(layer).forward(layer, torch.ones_like(row)))
-    masks = wrapped(torch.stack(drawn), 0)
+        if drawn is None:
+            drawn = _draw(layer, torch.ones_like(row), streams)
+        called.append((layer, torch.empty_like(row, device="meta")))
+    masks = wrapped(drawn, 0)
     if layer.inplace:
         return inputs.mul_(masks)
     return inputs * masks
+
+
+def _draw(layer: _DropoutNd, ones: Tensor, streams: Sequence[OwnRandomness]) -> Tensor:
+    """Return what the layer makes of ones, client by client."""
+    drawn = []
+    for stream in streams:
+        with stream.drawing():
+            drawn.append(type(layer).forward(layer, ones.clone()))
+    return torch.stack(drawn)

@@ -99,7 +99,7 @@ class Stack(nn.Module):
     def losses(
         self,
         rows: Rows,
-        batch: training.Batch,
+        batch: Sequence[Tensor],
         loss_function: training.LossFunction,
         streams: Sequence[OwnRandomness] = (),
         around: Callable[[], AbstractContextManager[Any]] = nullcontext,
@@ -108,10 +108,13 @@ class Stack(nn.Module):
 
         `around` is entered inside `vmap`.
 
-        Dropout draws from the clients' streams.
+        Dropout takes the masks that the batch has behind inputs and targets, which `draw_masks`
+        has drawn, or draws from the clients' streams.
         """
+        images, labels, *masks = batch
+        layers = self._layers.used(streams, masks, images.shape)
         # the cross entropy of class numbers is computed in one pass over all clients' outputs
-        afterwards = loss_function is F.cross_entropy and not batch[1].is_floating_point()
+        afterwards = loss_function is F.cross_entropy and not labels.is_floating_point()
         loss_or_outputs = (lambda outputs, _: outputs) if afterwards else loss_function
         buffers = list(self._buffers_of_all)
 
@@ -121,23 +124,27 @@ class Stack(nn.Module):
             """Return one client's result, and the buffers in whose places a layer has put new
             ones.
             """
-            with self._slots.holding(entries), self._layers.used(streams), around():
+            with self._slots.holding(entries), layers, around():
                 result = training.model_loss(self.structure, inputs, targets, loss_or_outputs)
                 now = {name: self._slots.read(name) for name in buffers}
             return result, {
                 name: value for name, value in now.items() if value is not entries[name]
             }
 
-        index = index_on(rows, batch[0].device)
+        index = index_on(rows, images.device)
         values = self._entries_of(index)
-        result, replaced = vmap(one)(self._layers.images(batch[0]), batch[1], values)
+        result, replaced = vmap(one)(self._layers.images(images), labels, values)
         for name in buffers:
             # other buffers may have been changed in their places; those of some rows are copies
             if values[name] is not self._buffers_of_all[name] or name in replaced:
                 self._buffers_of_all[name][index] = replaced.get(name, values[name]).detach()
         if afterwards:
-            return _cross_entropies(result, batch[1])
+            return _cross_entropies(result, labels)
         return result
+
+    def draw_masks(self, inputs: Tensor, streams: Sequence[OwnRandomness]) -> list[Tensor]:
+        """Draw what dropout needs in a step on these inputs, ahead of it, where that is known."""
+        return self._layers.draw_masks(inputs, streams)
 
     def _entries_of(self, index: slice | Tensor) -> dict[str, Tensor]:
         if isinstance(index, slice) and index == slice(0, self.clients):

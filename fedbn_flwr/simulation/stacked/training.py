@@ -151,8 +151,8 @@ class Part:
     """The batches of one step of those clients whose batches have the same number of samples."""
 
     rows: Rows
-    inputs: Tensor
-    targets: Tensor
+    #: inputs, targets, and the masks of dropout that were drawn ahead
+    batch: captured.Tensors
 
 
 @dataclass
@@ -199,30 +199,30 @@ class StackedBatches:
     def loss_of(self, parts: list[Part]) -> tuple[Tensor, int | Tensor]:
         """Return every client's loss and number of samples, zeros where a client takes no step."""
         if self.tensors_of(parts):
-            return self._losses(parts[0]), parts[0].targets.shape[1]
+            return self._losses(parts[0]), parts[0].batch[1].shape[1]
         counts = torch.zeros(self.stack.clients, dtype=torch.int64)
         losses: Tensor | float = 0.0
         for part in parts:
             of_part = self._losses(part)
             numbers = tuple(_numbers(part.rows))
-            counts[list(numbers)] = part.targets.shape[1]
+            counts[list(numbers)] = part.batch[1].shape[1]
             rows = constant(numbers, torch.int64, of_part.device)
             losses = of_part.new_zeros(self.stack.clients).index_add(0, rows, of_part) + losses
         assert isinstance(losses, Tensor)
         return losses, counts
 
-    def tensors_of(self, parts: list[Part]) -> training.Batch | None:
-        """Return the inputs and targets of all clients, None if not all take the step or have
-        batches of one size.
+    def tensors_of(self, parts: list[Part]) -> captured.Tensors | None:
+        """Return the batch of all clients, None if not all take the step or have batches of one
+        size.
         """
         whole = len(parts) == 1 and parts[0].rows == slice(0, self.stack.clients)
         if whole:
-            return (parts[0].inputs, parts[0].targets)
+            return parts[0].batch
         return None
 
-    def batch_of(self, inputs: Tensor, targets: Tensor) -> list[Part]:
+    def batch_of(self, *batch: Tensor) -> list[Part]:
         """Return a step of all clients."""
-        return [Part(slice(0, self.stack.clients), inputs, targets)]
+        return [Part(slice(0, self.stack.clients), batch)]
 
     def restore(self) -> None:
         """Put back what clients had at their own ends, since the optimizer has gone on moving their
@@ -234,13 +234,15 @@ class StackedBatches:
 
     def _losses(self, part: Part) -> Tensor:
         instruction = self.session.instruction
-        device = part.inputs.device
-        streams = [self.streams[row] for row in _numbers(part.rows)]
-        batch = (part.inputs, part.targets)
+        device = part.batch[0].device
         loss_function = self.clients[0].loss_function
         with training.autocast(instruction, device):
             return self.stack.losses(
-                part.rows, batch, loss_function, streams, self._around(part.rows)
+                part.rows,
+                part.batch,
+                loss_function,
+                self._streams_of(part.rows),
+                self._around(part.rows),
             )
 
     def _around(self, rows: Rows) -> Callable[[], AbstractContextManager[Any]]:
@@ -271,9 +273,12 @@ class StackedBatches:
     def _part(self, rows: Rows, inputs: Tensor, targets: Tensor) -> Part:
         plans = [self.plans[row] for row in _numbers(rows)]
         shape = len(plans), len(targets) // len(plans)
-        return Part(
-            rows, augment_together(plans, inputs.unflatten(0, shape)), targets.unflatten(0, shape)
-        )
+        inputs = augment_together(plans, inputs.unflatten(0, shape))
+        masks = self.stack.draw_masks(inputs, self._streams_of(rows))
+        return Part(rows, (inputs, targets.unflatten(0, shape), *masks))
+
+    def _streams_of(self, rows: Rows) -> list[OwnRandomness]:
+        return [self.streams[row] for row in _numbers(rows)]
 
     def _retire(self, rows: slice) -> None:
         """Keep what these clients have at their end, to be put back."""

@@ -10,7 +10,8 @@ from torch import nn
 
 from fedbn_flwr.client import BNClient, captured
 from fedbn_flwr.simulation.in_process import InProcessGrid, OneByOneGrid
-from fedbn_flwr.strategies import BaseStrategy, FedAvg, FixBN
+from fedbn_flwr.simulation.stacked.layers import StackedLayers
+from fedbn_flwr.strategies import BaseStrategy, FedAvg, FedTAN, FixBN
 from tests.fake_accelerator.on_device.methods import CASES
 from tests.helpers.engine_comparison import Stacked, Watch, watching
 from tests.helpers.harness import (
@@ -200,8 +201,32 @@ def test_what_cannot_be_captured_goes_on_as_before() -> None:
         assert (apart, replays) == (0, 0)
         [reason] = said(watch)
         assert words in reason
-    apart, replays, watch = ends(FedAvg, with_layer(nn.Dropout(0.2)), Stacked)
-    assert (apart, replays, len(said(watch))) == (0, 0, 1)
+
+
+@pytest.mark.parametrize("strategy", [FedAvg, FedTAN])
+def test_stacks_draw_the_masks_of_dropout_ahead_of_a_step(
+    strategy: Callable[[], BaseStrategy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the first step, which tells what masks are of."""
+
+    def model() -> Any:
+        made: Any = make_model()
+        made.net.insert(3, nn.Dropout2d(0.3))
+        made.net.append(nn.Dropout(0.2, inplace=True))
+        return made
+
+    apart, replays, watch = ends(strategy, model, Stacked, rounds=4)
+    assert (apart, said(watch)) == (0, [])
+    # the second round captures its steps, and the last two have three of them
+    assert replays >= 6
+    # without that, no step is captured that draws
+    with monkeypatch.context() as patch:
+        patch.setattr(StackedLayers, "draw_masks", lambda *_: [])
+        apart, replays, watch = ends(strategy, model, Stacked)
+    assert (apart, replays, said(watch)) == (0, 0, ["it draws at random"])
+    wanted = Federation(model(), SIZES, device="fake").run(FedAvg(), 3)
+    alone = Federation(model(), SIZES, device="fake", grid=Stacked).run(FedAvg(), 3)
+    assert distance(wanted, alone) < 1e-12
 
 
 def test_layers_of_a_users_own_are_captured_where_that_is_asked_for(

@@ -193,9 +193,9 @@ def test_a_model_is_sent_to_the_device_once() -> None:
     model, split = make_float32_model(), make_split()
     with counting() as tally:
         clients = [BNClient(model, split, device=name) for name in ("fake", "fake:0", "fake")]
-    assert {client.model for client in clients} == {model}
+        assert {client.model for client in clients} == {model}
     assert tally.of("to device") == len(model.state_dict())
     with patch.object(
         nn.Module, "to", side_effect=AssertionError("to look at every tensor takes long")
     ):
-        BNClient(model, split, device="fake")
+        assert BNClient(model, split, device="fake").model is model
