@@ -32,15 +32,22 @@ def _apps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @cache
-def examined(name: str, nodes: int = 2, **config: str | int) -> Examination:
+def examined(name: str, **config: str | int) -> Examination:
+    nodes = getattr(import_module(name), "NODES", 2)
     app = FlowerApp(APPS, f"{name}:server", f"{name}:client", {"num-server-rounds": 3, **config})
     return examine(run_app(app, nodes, 2, 300))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == "lightning_module" else ())
+        for name in NAMES
+    ],
+)
 def test_what_is_planted_is_found_and_nothing_else(name: str) -> None:
     planted = import_module(name)
-    examination = examined(name, nodes=getattr(planted, "NODES", 2))
+    examination = examined(name)
     found = {finding.name for finding in examination.findings}
     assert found == planted.EXPECTED, "\n".join(map(str, examination.findings))
     failing = {"does-not-load", "one-value", "names-differ"}
@@ -134,7 +141,7 @@ FLOWER = {
 
 @pytest.mark.parametrize("name", FLOWER)
 def test_what_flowers_strategies_make_of_running_statistics(name: str) -> None:
-    findings = examined("of_flower", 3, strategy=name).findings
+    findings = examined("of_flower", strategy=name).findings
     # in how many rounds a variance is below zero depends on the draw
     found = {finding.name for finding in findings} - {"negative-variance"}
     assert found == FLOWER[name], "\n".join(map(str, findings))

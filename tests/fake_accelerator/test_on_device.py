@@ -67,6 +67,7 @@ def test_on_the_device(files: list[Path], float64: str, chosen: str, tmp_path: P
     assert not hasattr(torch, "fake"), "the other tests of this process would have the device"
 
 
+@pytest.mark.slow
 def test_the_checks_of_a_gpu_run_here_and_say_what_they_skip() -> None:
     words = [
         sys.executable,

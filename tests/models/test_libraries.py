@@ -332,9 +332,15 @@ def test_only_the_chosen_parameters_learn(
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"momentum": "0.5", "weight_decay": "0.1"}, {"optimizer": "adam"}], ids=str
+    "options",
+    [
+        {},
+        pytest.param({"momentum": "0.5", "weight_decay": "0.1"}, marks=pytest.mark.slow),
+        pytest.param({"optimizer": "adam"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("engine", ["stacked", "inprocess"])
+@pytest.mark.parametrize("engine", ["stacked", pytest.param("inprocess", marks=pytest.mark.slow)])
 def test_a_factor_of_the_rate(engine: str, options: dict[str, Any], tmp_path: Path) -> None:
     """One step at a tenth of the rate changes what the factor names as a run at that rate does."""
     path = tmp_path / "weights.safetensors"

@@ -5,6 +5,7 @@ from common import Net, plain_client
 from flwr.app import ArrayRecord
 from flwr.serverapp import ServerApp, strategy
 
+NODES = 3
 OPTIONS = {
     "FedAvgM": {"server_momentum": 0.9},
     "FedProx": {"proximal_mu": 0.1},

@@ -39,6 +39,7 @@ def fedavg_error(written: dict[str, Any], column: str = "actual") -> float:
 # ---- what it concludes ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_on_iid_digits_bn_is_fine_and_on_one_class_a_client_it_is_not(tmp_path: Path) -> None:
     common = {"clients": "10", "batches": "2"}
     alike = [

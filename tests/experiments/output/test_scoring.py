@@ -307,6 +307,7 @@ def test_in_segmentation_nodes_have_a_mean_iou_on_their_own_city(
     assert summary["mean-iou-personal"] == pytest.approx(float(sum(own)) / 2, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_stacked_clients_segment_streets_from_files_as_each_does_alone(tmp_path: Path) -> None:
     home = write_cityscapes(tmp_path / "streets")
     options = {

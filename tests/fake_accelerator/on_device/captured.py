@@ -86,7 +86,7 @@ def said(watch: Watch) -> list[str]:
     return [text.partition(": ")[2] for text in watch.messages if "not captured" in text]
 
 
-@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("grid", [pytest.param(InProcessGrid, marks=pytest.mark.slow), Stacked])
 @pytest.mark.parametrize("name", CASES)
 def test_replayed_steps_have_the_bits_of_eager_ones(name: str, grid: type[InProcessGrid]) -> None:
     make, norm = CASES[name]

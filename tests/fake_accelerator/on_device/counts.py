@@ -81,7 +81,7 @@ def measured(case: str, grid: type[InProcessGrid]) -> tuple[dict[str, float], di
 @pytest.mark.parametrize(
     ("case", "grid"),
     [
-        (case, grid)
+        pytest.param(case, grid, marks=pytest.mark.slow if grid is InProcessGrid else ())
         for case in CASES
         for grid in (InProcessGrid, Stacked)
         if (case, grid) != ("kept Adam", Stacked)

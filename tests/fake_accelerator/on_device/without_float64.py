@@ -24,7 +24,7 @@ def test_the_device_has_none() -> None:
         torch.zeros(1, dtype=torch.float64).to("fake")
 
 
-@pytest.mark.parametrize("grid", [InProcessGrid, Stacked])
+@pytest.mark.parametrize("grid", [pytest.param(InProcessGrid, marks=pytest.mark.slow), Stacked])
 @pytest.mark.parametrize("name", SUMS)
 def test_methods_agree_with_the_cpu(name: str, grid: type[InProcessGrid]) -> None:
     with watching() as watch:

@@ -186,6 +186,7 @@ def test_a_worker_that_dies_is_named_and_the_run_goes_on(
     assert len(metrics) == 2
 
 
+@pytest.mark.slow
 def test_workers_import_what_the_server_imports(project: Path) -> None:
     """Another version of a module lies where a new Python looks first: in the current folder, and
     in PYTHONPATH.
