@@ -84,8 +84,14 @@ def test_the_variance_of_all_data_is_nothing_to_speak_of_and_lacks_no_spread() -
     given: dict[str, Any] = {"before": BEFORE, "after": after}
     found = {each.name: each for each in check(averaged=plain, **given)}
     assert set(found) == {"apart", "counters"}
-    # means of 2, 4, 6 on a variance near 1.5: 8/3 of (8/3 + 1.5)
-    assert "% of the variance" in found["apart"].saw
+    shares = []
+    for layer in [name.removesuffix(".running_var") for name in plain if "running_var" in name]:
+        means = torch.stack([state[f"{layer}.running_mean"] for state in after])
+        between = means.double().var(0, correction=0).sum()
+        shares.append(between / (between + plain[f"{layer}.running_var"].double().sum()))
+    most = float(max(shares))
+    assert f"by {most**0.5:.2g} standard deviations" in found["apart"].saw
+    assert f"{100 * most:.0f} % of the variance" in found["apart"].saw
     assert {each.name for each in check(averaged=pooled, **given)} == {"counters"}
 
 
