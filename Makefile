@@ -64,6 +64,7 @@ docs: $(VENV)/installed
 	$(BIN)/python docs/make_options.py
 	$(BIN)/python docs/make_projects.py
 	$(BIN)/python docs/make_wire.py
+	$(BIN)/python docs/make_reference.py
 	$(BIN)/python docs/make_results.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 

@@ -225,6 +225,12 @@ def test_a_part_that_is_written_from_the_code_is_up_to_date(name: str, function:
     assert text == written, "run `make docs`"
 
 
+def test_pages_of_names_are_up_to_date() -> None:
+    module = runpy.run_path(str(ROOT / "docs" / "make_reference.py"))
+    for page in module["PAGES"]:
+        assert page.read_text() == module["written"](page.read_text()), "run `make docs`"
+
+
 def test_every_picture_is_shown_by_a_page() -> None:
     shown = {
         name
