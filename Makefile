@@ -35,7 +35,7 @@ test-deploy: $(VENV)/installed
 test-docker: $(VENV)/installed
 	FEDBN_TEST_DOCKER=1 $(BIN)/python -m pytest -s -rs -n 0 tests/deployment/test_docker.py
 
-# on a machine with a GPU, in five minutes: what tests show without one, and what they cannot
+# on a machine with a GPU, in ten minutes: what tests show without one, and what they cannot
 test-gpu: $(VENV)/installed
 	$(BIN)/python -m benchmarks.gpu
 

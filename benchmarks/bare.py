@@ -1,6 +1,7 @@
 """The yardstick: federated averaging in plain PyTorch, without a framework."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +26,7 @@ class BareLoop:
         freeze_after: int = 0,
     ) -> None:
         self.model, self._parts, self._lr = model, parts, lr
-        self._inputs, self._labels = data
+        self._data = self._inputs, self._labels = data
         self._local_steps, self._batch_size, self._freeze_after = (
             local_steps,
             batch_size,
@@ -95,3 +96,42 @@ class BareLoop:
                 total.add_(value, alpha=weight)
             else:
                 total.copy_(value)
+
+
+class CapturedLoop(BareLoop):
+    """The same with forward, backward and SGD of a step in one graph, of batches of one size."""
+
+    _graph: Any = None
+
+    def _train(self, part: Tensor) -> None:
+        for batch in self._batches(part):
+            if self._graph is None:
+                self._capture(batch)
+            for static, values in zip(self._static, self._data, strict=True):
+                static.copy_(values[batch])
+            self._graph.replay()
+
+    def _capture(self, batch: Tensor) -> None:
+        """Record a step; the model stays as it was."""
+        if self._freeze_after:
+            raise ValueError("a captured step does not freeze BN")
+        module = torch.get_device_module(batch.device)
+        self._static = [values[batch].clone() for values in self._data]
+        before = [value.clone() for value in self._own]
+        stream = module.Stream()
+        stream.wait_stream(module.current_stream())
+        with module.stream(stream), torch.autograd.set_multithreading_enabled(False):
+            for _ in range(3):  # libraries make themselves ready
+                self._step(*self._static)
+        module.current_stream().wait_stream(stream)
+        self._graph = module.CUDAGraph()
+        with module.graph(self._graph), torch.autograd.set_multithreading_enabled(False):
+            self._step(*self._static)
+        self._put(self._own, before)
+
+    def _step(self, inputs: Tensor, targets: Tensor) -> None:
+        learned: list[Tensor] = list(self.model.parameters())
+        loss = F.cross_entropy(self.model(inputs), targets)
+        gradients = torch.autograd.grad(loss, learned)
+        with torch.no_grad():
+            torch._foreach_add_(learned, gradients, alpha=-self._lr)

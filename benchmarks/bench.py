@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from benchmarks.cases import (
     CLIENTS,
     DEFAULT,
     FASTEST,
+    IN_JAX,
     METHODS,
     MODELS,
     SHORT_METHODS,
@@ -34,7 +36,7 @@ from fedbn_flwr.simulation.sizing import clients_that_fit
 class Settings:
     """What is measured, and for how long."""
 
-    engines: Sequence[str] = tuple(ENGINES)
+    engines: Sequence[str] = (BARE, "sequential", "stacked", "actors", "ray")
     models: Sequence[str] = MODELS
     methods: Sequence[str] = METHODS
     clients: Sequence[int] = CLIENTS
@@ -63,8 +65,10 @@ class Settings:
 
 
 QUICK = Settings(clients=(10,), repetitions=3, seconds=1.0, most_rounds=10)
+#: on a GPU, each in a process for all cases
+ON_GPU = (BARE, "captured", "stacked", *(["jax"] if find_spec("jax") else []))
 GPU = Settings(
-    engines=(BARE, "stacked"),
+    engines=ON_GPU,
     models=("small-cnn:8", "resnet20:32"),
     methods=("fedavg", "fedtan"),
     clients=(10, 100),
@@ -74,7 +78,7 @@ GPU = Settings(
     repetitions=3,
     seconds=1.0,
     minutes=4.5,
-    lasting=(BARE, "stacked"),
+    lasting=ON_GPU,
     results_dir="results/gpu",
 )
 
@@ -116,9 +120,13 @@ class Bench:
         Flower's does not with one local step, where the round is Ray's polling, as it is with five.
         """
         asked = self.settings
-        return engine in asked.engines and (
-            engine != "ray" or (case.clients <= asked.most_on_ray and case.local_steps > 1)
-        )
+        if engine not in asked.engines:
+            return False
+        if engine == "ray":
+            return case.clients <= asked.most_on_ray and case.local_steps > 1
+        if engine == "jax":
+            return case.is_plain and case.model in IN_JAX
+        return engine != "captured" or case.is_plain
 
     def _measure(self, case: Case, lasting: Sequence[EngineProcess]) -> None:
         """Measure a case; every other engine gets a new process for it, so that its memory can be

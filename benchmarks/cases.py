@@ -17,6 +17,8 @@ SHORT_METHODS, SHORT_CLIENTS = ("fedavg", "fedtan"), 10
 #: the most clients that real data are enough for; above that, as many samples a client as a batch
 #: has
 MOST_ON_DIGITS = 10
+#: the models of `jax_round.py`
+IN_JAX = ("small-cnn", "resnet20")
 #: FixBN's round of the freeze, from which on it is timed
 FREEZE_ROUND = 1
 #: a precision, and further options of a run
@@ -72,6 +74,11 @@ class Case:
     def layerwise(self) -> bool:
         """Whether clients wait for each other at every BN layer."""
         return self.method.startswith("fedtan") and "carry" not in self.method
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether loops without a framework have a counterpart that differs in nothing."""
+        return self.method == "fedavg" and ("captured", "never") not in self.options
 
     @property
     def warm_up(self) -> int:

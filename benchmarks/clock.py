@@ -6,8 +6,6 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
-import torch
-
 from benchmarks.memory import forget_peak, peak_megabytes
 from fedbn_flwr.device import started
 
@@ -40,31 +38,37 @@ class Clock:
             yield notes
             raise RuntimeError("the rounds came to an end by themselves")
         except Enough:
-            self._driver.send(("ended", {**notes, **_memory()}))
+            self._tell("ended", {**notes, **_memory()})
         except Exception as error:
-            self._driver.send(("failed", " ".join(f"{type(error).__name__}: {error}".split())))
+            self._tell("failed", " ".join(f"{type(error).__name__}: {error}".split()))
 
     def round_done(self) -> None:
         """A round has come to its end, or the first one could begin."""
-        if started():
-            torch.accelerator.synchronize()
+        if module := started():
+            module.synchronize()
         now = time.perf_counter()
         if not self._begun:
             self._begun = True
-            self._driver.send(("ready", None))
+            self._tell("ready", None)
         elif self._left:
             self._left -= 1
             self._seconds.append(now - self._since)
             if not self._left:
-                self._driver.send(("ran", self._seconds))
+                self._tell("ran", self._seconds)
         if not self._left:
             self._wait()
         self._since = time.perf_counter()
 
+    def _tell(self, *words: Any) -> None:
+        try:
+            self._driver.send(words)
+        except OSError:  # the driver has gone
+            raise SystemExit from None
+
     def _wait(self) -> None:
         try:
             command, *details = self._driver.recv()
-        except EOFError:  # the driver has gone
+        except (EOFError, OSError):  # the driver has gone
             raise SystemExit from None
         if command == "end":
             raise Enough

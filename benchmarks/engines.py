@@ -25,7 +25,7 @@ from flwr.app import Context
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
-from benchmarks.bare import BareLoop
+from benchmarks.bare import BareLoop, CapturedLoop
 from benchmarks.cases import ENDLESS, FREEZE_ROUND, Case
 from benchmarks.clock import Clock, Notes
 from fedbn_flwr import state
@@ -43,15 +43,38 @@ from fedbn_flwr.transports.counting_grid import CountingGrid
 Engine = Callable[[Sequence[Case], Clock], None]
 
 
-def run_bare(cases: Sequence[Case], clock: Clock) -> None:
+def run_bare(cases: Sequence[Case], clock: Clock, make: Callable[..., BareLoop] = BareLoop) -> None:
     """Time a plain loop over clients; for FedTAN without the exchanges."""
     for case in cases:
         with clock.case():
-            loop = _bare_loop(case)
+            loop = _bare_loop(case, make)
             precise, device = instruction_of(case.experiment().config), pick_device(case.device)
             while True:
                 clock.round_done()
                 with autocast(precise, device), products(precise):
+                    loop.round()
+
+
+def run_captured(cases: Sequence[Case], clock: Clock) -> None:
+    """Time the plain loop with a step in one graph."""
+    run_bare(cases, clock, CapturedLoop)
+
+
+def run_jax(cases: Sequence[Case], clock: Clock) -> None:
+    """Time the plain loop's round as one function of JAX, on the same kind of device."""
+    for case in cases:
+        with clock.case():
+            import jax  # type: ignore[import-not-found]
+
+            from benchmarks.jax_round import JaxLoop
+
+            if jax.default_backend() == "cpu" and pick_device(case.device).type != "cpu":
+                raise RuntimeError("JAX is installed for the CPU only")
+            precision = "tensorfloat32" if case.precision == "tf32" else "highest"
+            loop = _bare_loop(case, partial(JaxLoop, forward=case.model))
+            while True:
+                clock.round_done()
+                with jax.default_matmul_precision(precision):
                     loop.round()
 
 
@@ -129,6 +152,8 @@ def own_cluster(processors: int) -> Iterator[str]:
 
 ENGINES: dict[str, Engine] = {
     "bare": run_bare,
+    "captured": run_captured,
+    "jax": run_jax,
     "sequential": run_sequential,
     "stacked": run_stacked,
     "actors": run_actors,
@@ -185,11 +210,11 @@ def _app(case: Case) -> ClientApp:
     return client_app(bound_client_fn(case.experiment().config))
 
 
-def _bare_loop(case: Case) -> BareLoop:
+def _bare_loop(case: Case, make: Callable[..., BareLoop]) -> BareLoop:
     material = Material.of(case.experiment().config)
     config, split, device = material.config, material.data.train, material.device
     set_up_process(config.engine)
-    return BareLoop(
+    return make(
         material.model.to(device),
         split.batch(torch.arange(len(split)), device),
         [torch.from_numpy(part).to(device) for part in material.partition],

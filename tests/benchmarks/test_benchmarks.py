@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 from contextlib import ExitStack
+from multiprocessing import Pipe
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +19,10 @@ from torch import nn
 from benchmarks import bench, deploy, driver, exchanges, gpu, image_loading
 from benchmarks.bare import BareLoop
 from benchmarks.cases import Case
+from benchmarks.clock import Clock
 from benchmarks.driver import Effort, EngineProcess, Measured, measure
 from benchmarks.results import line_of, rows_of, table
+from fedbn_flwr.models import build
 from tests.helpers.checkout import ROOT
 from tests.helpers.processes import MARK, is_alive, kill_processes, processes_with, wait_for_end
 from tests.helpers.waiting import wait_until
@@ -86,6 +90,14 @@ def test_a_failure_is_a_row_and_the_others_go_on() -> None:
     assert "unknown robust rule" in bad["error"]
 
 
+def test_a_process_whose_driver_has_gone_ends_without_a_word() -> None:
+    ours, theirs = Pipe()
+    theirs.close()
+    clock = Clock(ours)
+    with pytest.raises(SystemExit), clock.case():
+        clock.round_done()
+
+
 def test_the_bare_loop_is_federated_averaging() -> None:
     # a batch of everything: the mean of the clients' steps, by examples, is one step on all samples
     generator = torch.Generator().manual_seed(1)
@@ -99,6 +111,26 @@ def test_the_bare_loop_is_federated_averaging() -> None:
     loop = BareLoop(model, (inputs, labels), parts, local_steps=1, batch_size=7, lr=0.5)
     loop.round()
     torch.testing.assert_close(loop.state()["weight"], weight.detach() - 0.5 * weight.grad)
+
+
+@pytest.mark.parametrize("model", ["small-cnn", "resnet20"])
+def test_a_round_in_jax_is_the_bare_loops(model: str) -> None:
+    jax = pytest.importorskip("jax")
+    from benchmarks.jax_round import JaxLoop
+
+    generator = torch.Generator().manual_seed(1)
+    data = torch.randn(40, 3, 8, 8, generator=generator), torch.arange(40) % 10
+    parts = [torch.arange(16), torch.arange(16, 40)]
+    given: dict[str, Any] = {"local_steps": 3, "batch_size": 8, "lr": 0.05}
+    plain = BareLoop(build(model, 10, 3, 8).double(), (data[0].double(), data[1]), parts, **given)
+    with jax.enable_x64(True):
+        network = build(model, 10, 3, 8).double()
+        loop = JaxLoop(network, (data[0].double(), data[1]), parts, model, **given)
+        for _ in range(2):
+            plain.round()
+            loop.round()
+        for name, value in loop.state().items():
+            torch.testing.assert_close(value, plain.state()[name], rtol=0, atol=1e-10)
 
 
 def test_cases_are_experiments_and_the_pages_commands_are_understood() -> None:

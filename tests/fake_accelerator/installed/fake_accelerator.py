@@ -222,15 +222,23 @@ class _Module:
 
     @contextmanager
     def graph(
-        self, graph: _Graph, *, pool: Any, stream: _Stream, capture_error_mode: str
+        self,
+        graph: _Graph,
+        *,
+        pool: Any = None,
+        stream: _Stream | None = None,
+        capture_error_mode: str = "global",
     ) -> Iterator[None]:
         global _tape
-        with self.stream(stream):
+        with self.stream(stream or _Stream()):
             _tape = graph.tape
             try:
                 yield
             finally:
                 _tape = None
+
+    def synchronize(self, device: Any = None) -> None:
+        """Wait for nothing: operations are done when they are called."""
 
     def get_device_name(self, device: Any = None) -> str:
         return "simulated accelerator"

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.bare import BareLoop, CapturedLoop
 from fedbn_flwr.client import BNClient, captured
+from fedbn_flwr.models import build
 from fedbn_flwr.simulation.in_process import InProcessGrid, OneByOneGrid
 from fedbn_flwr.simulation.stacked.layers import StackedLayers
 from fedbn_flwr.strategies import BaseStrategy, FedAvg, FedTAN, FixBN
@@ -274,6 +276,21 @@ def test_clients_with_other_batches_take_their_steps_by_autograd() -> None:
     )
     assert (apart, said(watch)) == (0, ["clients have batches of different sizes"])
     assert replays == 2  # the first steps, whose batches are of one size, of the last two rounds
+
+
+def test_the_captured_yardstick_ends_as_the_plain_one() -> None:
+    data = torch.randn(40, 3, 8, 8).to("fake"), (torch.arange(40) % 10).to("fake")
+    parts = [torch.arange(16).to("fake"), torch.arange(16, 40).to("fake")]
+    ended = []
+    for kind in (BareLoop, CapturedLoop):
+        model = build("small-cnn", 10, 3, 8).to("fake")
+        loop = kind(model, data, parts, local_steps=2, batch_size=8, lr=0.1)
+        with Counted() as counted:
+            loop.round()
+            loop.round()
+        ended.append({name: value.cpu() for name, value in loop.state().items()})
+    assert counted.replays == 2 * 2 * 2
+    assert all(map(torch.equal, ended[0].values(), ended[1].values()))
 
 
 def test_a_client_whose_replay_fails_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
