@@ -241,8 +241,8 @@ class BNClient:
             loss_of,
             self.loss_function,
             self.captured,
-            lambda batch: batch,
-            lambda *tensors: tensors,
+            lambda batch: (None, batch),
+            lambda _, tensors: (tensors[0], tensors[1]),
         )
         # closed, because clients may share the model, and an error that is kept keeps its step
         with closing(self._first_shared(planned, session, exchange)) as drawn:

@@ -34,7 +34,7 @@ from fedbn_flwr.randomness import OwnRandomness
 #: which steps are captured: those of layers that are known, of all layers, or of none
 Captured = Literal["auto", "always", "never"]
 #: steps of a model that are kept, the latest
-KEPT = 16
+KEPT = 64
 #: packages whose layers do the same whenever they are called, or draw at random, which is noticed
 KNOWN = ("fedbn_flwr", "timm", "torch", "torchvision")
 #: attributes of layers on which their passes may depend
@@ -80,6 +80,15 @@ class _Captures:
         #: those that were captured, None for those that cannot be, and NEW ones
         self.steps: OrderedDict[Hashable, CapturedStep | str | None] = OrderedDict()
         self.reasons: set[str] = set()
+        #: by id, parameters, and the gradients that all of the steps write
+        self._gradients: dict[int, tuple[nn.Parameter, Tensor]] = {}
+
+    def gradient(self, parameter: nn.Parameter) -> Tensor:
+        """Return where replays write a parameter's gradient: no two steps are taken at once."""
+        if id(parameter) not in self._gradients:
+            made = torch.empty_like(parameter, requires_grad=False)
+            self._gradients[id(parameter)] = parameter, made
+        return self._gradients[id(parameter)][1]
 
     def say(self, reason: str) -> None:
         """Say once why steps are taken by autograd."""
@@ -117,15 +126,15 @@ def gradients(
     loss_of: Gradients[B],
     loss_function: LossFunction,
     wanted: Captured,
-    tensors_of: Callable[[B], Tensors | None],
-    batch_of: Callable[..., B],
+    tensors_of: Callable[[B], tuple[Hashable, Tensors]],
+    batch_of: Callable[[B, Tensors], B],
     asks_nobody: bool = False,
 ) -> Gradients[B]:
     """Return what makes the gradients of a session's steps: replays on an accelerator, where these
     are on and can be.
 
-    `tensors_of` returns a batch's tensors, None for a batch unlike others, and `batch_of` makes
-    such a batch of them. A layer-wise step is taken by autograd, unless it `asks_nobody`.
+    `tensors_of` returns what kind of batch one is, and its tensors; `batch_of` makes a batch of
+    this kind of others. A layer-wise step is taken by autograd, unless it `asks_nobody`.
     """
     optimized = [
         parameter for group in session.optimizer.param_groups for parameter in group["params"]
@@ -167,8 +176,8 @@ class _Replaying(Generic[B]):
     learned: Sequence[nn.Parameter]
     loss_of: Gradients[B]
     eager: Gradients[B]
-    tensors_of: Callable[[B], Tensors | None]
-    batch_of: Callable[..., B]
+    tensors_of: Callable[[B], tuple[Hashable, Tensors]]
+    batch_of: Callable[[B, Tensors], B]
     loss_function: LossFunction
     known: _Captures
     asks_nobody: bool
@@ -186,12 +195,9 @@ class _Replaying(Generic[B]):
         self._mode = "none"
         if mode != "none" and not self.asks_nobody:
             return self.eager(batch)
-        tensors = self.tensors_of(batch)
-        if tensors is None:
-            self.known.say("clients have batches of different sizes")
-            return self.eager(batch)
+        kind, tensors = self.tensors_of(batch)
         forms = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors)
-        shape = forms, mode
+        shape = kind, forms, mode
         if shape not in self._steps:
             key = (shape, self._state())
             steps = self.known.steps
@@ -273,7 +279,7 @@ class _Replaying(Generic[B]):
         step = None
         if not reason:
             try:
-                step = self._capture(tensors, loss, stream)
+                step = self._capture(batch, tensors, loss, stream)
                 _put(buffers, before)
                 if not self._ends_at(step, tensors, [loss, *_present(made), *after]):
                     reason = OTHER_VALUES
@@ -326,12 +332,12 @@ class _Replaying(Generic[B]):
             for one, other, much in zip(wanted, found, most, strict=True)
         )
 
-    def _capture(self, tensors: Tensors, loss: Tensor, stream: Any) -> CapturedStep:
+    def _capture(self, like: B, tensors: Tensors, loss: Tensor, stream: Any) -> CapturedStep:
         """Record both passes: nothing is computed."""
         module = torch.get_device_module(loss.device)
         batch = tuple(_copies(tensors))
         kept = [
-            None if parameter.grad is None else torch.empty_like(parameter)
+            None if parameter.grad is None else self.known.gradient(parameter)
             for parameter in self.learned
         ]
         step = CapturedStep(module.CUDAGraph(), batch, kept, torch.empty_like(loss))
@@ -344,7 +350,7 @@ class _Replaying(Generic[B]):
             module.graph(step.graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
             torch.autograd.set_multithreading_enabled(False),
         ):
-            found, step.count = self.loss_of(self.batch_of(*step.batch))
+            found, step.count = self.loss_of(self.batch_of(like, step.batch))
             total = found.sum() if found.dim() else found
             gradients = torch.autograd.grad(total, self.learned, allow_unused=True)
             # out of the graph's own memory, in which nothing stays

@@ -2,10 +2,11 @@
 samples differ.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -198,7 +199,7 @@ class StackedBatches:
 
     def loss_of(self, parts: list[Part]) -> tuple[Tensor, int | Tensor]:
         """Return every client's loss and number of samples, zeros where a client takes no step."""
-        if self.tensors_of(parts):
+        if len(parts) == 1 and parts[0].rows == slice(0, self.stack.clients):
             return self._losses(parts[0]), parts[0].batch[1].shape[1]
         counts = torch.zeros(self.stack.clients, dtype=torch.int64)
         losses: Tensor | float = 0.0
@@ -211,18 +212,15 @@ class StackedBatches:
         assert isinstance(losses, Tensor)
         return losses, counts
 
-    def tensors_of(self, parts: list[Part]) -> captured.Tensors | None:
-        """Return the batch of all clients, None if not all take the step or have batches of one
-        size.
-        """
-        whole = len(parts) == 1 and parts[0].rows == slice(0, self.stack.clients)
-        if whole:
-            return parts[0].batch
-        return None
+    def tensors_of(self, parts: list[Part]) -> tuple[Hashable, captured.Tensors]:
+        """Return which clients take a step, and what they take it on."""
+        rows = tuple(str(part.rows) for part in parts)
+        return rows, tuple(value for part in parts for value in part.batch)
 
-    def batch_of(self, *batch: Tensor) -> list[Part]:
-        """Return a step of all clients."""
-        return [Part(slice(0, self.stack.clients), batch)]
+    def batch_of(self, parts: list[Part], tensors: captured.Tensors) -> list[Part]:
+        """Return a step of the same clients on other tensors."""
+        left = iter(tensors)
+        return [Part(part.rows, tuple(islice(left, len(part.batch)))) for part in parts]
 
     def restore(self) -> None:
         """Put back what clients had at their own ends, since the optimizer has gone on moving their

@@ -270,12 +270,23 @@ def test_a_layer_that_counts_in_python_falls_back() -> None:
         assert len([text for text in watch.messages if words in text]) == 1
 
 
-def test_clients_with_other_batches_take_their_steps_by_autograd() -> None:
-    apart, replays, watch = ends(
-        FedAvg, make_model, Stacked, batch_size=8, local_steps=0, local_epochs=1
-    )
-    assert (apart, said(watch)) == (0, ["clients have batches of different sizes"])
-    assert replays == 2  # the first steps, whose batches are of one size, of the last two rounds
+@pytest.mark.parametrize("strategy", [FedAvg, FedTAN])
+def test_steps_of_clients_with_other_batches_are_captured(
+    strategy: Callable[[], BaseStrategy],
+) -> None:
+    """Of two steps, the second is of the clients with twelve samples, and has four of them."""
+    options: dict[str, Any] = {"batch_size": 8, "local_steps": 0, "local_epochs": 1}
+    apart, replays, watch = ends(strategy, make_model, Stacked, rounds=4, **options)
+    assert (apart, said(watch)) == (0, [])
+    assert replays == 2 * 3
+
+
+def test_steps_of_several_sizes_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As labels by a Dirichlet distribution give them: clients of all numbers of samples."""
+    monkeypatch.setattr(f"{__name__}.SIZES", (5, 13, 9, 16, 11))
+    apart, replays, watch = ends(FedAvg, make_model, Stacked, rounds=4, batch_size=8, local_steps=3)
+    assert (apart, said(watch)) == (0, [])
+    assert replays == 3 * 3
 
 
 def test_the_captured_yardstick_ends_as_the_plain_one() -> None:
