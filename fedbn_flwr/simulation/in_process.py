@@ -32,7 +32,7 @@ from fedbn_flwr.client import captured
 from fedbn_flwr.clientapp.bn_client_app import BNClientApp, SharedRecords, read_message
 from fedbn_flwr.server.grids import identify
 from fedbn_flwr.simulation.how_trained import HowTrained
-from fedbn_flwr.simulation.replies import Job, ReplyPool, Trained, changes_nothing
+from fedbn_flwr.simulation.replies import Job, Replies, ReplyPool, Trained, changes_nothing
 from fedbn_flwr.state.record_files import SUFFIX, pack_records, read_records, write_bytes
 from fedbn_flwr.state.records import lend_record
 from fedbn_flwr.wire.packed import with_content
@@ -187,10 +187,10 @@ class LocalGrid(Grid):
             self.remember(FIRST_NODE_ID + partition, saved.get(partition, RecordDict()))
 
 
-#: trains the clients of many training messages, and yields what they reply, which is packed before
-#: the next ones train. Jobs that fail are not among it: their messages are answered one by one, and
-#: say then why
-Trainer = Callable[[Sequence[Job]], Iterator[Trained]]
+#: trains the clients of many training messages, and yields jobs with the replies to their messages,
+#: by place, which the pool has taken before the next ones train. Jobs that fail are not among it:
+#: their messages are answered one by one, and say then why
+Trainer = Callable[[Sequence[Job], ReplyPool], Iterator[tuple[Sequence[Job], Replies]]]
 
 
 class InProcessGrid(LocalGrid):
@@ -291,7 +291,7 @@ class InProcessGrid(LocalGrid):
 
     # ---- many messages at once -------------------------------------------------------------------
 
-    def _train_together(self, messages: Sequence[Message]) -> dict[int, Message | None]:
+    def _train_together(self, messages: Sequence[Message]) -> Replies:
         """Let the trainer answer training messages, and clients those of a pass over their data.
 
         Return the replies of those that do not fail, by place.
@@ -300,7 +300,7 @@ class InProcessGrid(LocalGrid):
         """
         if self._trainer is None or not self._hands_to_clients():
             return {}
-        replies = dict[int, Message | None]()
+        replies: Replies = {}
         for kind, trainer in ((MessageType.TRAIN, self._trainer), (wire.GATHER, gather_each)):
             places = [
                 place
@@ -314,18 +314,18 @@ class InProcessGrid(LocalGrid):
                 jobs = self._prepare(
                     {place: messages[place] for place in places[start : start + PORTION]}
                 )
-                for done in trainer(jobs):
+                for done, answers in trainer(jobs, pool):
                     with suppress(Exception):  # reported when the message is answered
-                        replies |= pool.add(done)
+                        replies |= answers
                         self._take_note(done)
             replies |= pool.mean()
         return replies
 
-    def _take_note(self, done: Trained) -> None:
+    def _take_note(self, done: Sequence[Job]) -> None:
         """Take note of how clients were trained, and let them keep what they remember."""
-        if done.jobs[0].instruction.trains:
-            self._how.sizes.add(len(done.jobs))
-        for job in done.jobs:
+        if done[0].instruction.trains:
+            self._how.sizes.add(len(done))
+        for job in done:
             self._keep(job.node, job.context)
 
     def _prepare(self, messages: Mapping[int, Message]) -> list[Job]:
@@ -404,11 +404,26 @@ class InProcessGrid(LocalGrid):
         return partition
 
 
-def one_by_one(jobs: Sequence[Job]) -> Iterator[Trained]:
+def one_by_one(jobs: Sequence[Job], pool: ReplyPool) -> Iterator[tuple[Sequence[Job], Replies]]:
     """Train clients one after another, and yield the replies of those that do not fail.
 
     All clients are prepared before, and replies are packed afterwards.
     """
+    return _added(_trained(jobs), pool)
+
+
+def gather_each(jobs: Sequence[Job], pool: ReplyPool) -> Iterator[tuple[Sequence[Job], Replies]]:
+    """Yield the replies of clients whose data a pass goes over, those that do not fail."""
+    return _added(_gathered(jobs), pool)
+
+
+def _added(trained: Iterable[Trained], pool: ReplyPool) -> Iterator[tuple[Sequence[Job], Replies]]:
+    for done in trained:
+        with suppress(Exception):  # reported when the message is answered
+            yield done.jobs, pool.add(done)
+
+
+def _trained(jobs: Sequence[Job]) -> Iterator[Trained]:
     trained: list[Trained] = []
     for job in jobs:
         try:
@@ -423,8 +438,7 @@ def one_by_one(jobs: Sequence[Job]) -> Iterator[Trained]:
     yield from trained
 
 
-def gather_each(jobs: Sequence[Job]) -> Iterator[Trained]:
-    """Yield the replies of clients whose data a pass goes over, those that do not fail."""
+def _gathered(jobs: Sequence[Job]) -> Iterator[Trained]:
     for job in jobs:
         with suppress(Exception):  # reported when the message is answered
             yield Trained([job], [job.client.gather(job.received, job.instruction)])

@@ -25,6 +25,9 @@ from fedbn_flwr.state.flat import FlatArrays, FlatState
 from fedbn_flwr.wire import Instruction
 from fedbn_flwr.wire.pooled import Summed
 
+#: messages by their places in a push; None where a reply is in the mean at another place
+Replies = dict[int, Message | None]
+
 
 @dataclass(frozen=True)
 class Job:
@@ -64,13 +67,13 @@ class Trained:
     #: the records of a stack's replies, with a row for each client
     stacked: Mapping[str, State] = field(default_factory=dict)
 
-    def messages(self) -> dict[int, Message | None]:
+    def messages(self) -> Replies:
         """Make a message of each client's reply, by place."""
         groups = {
             name: FlatState.copies_of(values, len(self.jobs))
             for name, values in self.stacked.items()
         }
-        messages: dict[int, Message | None] = {}
+        messages: Replies = {}
         for row, (job, reply) in enumerate(zip(self.jobs, self.replies, strict=True)):
             whole = replace(
                 reply,
@@ -108,7 +111,7 @@ class ReplyPool:
         #: by group of arrays; metrics are one more
         self._totals: dict[str, FlatArrays] = {}
 
-    def add(self, trained: Trained) -> dict[int, Message | None]:
+    def add(self, trained: Trained) -> Replies:
         """Take what clients reply; return messages by place, None where the mean will be the
         answer.
 

@@ -20,7 +20,7 @@ FOLDER = Path(__file__).parent / "on_device"
 WITHOUT = [FOLDER / "without_float64.py"]
 FILES = sorted({*FOLDER.glob("*.py")} - {*WITHOUT})
 #: seconds after which a step is taken to wait forever: all files take a tenth of them by themselves
-DEADLINE = 900
+DEADLINE = 1800
 HAS_DEVICE = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
 SKIPPED = (
     "the simulated accelerator needs torch 2.14: nothing was run on a device other than the CPU"

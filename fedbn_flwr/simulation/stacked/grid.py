@@ -21,7 +21,7 @@ from fedbn_flwr.layerwise.one_stack import OneStackExchange
 from fedbn_flwr.layerwise.steps import Exchanged, Lockstep, Replicas, Weigh
 from fedbn_flwr.server.grids import identify
 from fedbn_flwr.simulation.in_process import InProcessGrid, RunConfig, one_by_one
-from fedbn_flwr.simulation.replies import Job, ReplyPool, Trained
+from fedbn_flwr.simulation.replies import Job, Replies, ReplyPool
 from fedbn_flwr.simulation.sizing import (
     StepMemory,
     clients_that_fit,
@@ -89,7 +89,9 @@ class StackedGrid(InProcessGrid):
             self._log_once("the ClientApp was not made by `client_app`, or has mods")
         return hands
 
-    def _trainer(self, jobs: Sequence[Job]) -> Iterator[Trained]:
+    def _trainer(
+        self, jobs: Sequence[Job], pool: ReplyPool
+    ) -> Iterator[tuple[Sequence[Job], Replies]]:
         """Train stacks, then what cannot be stacked, or has failed in a stack.
 
         A failure is forgotten: whether a later round's stacks fail must not depend on this one, or
@@ -104,7 +106,7 @@ class StackedGrid(InProcessGrid):
             if len(stack) == 1:
                 continue
             try:
-                together = self._train_stack(stack, stack[0].client.model)
+                replies = self._train_stack(stack, stack[0].client.model, pool)
             except CannotStackError as reason:
                 self._log_once(str(reason))
             except torch.OutOfMemoryError:
@@ -116,20 +118,25 @@ class StackedGrid(InProcessGrid):
                 failures.setdefault(type(error).__name__, f"{type(error).__name__}: {error}")
             else:
                 trained |= {job.place for job in stack}
-                yield together
-        for alone in one_by_one([job for job in jobs if job.place not in trained]):
+                yield stack, replies
+        for alone in one_by_one([job for job in jobs if job.place not in trained], pool):
             for kind, failure in failures.items():
                 self._log_once(failure, WARNING, kind)
             yield alone
 
     def _train_stack(
-        self, stack: Sequence[Job], structure: nn.Module, exchange: Exchange | None = None
-    ) -> Trained:
-        """Train a stack; where it does not fit into the device's memory, let later ones be at most
-        half as large.
+        self,
+        stack: Sequence[Job],
+        structure: nn.Module,
+        pool: ReplyPool,
+        exchange: Exchange | None = None,
+    ) -> Replies:
+        """Train a stack, and return its clients' replies, None where they are in the pool.
+
+        Where the device has no memory for that, let later stacks be at most half as large.
         """
         try:
-            return train_together(stack, structure, self._stacks.make, exchange)
+            return pool.add(train_together(stack, structure, self._stacks.make, exchange))
         except torch.OutOfMemoryError:
             self._how.most = -(-len(stack) // 2)
             self._stacks.clear()
@@ -233,15 +240,12 @@ class StackedGrid(InProcessGrid):
     def _train_in_step(
         self, stack: Sequence[Job], pool: ReplyPool, exchange: Exchange
     ) -> list[Message | None]:
-        """Train a stack, on a copy of the model.
-
-        Return its clients' replies, None where they are in the pool.
-        """
+        """Train a stack, on a copy of the model; return its clients' replies, as above."""
         model = stack[0].client.model
         structure = self._structures.take(model)
         self._how.sizes.add(len(stack))
         try:
-            return list(pool.add(self._train_stack(stack, structure, exchange)).values())
+            return list(self._train_stack(stack, structure, pool, exchange).values())
         finally:
             self._structures.give_back(model, structure)
 
@@ -258,11 +262,11 @@ class StackedGrid(InProcessGrid):
             self._answering[key] = OneStackExchange(len(stack), client.device)
         exchange = self._answering[key]
         exchange.begin(weights)
-        trained = self._train_stack(stack, client.model, exchange)
+        replies = self._train_stack(stack, client.model, pool, exchange)
         exchange.end()
         self._how.sizes.add(len(stack))
         sizes = [Exchanged(*size) for size in exchange.sizes.values()]
-        return list(pool.add(trained).values()), sizes
+        return list(replies.values()), sizes
 
 
 class StackedTransport(Lockstep[Message | None]):
