@@ -2,6 +2,7 @@
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import fake_accelerator  # type: ignore[import-not-found]
 import pytest
@@ -11,7 +12,7 @@ from fedbn_flwr.models import build
 from fedbn_flwr.simulation.in_process import OneByOneGrid
 from fedbn_flwr.strategies import BaseStrategy, FedAvg, FedTAN
 from tests.helpers.engine_comparison import EXACT, Side, Stacked, quiet, run, stacked_by
-from tests.helpers.harness import CLASSES, Double, distance, make_model
+from tests.helpers.harness import CLASSES, Double, distance
 
 SIZES = (8, 8, 8, 8)
 
@@ -22,19 +23,11 @@ LARGE = ("resnet18", "timm:tf_efficientnet_lite0")
 
 def ended(strategy: type[BaseStrategy], model: str, grid: type = Stacked) -> Side:
     nodes = {"sizes": SIZES, "device": "fake"}
-    make = make_model
-    if model:
-        make = partial(make_large, model)
-    return run(
-        grid,
-        quiet(strategy),
-        make,
-        rounds=2 if model else 3,
-        nodes=nodes,
-        batch_size=8,
-        local_steps=1,
-        lr=0.001,
-    )
+    if not model:
+        return run(grid, quiet(strategy), rounds=3, nodes=nodes, batch_size=8)
+    make = partial(make_large, model)
+    few: dict[str, Any] = {"rounds": 2, "local_steps": 1, "lr": 0.001}
+    return run(grid, quiet(strategy), make, nodes=nodes, batch_size=8, **few)
 
 
 def make_large(name: str) -> nn.Module:
