@@ -155,9 +155,9 @@ class Failing(nn.Linear):
         return dict[str, Tensor]()["inputs"]
 
 
-def narrow(num_classes: int) -> nn.Module:
+def narrow(num_classes: int, in_channels: int, image_size: int) -> nn.Module:
     """Return a network with an output too few."""
-    return nn.Sequential(nn.Flatten(), nn.LazyLinear(num_classes - 1))
+    return nn.Sequential(nn.Flatten(), nn.Linear(in_channels * image_size**2, num_classes - 1))
 
 
 def wide(num_classes: int, in_channels: int, image_size: int) -> nn.Module:
@@ -175,20 +175,20 @@ def frozen(num_classes: int, in_channels: int, image_size: int) -> nn.Module:
 class _Packed(nn.Module):
     """Returns what `pack` makes of the logits."""
 
-    def __init__(self, num_classes: int, pack: Callable[[Tensor], Any]) -> None:
+    def __init__(self, inputs: int, num_classes: int, pack: Callable[[Tensor], Any]) -> None:
         super().__init__()
-        self.last, self._pack = nn.LazyLinear(num_classes), pack
+        self.last, self._pack = nn.Linear(inputs, num_classes), pack
 
     def forward(self, inputs: Tensor) -> Any:
         """Return more than logits."""
         return self._pack(self.last(inputs.flatten(1)))
 
 
-def with_features(num_classes: int) -> nn.Module:
+def with_features(num_classes: int, in_channels: int, image_size: int) -> nn.Module:
     """Return a network that returns a pair."""
-    return _Packed(num_classes, lambda logits: (logits, logits))
+    return _Packed(in_channels * image_size**2, num_classes, lambda logits: (logits, logits))
 
 
-def with_names(num_classes: int) -> nn.Module:
+def with_names(num_classes: int, in_channels: int, image_size: int) -> nn.Module:
     """Return a network that returns a dictionary, as torchvision's for segmentation do."""
-    return _Packed(num_classes, lambda logits: {"out": logits})
+    return _Packed(in_channels * image_size**2, num_classes, lambda logits: {"out": logits})
