@@ -86,7 +86,7 @@ class _Captures:
     def gradient(self, parameter: nn.Parameter) -> Tensor:
         """Return where replays write a parameter's gradient: no two steps are taken at once."""
         if id(parameter) not in self._gradients:
-            made = torch.empty_like(parameter, requires_grad=False)
+            made = torch.empty_like(parameter)
             self._gradients[id(parameter)] = parameter, made
         return self._gradients[id(parameter)][1]
 
@@ -166,6 +166,11 @@ def gradients(
         asks_nobody,
         wanted == "always",
     )
+
+
+def replays(made: Gradients[B]) -> bool:
+    """Return whether what makes gradients may capture steps, and replay them."""
+    return isinstance(made, _Replaying)
 
 
 @dataclass(eq=False)

@@ -8,7 +8,7 @@ of torch may not have them. Without them a model is left as it is.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -33,6 +33,7 @@ except ImportError:
 NEEDED = ("maybe_current_level", "_unwrap_batched", "_add_batch_dim")
 #: layers that multiply their inputs by a random mask
 _MASKING = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+OTHER_CALLS = "dropout layers are called in another way than in the step before"
 #: a dropout layer, and the form of one client's inputs to it
 Called = tuple[_DropoutNd, Tensor]
 
@@ -105,12 +106,7 @@ class StackedLayers:
         return images.permute(1, 3, 4, 0, 2).contiguous().permute(3, 0, 4, 1, 2)
 
     def draw_masks(self, inputs: Tensor, streams: Sequence[OwnRandomness]) -> list[Tensor]:
-        """Draw the masks of a step on such inputs ahead of it; none if there was no such step yet.
-
-        Only on an accelerator, where the step may be captured, so that it must not draw.
-        """
-        if inputs.device.type == "cpu":
-            return []
+        """Draw the masks of a step on such inputs ahead of it; none if it is the first one."""
         return [
             _draw(layer, torch.ones_like(row, device=inputs.device), streams)
             for layer, row in self._called.get(inputs.shape, ())
@@ -130,15 +126,17 @@ class StackedLayers:
 
         A layer whose `forward` somebody else has replaced stays as it is.
         """
-        ahead = iter(masks)
-        called = list[Called]()
+        dropout = _Dropout(streams)
+        if masks:
+            layers = [layer for layer, _ in self._called[form]]
+            dropout.ahead = zip(layers, masks, strict=True)
         forwards: dict[nn.Module, Callable[[Tensor], Tensor]] = {
             **{
                 layer: partial(_normalized, layer, behind)
                 for layer, behind in self._batch_norm.items()
             },
             **{
-                layer: partial(_dropped, layer, streams, ahead, called)
+                layer: partial(_dropped, layer, dropout)
                 for layer in self._dropouts
                 if layer.training
             },
@@ -152,8 +150,9 @@ class StackedLayers:
             for layer in self._activations:
                 hooks.callback(layer.register_forward_hook(_keep_order).remove)
             yield
-        if called:
-            self._called[form] = called
+        dropout.end()
+        if dropout.called:
+            self._called[form] = dropout.called
 
 
 # ---- batch normalization -------------------------------------------------------------------------
@@ -271,21 +270,38 @@ def _in_order(strides: Sequence[int], gradient: Tensor) -> Tensor:
 # ---- dropout: every client gets the masks that it would draw alone -------------------------------
 
 
-def _dropped(
-    layer: _DropoutNd,
-    streams: Sequence[OwnRandomness],
-    ahead: Iterator[Tensor],
-    called: list[Called],
-    inputs: Tensor,
-) -> Tensor:
-    """Multiply the inputs of all clients by their masks; note what the layer was called with."""
+@dataclass
+class _Dropout:
+    """The masks of one pass, drawn from the clients' streams, or ahead of it."""
+
+    streams: Sequence[OwnRandomness]
+    #: what was drawn ahead, and for which layers; None if masks are drawn in the pass
+    ahead: Iterator[tuple[_DropoutNd, Tensor]] | None = None
+    #: for what masks were drawn in the pass
+    called: list[Called] = field(default_factory=list)
+
+    def masks(self, layer: _DropoutNd, row: Tensor) -> Tensor:
+        """Return the masks of all clients for a layer, whose inputs are like one client's row."""
+        if self.ahead is None:
+            self.called.append((layer, torch.empty_like(row, device="meta")))
+            return _draw(layer, torch.ones_like(row), self.streams)
+        due = next(self.ahead, None)
+        if due is None or due[0] is not layer or due[1].shape[1:] != row.shape:
+            raise CannotStackError(OTHER_CALLS)
+        return due[1]
+
+    def end(self) -> None:
+        """Raise if a layer was not called for which masks were drawn ahead."""
+        if self.ahead is not None and next(self.ahead, None) is not None:
+            raise CannotStackError(OTHER_CALLS)
+
+
+def _dropped(layer: _DropoutNd, dropout: _Dropout, inputs: Tensor) -> Tensor:
+    """Multiply the inputs of all clients by their masks."""
     values, dim = unwrapped(inputs.detach())
     row = values if dim is None else values.select(dim, 0)
-    drawn = next(ahead, None)
     with outside_of_vmap():
-        if drawn is None:
-            drawn = _draw(layer, torch.ones_like(row), streams)
-        called.append((layer, torch.empty_like(row, device="meta")))
+        drawn = dropout.masks(layer, row)
     masks = wrapped(drawn, 0)
     if layer.inplace:
         return inputs.mul_(masks)

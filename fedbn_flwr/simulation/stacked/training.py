@@ -136,6 +136,7 @@ def _learn(
         batches.batch_of,
         asks_nobody=isinstance(exchange, OneStackExchange),
     )
+    batches.draws_ahead = captured.replays(gradients)
     losses = training.train(batches, gradients, session.optimizer, [rule.adjust for rule in rules])
     batches.restore()
     for rule in rules:
@@ -173,6 +174,8 @@ class StackedBatches:
     #: their end
     finished: list[tuple[slice, list[tuple[Tensor, Tensor]]]] = field(default_factory=list)
     first_step: bool = True
+    #: whether steps may be captured, which must not draw
+    draws_ahead: bool = False
 
     def __post_init__(self) -> None:
         self.lengths = lengths = [len(plan.sizes) for plan in self.plans]
@@ -272,7 +275,9 @@ class StackedBatches:
         plans = [self.plans[row] for row in _numbers(rows)]
         shape = len(plans), len(targets) // len(plans)
         inputs = augment_together(plans, inputs.unflatten(0, shape))
-        masks = self.stack.draw_masks(inputs, self._streams_of(rows))
+        masks = []
+        if self.draws_ahead:
+            masks = self.stack.draw_masks(inputs, self._streams_of(rows))
         return Part(rows, (inputs, targets.unflatten(0, shape), *masks))
 
     def _streams_of(self, rows: Rows) -> list[OwnRandomness]:

@@ -226,9 +226,41 @@ def test_stacks_draw_the_masks_of_dropout_ahead_of_a_step(
         patch.setattr(StackedLayers, "draw_masks", lambda *_: [])
         apart, replays, watch = ends(strategy, model, Stacked)
     assert (apart, replays, said(watch)) == (0, 0, ["it draws at random"])
-    wanted = Federation(model(), SIZES, device="fake").run(FedAvg(), 3)
-    alone = Federation(model(), SIZES, device="fake", grid=Stacked).run(FedAvg(), 3)
-    assert distance(wanted, alone) < 1e-12
+    alone = Federation(model(), SIZES, device="fake").run(FedAvg(), 3)
+    stacked = Federation(model(), SIZES, device="fake", grid=Stacked).run(FedAvg(), 3)
+    assert distance(alone, stacked) < 1e-12
+
+
+class Alternating(nn.Module):
+    """Calls one of two dropout layers, in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Dropout(0.3)
+        self.second = nn.Dropout(0.6)
+        self.calls = [0]
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.calls[0] += 1
+        masked: torch.Tensor = (self.first if self.calls[0] % 2 else self.second)(inputs)
+        return masked
+
+
+def test_masks_are_for_the_layers_that_they_were_drawn_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of layers of a user's own none are drawn ahead, unless that is asked for."""
+    monkeypatch.setattr(captured, "_BROKEN", [])
+    model = with_layer(Alternating())()
+    with watching() as watch:
+        Federation(model, SIZES, device="fake", grid=Stacked, wrap=always).run(FedAvg(), 3)
+    assert any("called in another way" in text for text in watch.messages)
+    monkeypatch.setattr(captured, "KNOWN", ("torch",))
+    ended = []
+    for grid in GRIDS:
+        nodes = Federation(with_layer(Alternating())(), SIZES, device="fake", grid=grid)
+        ended.append(nodes.run(FedAvg(), 3, local_steps=2))
+    assert distance(*ended) < 1e-12
 
 
 def test_layers_of_a_users_own_are_captured_where_that_is_asked_for(
