@@ -187,10 +187,12 @@ class LocalGrid(Grid):
             self.remember(FIRST_NODE_ID + partition, saved.get(partition, RecordDict()))
 
 
-#: trains the clients of many training messages, and yields jobs with the replies to their messages,
-#: by place, which the pool has taken before the next ones train. Jobs that fail are not among it:
-#: their messages are answered one by one, and say then why
-Trainer = Callable[[Sequence[Job], ReplyPool], Iterator[tuple[Sequence[Job], Replies]]]
+#: jobs whose clients are done, with the replies to their messages
+Answered = tuple[Sequence[Job], Replies]
+#: trains the clients of many training messages, whose replies the pool takes before the next ones
+#: train. Jobs that fail are not among what it yields: their messages are answered one by one, and
+#: say then why
+Trainer = Callable[[Sequence[Job], ReplyPool], Iterator[Answered]]
 
 
 class InProcessGrid(LocalGrid):
@@ -315,9 +317,8 @@ class InProcessGrid(LocalGrid):
                     {place: messages[place] for place in places[start : start + PORTION]}
                 )
                 for done, answers in trainer(jobs, pool):
-                    with suppress(Exception):  # reported when the message is answered
-                        replies |= answers
-                        self._take_note(done)
+                    replies |= answers
+                    self._take_note(done)
             replies |= pool.mean()
         return replies
 
@@ -404,20 +405,20 @@ class InProcessGrid(LocalGrid):
         return partition
 
 
-def one_by_one(jobs: Sequence[Job], pool: ReplyPool) -> Iterator[tuple[Sequence[Job], Replies]]:
+def one_by_one(jobs: Sequence[Job], pool: ReplyPool) -> Iterator[Answered]:
     """Train clients one after another, and yield the replies of those that do not fail.
 
     All clients are prepared before, and replies are packed afterwards.
     """
-    return _added(_trained(jobs), pool)
+    return _pooled(_trained(jobs), pool)
 
 
-def gather_each(jobs: Sequence[Job], pool: ReplyPool) -> Iterator[tuple[Sequence[Job], Replies]]:
+def gather_each(jobs: Sequence[Job], pool: ReplyPool) -> Iterator[Answered]:
     """Yield the replies of clients whose data a pass goes over, those that do not fail."""
-    return _added(_gathered(jobs), pool)
+    return _pooled(_gathered(jobs), pool)
 
 
-def _added(trained: Iterable[Trained], pool: ReplyPool) -> Iterator[tuple[Sequence[Job], Replies]]:
+def _pooled(trained: Iterable[Trained], pool: ReplyPool) -> Iterator[Answered]:
     for done in trained:
         with suppress(Exception):  # reported when the message is answered
             yield done.jobs, pool.add(done)

@@ -20,7 +20,7 @@ from fedbn_flwr.layerwise import Exchange, SuspendedStep
 from fedbn_flwr.layerwise.one_stack import OneStackExchange
 from fedbn_flwr.layerwise.steps import Exchanged, Lockstep, Replicas, Weigh
 from fedbn_flwr.server.grids import identify
-from fedbn_flwr.simulation.in_process import InProcessGrid, RunConfig, one_by_one
+from fedbn_flwr.simulation.in_process import Answered, InProcessGrid, RunConfig, one_by_one
 from fedbn_flwr.simulation.replies import Job, Replies, ReplyPool
 from fedbn_flwr.simulation.sizing import (
     StepMemory,
@@ -89,9 +89,7 @@ class StackedGrid(InProcessGrid):
             self._log_once("the ClientApp was not made by `client_app`, or has mods")
         return hands
 
-    def _trainer(
-        self, jobs: Sequence[Job], pool: ReplyPool
-    ) -> Iterator[tuple[Sequence[Job], Replies]]:
+    def _trainer(self, jobs: Sequence[Job], pool: ReplyPool) -> Iterator[Answered]:
         """Train stacks, then what cannot be stacked, or has failed in a stack.
 
         A failure is forgotten: whether a later round's stacks fail must not depend on this one, or

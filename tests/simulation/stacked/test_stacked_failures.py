@@ -13,6 +13,7 @@ from fedbn_flwr import state, wire
 from fedbn_flwr.client import BNClient, Reply
 from fedbn_flwr.layerwise import Exchange
 from fedbn_flwr.simulation.in_process import InProcessGrid
+from fedbn_flwr.simulation.replies import Replies, ReplyPool, Trained
 from fedbn_flwr.state.records import flat_of
 from fedbn_flwr.strategies import FedAvg, FedBN, Scaffold
 from tests.helpers.engine_comparison import (
@@ -52,6 +53,35 @@ def no_data(client: BNClient) -> None:
 def no_number(client: BNClient) -> None:
     split = client.train_split
     client.train_split = replace(split, inputs=split.inputs * float("nan"))
+
+
+def test_a_stack_whose_replies_do_not_fit_is_halved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What does not fit on a device is here said of more than two clients."""
+    wanted = Federation(make_model(), grid=InProcessGrid).run(quiet(FedAvg))
+    add = ReplyPool.add
+
+    def refuse(pool: ReplyPool, trained: Trained) -> Replies:
+        if len(trained.jobs) > 2:
+            raise torch.OutOfMemoryError
+        return add(pool, trained)
+
+    monkeypatch.setattr(ReplyPool, "add", refuse)
+    nodes = Federation(make_model(), grid=Stacked)
+    assert distance(wanted, nodes.run(quiet(FedAvg))) < EXACT
+    how = nodes.grid.how_trained()
+    assert (how.most, max(how.sizes)) == (2, 2)
+
+
+def test_what_a_stack_cannot_keep_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As what a client cannot keep that trains by itself."""
+
+    def full(*_: Any) -> None:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(InProcessGrid, "_keep", full)
+    for grid in (InProcessGrid, Stacked):
+        with pytest.raises(OSError, match="the disk is full"):
+            Federation(make_model(), grid=grid).run(quiet(FedBN), rounds=1)
 
 
 FAULTS: dict[str, tuple[Callable[[BNClient], None], str]] = {
