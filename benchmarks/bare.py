@@ -26,7 +26,8 @@ class BareLoop:
         freeze_after: int = 0,
     ) -> None:
         self.model, self._parts, self._lr = model, parts, lr
-        self._data = self._inputs, self._labels = data
+        self._data = data
+        self._inputs, self._labels = data
         self._local_steps, self._batch_size, self._freeze_after = (
             local_steps,
             batch_size,

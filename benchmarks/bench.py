@@ -139,7 +139,7 @@ class Bench:
         own = [
             (engine, number)
             for engine in dict.fromkeys((BARE, *asked.engines))
-            if engine not in asked.lasting
+            if engine not in asked.lasting and (engine == BARE or self._goes_to(engine, case))
             for number in (threads if engine in (BARE, "sequential") else [1])
         ]
         with ExitStack() as stack:
@@ -203,7 +203,11 @@ def make_parser() -> argparse.ArgumentParser:
         const=GPU,
         help="a GPU's cases, in five minutes",
     )
-    parser.add_argument("--engines", type=_engines, help=f"comma-separated [{','.join(ENGINES)}]")
+    parser.add_argument(
+        "--engines",
+        type=_engines,
+        help=f"comma-separated, of {', '.join(ENGINES)} [{','.join(Settings.engines)}]",
+    )
     parser.add_argument(
         "--models", type=_words, help=f"such as resnet20:32 on 32 x 32 [{','.join(MODELS)}]"
     )

@@ -44,7 +44,8 @@ class Clock:
 
     def round_done(self) -> None:
         """A round has come to its end, or the first one could begin."""
-        if module := started():
+        module = started()
+        if module:
             module.synchronize()
         now = time.perf_counter()
         if not self._begun:

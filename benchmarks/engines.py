@@ -64,18 +64,15 @@ def run_jax(cases: Sequence[Case], clock: Clock) -> None:
     """Time the plain loop's round as one function of JAX, on the same kind of device."""
     for case in cases:
         with clock.case():
-            import jax  # type: ignore[import-not-found]
+            from benchmarks.jax_round import JaxLoop, is_on_cpu
 
-            from benchmarks.jax_round import JaxLoop
-
-            if jax.default_backend() == "cpu" and pick_device(case.device).type != "cpu":
+            if is_on_cpu() and pick_device(case.device).type != "cpu":
                 raise RuntimeError("JAX is installed for the CPU only")
-            precision = "tensorfloat32" if case.precision == "tf32" else "highest"
-            loop = _bare_loop(case, partial(JaxLoop, forward=case.model))
+            make = partial(JaxLoop, forward=case.model, precision=case.precision)
+            loop = _bare_loop(case, make)
             while True:
                 clock.round_done()
-                with jax.default_matmul_precision(precision):
-                    loop.round()
+                loop.round()
 
 
 def run_sequential(cases: Sequence[Case], clock: Clock) -> None:

@@ -24,6 +24,11 @@ STATISTICS = ("running_mean", "running_var")
 #: of torch's BN
 EPS = 1e-5
 MOMENTUM = 0.1
+#: what JAX calls the precisions of a run
+PRECISIONS = {"float32": "highest", "tf32": "tensorfloat32"}
+#: the axes of a kernel, each by its number in the other library
+IN_JAX = (2, 3, 1, 0)
+IN_TORCH = (3, 2, 0, 1)
 
 
 class Network:
@@ -98,31 +103,40 @@ class JaxLoop(BareLoop):
         data: tuple[Tensor, Tensor],
         parts: Sequence[Tensor],
         forward: str,
+        precision: str = "float32",
         **options: Any,
     ) -> None:
-        if forward not in FORWARDS:
-            raise ValueError(f"{forward} is not written in JAX, only {', '.join(FORWARDS)}")
         super().__init__(model, data, [part.cpu() for part in parts], **options)
         images, labels = data
         self._jax_data = to_jax(images.movedim(1, -1)), to_jax(labels)
         self._entries = {
-            name: to_jax(_last(value))
+            name: to_jax(_reordered(value, IN_JAX))
             for name, value in model.state_dict().items()
             if value.is_floating_point()
         }
         sizes = torch.tensor([len(part) for part in parts], dtype=images.dtype)
         self._weights = to_jax(sizes / sizes.sum())
+        self._precision = PRECISIONS[precision]
         self._jitted = jax.jit(partial(_round, FORWARDS[forward], self._lr))
 
     def round(self) -> None:
         """Train every client from the same state, and average."""
         drawn = torch.stack([torch.stack(list(self._batches(part))) for part in self._parts])
-        self._entries = self._jitted(self._entries, *self._jax_data, to_jax(drawn), self._weights)
+        with jax.default_matmul_precision(self._precision):
+            self._entries = self._jitted(
+                self._entries, *self._jax_data, to_jax(drawn), self._weights
+            )
         jax.block_until_ready(self._entries)
 
     def state(self) -> dict[str, Tensor]:
         """The server's model, without counters."""
-        return {name: _first(torch.tensor(value)) for name, value in self._entries.items()}
+        entries = self._entries.items()
+        return {name: _reordered(torch.tensor(value), IN_TORCH) for name, value in entries}
+
+
+def is_on_cpu() -> bool:
+    """Return whether JAX has no accelerator here."""
+    return str(jax.default_backend()) == "cpu"
 
 
 def to_jax(values: Tensor) -> Any:
@@ -130,17 +144,13 @@ def to_jax(values: Tensor) -> Any:
     return jnp.asarray(values.detach().cpu().numpy())
 
 
-def _last(weight: Tensor) -> Tensor:
-    """Return the weight of a convolution, or of a linear layer, with inputs and outputs last."""
-    if weight.dim() == 4:
-        return weight.permute(2, 3, 1, 0)
-    return weight.T if weight.dim() == 2 else weight
-
-
-def _first(weight: Tensor) -> Tensor:
-    if weight.dim() == 4:
-        return weight.permute(3, 2, 0, 1)
-    return weight.T if weight.dim() == 2 else weight
+def _reordered(value: Tensor, axes: Sequence[int]) -> Tensor:
+    """Return an entry with the axes of a kernel in this order, and those of a matrix swapped."""
+    if value.dim() == 4:
+        return value.permute(*axes)
+    if value.dim() == 2:
+        return value.T
+    return value
 
 
 def _round(

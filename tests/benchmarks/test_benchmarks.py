@@ -61,6 +61,14 @@ def test_engines_stand_beside_the_bare_loop(
     assert len((tmp_path / "bench.md").read_text().splitlines()) == 4
 
 
+def test_an_engine_takes_no_part_in_cases_that_it_cannot_do(tmp_path: Path) -> None:
+    words = "--engines bare,captured,jax --models mlp --methods fixbn:freeze-round=1 --clients 2"
+    few = ["--device", "cpu", "--repetitions", "1", "--seconds", "0.01"]
+    assert bench.main([*words.split(), *few, "--results-dir", str(tmp_path)]) == 0
+    rows = json.loads((tmp_path / "bench.json").read_text())
+    assert [row["engine"] for row in rows] == ["bare"]
+
+
 def test_a_row_says_how_it_computes_and_what_it_takes_on_a_gpu() -> None:
     case = Case("mlp", "fedavg", clients=2, precision="tf32", options=(("deterministic", "false"),))
     assert case.experiment().config.engine.deterministic is False
