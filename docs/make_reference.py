@@ -1,5 +1,5 @@
-"""Write the tables of names into the pages of `reference/`, which a site without this code shows,
-too.
+"""Write tables of names into the pages of `reference/`, for readers on a forge: only a site that is
+built has the rest.
 """
 
 import re

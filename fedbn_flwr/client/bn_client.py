@@ -272,7 +272,7 @@ class BNClient:
         """Whether a last sample is left over in a round that updates BN statistics."""
         left_over = batches.leaves_one(len(self.indices), instruction.batch_size)
         frozen = training.frozen_parts(instruction.freeze)["statistics"]
-        return left_over and not frozen and bool(norm.bn_layers(self.structure))
+        return left_over and not frozen and bool(norm.bn_layers(self.model))
 
     def _first_shared(
         self, planned: Iterable[training.Batch], session: Session, exchange: Exchange | None

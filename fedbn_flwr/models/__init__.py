@@ -111,6 +111,7 @@ def build(
         # Only the CPU's generator: torch.manual_seed would reseed the accelerators' too.
         torch.default_generator.manual_seed(derive(seed, "weights"))
         model = make(num_classes, in_channels, image_size)
+        _refuse_lazy(name, model)
         if init_from not in (None, PRETRAINED):
             weights = read_weights(Path(str(init_from)).expanduser(), model)
             with suppress(
@@ -125,6 +126,15 @@ def build(
             load_weights(model, weights, str(init_from), num_classes)
     _choose(model, trainable)
     return model
+
+
+def _refuse_lazy(name: str | Own, model: nn.Module) -> None:
+    for entry, value in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(value):
+            raise ValueError(
+                f"model {name!r} has lazy layers ({entry!r} has no shape yet): call it once, on "
+                "inputs like the data's, in the function that makes it"
+            )
 
 
 def _choose(model: nn.Module, patterns: Sequence[str]) -> None:
@@ -206,13 +216,6 @@ def _custom_model(spec: str | Own) -> Make:
         if not isinstance(model, nn.Module):
             raise ValueError(
                 f"model {spec!r} returned a {type(model).__name__}, not a torch.nn.Module"
-            )
-        entries = (*model.named_parameters(), *model.named_buffers())
-        lazy = [name for name, value in entries if is_lazy(value)]
-        if lazy:
-            raise ValueError(
-                f"model {spec!r} has lazy layers ({lazy[0]!r} has no shape yet): call it once, on "
-                "inputs like the data's, in the function that makes it"
             )
         return model
 

@@ -19,7 +19,8 @@ FOLDER = Path(__file__).parent / "on_device"
 #: files whose device has no float64, and all others
 WITHOUT = [FOLDER / "without_float64.py"]
 FILES = sorted({*FOLDER.glob("*.py")} - {*WITHOUT})
-#: seconds after which a step is taken to wait forever: all files take a tenth of them by themselves
+#: seconds after which a step is taken to wait forever: by themselves, all files take a small part of
+#: them
 DEADLINE = 1800
 HAS_DEVICE = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
 SKIPPED = (
