@@ -38,7 +38,7 @@ from fedbn_flwr import wire
 from fedbn_flwr.layerwise.carried import CarriedValues, Examples, Kept
 from fedbn_flwr.plugins.options import Range
 from fedbn_flwr.server.method_state import MethodState
-from fedbn_flwr.server.pooling import Pooled, Sent
+from fedbn_flwr.server.pooling import Pooled
 from fedbn_flwr.state import Arrays, arrays_of, arrays_to_record
 from fedbn_flwr.transports import Participant
 
@@ -132,8 +132,6 @@ class FedTAN(Layerwise):
         self.reads_replies = self.reads_replies or carry
         self.memory = memory
         self.oldest = oldest
-        if carry:
-            self.let_send(Sent("values that carry=true keeps"))
         if self.carry and exchange != "fused":
             raise ValueError(
                 f"carried corrections are always fused: exchange={exchange!r} goes without them"
