@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import nan
 from typing import NamedTuple
 
 #: columns that are counted and not measured, with their units: every printed digit says something
@@ -33,6 +34,15 @@ class Number(NamedTuple):
     printed: str
     mean: float
     deviation: float
+
+    @property
+    def digits(self) -> int:
+        """How many digits of the mean stand behind its point."""
+        return len(self.printed.partition(" ")[0].partition(".")[2])
+
+
+#: in the place of a number that a paper does not print
+UNPRINTED = Number("", nan, nan)
 
 
 @dataclass(frozen=True)
@@ -84,6 +94,11 @@ class Paper:
     notes: Sequence[str] = ()
     #: the rounds of the study at full size
     rounds: int = 1
+
+    def digits(self, method: str, setting: str, column: str) -> int:
+        """Return how many digits the numbers of a cell have behind their points."""
+        numbers = (each.number(method, setting, column) for each in self.reported)
+        return max((number.digits for number in numbers if number), default=0)
 
     def columns(self, method: str, setting: str) -> list[str]:
         """Return the columns in which a cell has a number."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from fedbn_flwr import __version__
 from fedbn_flwr.experiments.output.run_folder import make_folder, read_config
-from fedbn_flwr.experiments.results.findings import findings
+from fedbn_flwr.experiments.recipes.findings import findings
 from fedbn_flwr.experiments.results.plots import SETTINGS, bars, curves
 from fedbn_flwr.experiments.results.rows import Part, counts, read_parts, rounds_of
 from fedbn_flwr.experiments.results.show import fill, say, to_csv, to_latex

@@ -9,12 +9,11 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from fedbn_flwr.experiments.output.console import console, new_table
+from fedbn_flwr.experiments.recipes.findings import findings
 from fedbn_flwr.experiments.recipes.paper import Paper
-from fedbn_flwr.experiments.results.findings import findings
 from fedbn_flwr.experiments.results.rows import Frame, Part, pd, typical
 from fedbn_flwr.experiments.results.tables import (
     WEAK,
-    Number,
     Table,
     by_domain,
     comparison,
@@ -44,7 +43,7 @@ def terminal(shown: Table) -> None:
     One wider than the terminal breaks headings, options and deviations.
     """
     rich = new_table(escape(shown.caption))
-    texts = shown.frame.map(str)
+    texts = shown.texts
     for name in texts:
         justify: Any = "right" if name in shown.numeric else "left"
         rich.add_column(name, justify=justify, overflow="fold", no_wrap=name not in FOLDED)
@@ -82,41 +81,39 @@ def to_csv(shown: Table) -> str:
     own.
     """
     columns = {}
-    for name, cells in shown.frame.items():
-        columns[name] = cells.map(_csv_cell)
-        spreads = cells.map(lambda cell: cell.spread if isinstance(cell, Number) else None)
-        if spreads.notna().any():
-            columns[f"{name} ±"] = spreads
-    return str(pd.DataFrame(columns, dtype=object).to_csv(index=False))
+    for heading in shown.texts:
+        own = shown.frame[heading]
+        columns[heading] = own["text"].map(_harmless)
+        if heading in shown.numeric:
+            columns[heading] = own["number"].astype(object).fillna(columns[heading])
+            if own["spread"].notna().any():
+                columns[f"{heading} ±"] = own["spread"]
+    return str(pd.DataFrame(columns).to_csv(index=False))
 
 
-def _csv_cell(cell: Any) -> Any:
-    """Return a number, or a text that no program for tables takes for a formula."""
-    if isinstance(cell, Number) and cell.text != "baseline":
-        return cell.value
-    text = str(cell)
-    if text.startswith(("=", "+", "-", "@")):
+def _harmless(text: Any) -> Any:
+    """Return a text that no program for tables takes for a formula."""
+    if str(text).startswith(("=", "+", "-", "@")):
         return f"'{text}"
     return text
 
 
 def to_latex(shown: Table) -> str:
     """Return a table for LaTeX, with the rules of booktabs."""
-    form = "".join("r" if name in shown.numeric else "l" for name in shown.frame)
-    texts = shown.frame.map(_latex_cell).rename(columns=latex)
+    texts = shown.texts.map(latex).rename(columns=latex)
+    form = ""
+    for heading, name in zip(shown.texts, texts, strict=True):
+        if heading in shown.numeric:
+            form += "r"
+            texts[name] = texts[name].str.replace(r"^[-+]", lambda sign: f"${sign[0]}$", regex=True)
+        else:
+            form += "l"
     notes = ""
     if shown.footer:
         notes = f"\\par\\smallskip{{\\footnotesize {latex(' '.join(shown.footer))}}}\n"
     tabular = texts.to_latex(index=False, escape=False, column_format=form)
     caption = f"\\caption{{{latex(shown.caption)}}}\n"
     return f"\\begin{{table}}[htbp]\n\\centering\n{caption}{tabular}{notes}\\end{{table}}\n"
-
-
-def _latex_cell(cell: Any) -> str:
-    shown = latex(str(cell))
-    if isinstance(cell, Number) and shown[:1] in ("-", "+"):
-        return f"${shown[0]}${shown[1:]}"
-    return shown
 
 
 def latex(words: str) -> str:

@@ -1,20 +1,20 @@
-"""Tables of runs: frames of texts and numbers, a line for each method in each setting, or for each
-run.
+"""Tables of runs: columns of texts and of numbers, a line for each method in each setting, or for
+each run.
 
 A new column is a line in the function of its table. `show.py` has the forms of a table.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from math import nan
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from fedbn_flwr.data.partition import about_absent
 from fedbn_flwr.experiments.choice import ABOUT_EDGE, EDGE, chosen_of
 from fedbn_flwr.experiments.output.run_folder import read_rounds
-from fedbn_flwr.experiments.recipes.paper import ADAPTED, Paper
+from fedbn_flwr.experiments.recipes.paper import ADAPTED, UNPRINTED, Number, Paper
 from fedbn_flwr.experiments.results.rows import (
     CELL,
     Frame,
@@ -32,7 +32,6 @@ from fedbn_flwr.experiments.results.values import (
     AVERAGE,
     heading_of,
     is_share,
-    number_text,
     numbers_of,
     scaled,
     values_of,
@@ -48,57 +47,96 @@ NAMES = ("setting", "method", "quantity")
 ALIKE = ("lr", "runs")
 
 
-@dataclass(frozen=True)
-class Number:
-    """A number as it is read, the number that it is sorted by, and what stands behind its
-    plus-minus sign.
-    """
+class Cell(NamedTuple):
+    """A cell as it is read, and the number that it is sorted by, if it is one."""
 
+    heading: str
     text: str
-    value: float
-    spread: float | None = None
+    number: float | None
 
-    def __str__(self) -> str:
-        return self.text
+
+def numbers(
+    values: Any, form: str | list[str] = ",.0f", spread: Any = nan, text: Any = ""
+) -> Frame:
+    """Return a column of numbers.
+
+    Each has its `spread`, the `form` that `format` writes both in, and the `text` that is written
+    in its place, if there is one.
+    """
+    values = pd.to_numeric(values, errors="coerce")
+    return pd.DataFrame({"number": values, "spread": spread, "form": form, "text": text})
+
+
+def table_of(columns: Mapping[str, Any], index: Any) -> Frame:
+    """Return the frame of a `Table`: each column, of texts or of `numbers`, under its heading."""
+    frames = {}
+    for heading, own in columns.items():
+        frames[heading] = own
+        if getattr(own, "ndim", 1) == 1:
+            frames[heading] = pd.DataFrame({"text": own}, index)
+    return pd.concat(frames, axis=1)
+
+
+def _written(own: Frame) -> list[str]:
+    """Return the texts of a column."""
+    if "number" not in own:
+        return list(own["text"].fillna("").map(str))
+    texts = []
+    for number, spread, form, text in own.itertuples(index=False):
+        written = text
+        if not text and known(number):
+            written = format(number, form)
+            if known(spread):
+                written += f" ± {format(spread, form.removeprefix('+'))}"
+        texts.append(written)
+    return texts
 
 
 @dataclass(frozen=True)
 class Table:
-    """A frame whose cells are texts or a `Number`, without empty columns and lines."""
+    """A table without empty columns and lines."""
 
     name: str
     caption: str
+    #: what `table_of` returns
     frame: Frame
     footer: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        frame = self.frame.astype(object).fillna("")
-        frame = frame[(frame.drop(columns=[*NAMES], errors="ignore") != "").any(axis=1)]
-        alike = [name for name in ALIKE if name in frame and frame[name].map(str).nunique() == 1]
-        frame = frame.drop(columns=alike)
-        object.__setattr__(self, "frame", frame.loc[:, (frame != "").any()])
+        texts = self.texts
+        told = (texts.drop(columns=[*NAMES], errors="ignore") != "").any(axis=1)
+        shown = []
+        for heading, own in texts[told].items():
+            if (own != "").any() and not (heading in ALIKE and own.nunique() == 1):
+                shown.append(heading)
+        object.__setattr__(self, "frame", self.frame.loc[told, shown])
+
+    @property
+    def texts(self) -> Frame:
+        """The cells as they are read."""
+        headings = self.frame.columns.unique(0)
+        texts = {heading: _written(self.frame[heading]) for heading in headings}
+        return pd.DataFrame(texts, self.frame.index, dtype=object)
 
     @property
     def numeric(self) -> set[str]:
-        """The columns of numbers."""
-        is_number = self.frame.map(lambda cell: isinstance(cell, Number)).any()
-        return {*is_number.index[is_number]}
+        """The headings of columns with numbers."""
+        there = self.frame.notna().any()
+        return {heading for heading, part in there.index[there] if part == "number"}
 
-
-def count(number: float | None, digits: int = 0) -> Number | str:
-    """Return a number as a cell; an empty one if there is none."""
-    if number is not None and known(number):
-        return Number(f"{number:,.{digits}f}", number)
-    return ""
-
-
-def counts(numbers: Any, digits: int = 0) -> Any:
-    """Return numbers as cells."""
-    return pd.to_numeric(numbers, errors="coerce").map(partial(count, digits=digits))
+    def lines(self) -> Iterator[list[Cell]]:
+        """Return the cells of each line."""
+        numeric = self.numeric
+        for place, line in enumerate(self.texts.to_dict("records")):
+            cells = []
+            for heading, text in line.items():
+                number = self.frame[heading, "number"].iloc[place] if heading in numeric else None
+                cells.append(Cell(heading, text, number if known(number) else None))
+            yield cells
 
 
 class Lines:
-    """The cells of methods in settings, by setting and label."""
+    """The columns of methods in settings, with a line for each setting and label."""
 
     def __init__(self, runs: Frame, paper: Paper | None = None, digits: int = 2) -> None:
         self.runs = runs
@@ -113,9 +151,8 @@ class Lines:
         names = dict.fromkeys([*self.values.index.unique("column"), *quoted])
         #: the columns with numbers, that by which methods are compared first
         self.columns = sorted(names, key=lambda name: name != score) or [score]
-        if is_share(score):
-            self.digits = digits
-        else:
+        self.digits = digits
+        if not is_share(score):
             self.digits = ERROR_DIGITS
         failed = runs[runs["state"] == "failed"].drop_duplicates(CELL).to_dict("records")
         #: how runs failed, in words
@@ -125,26 +162,22 @@ class Lines:
         """Return the values of a column, by setting and label."""
         return self.values[self.values.index.get_level_values("column") == name].droplevel("column")
 
-    def cells(self, name: str, spread: str = "deviation") -> Any:
+    def cells(self, name: str, spread: str = "deviation") -> Frame:
         """Return the numbers of a column, with as many digits as the paper prints; of a method that
         failed none.
         """
-        cells = {}
-        for (setting, label), value in (
-            self.of(name).drop(self.failures, errors="ignore").iterrows()
-        ):
-            numbers = [each.number(label, setting, name) for each in self.paper.reported]
-            decimals = [
-                len(number.printed.partition(" ")[0].partition(".")[2])
-                for number in numbers
-                if number
-            ]
-            shown = None
-            if spread and value["number"] > 1:
-                shown = value[spread]
-            text = number_text(value["mean"], shown, max([self.digits, *decimals]))
-            cells[setting, label] = Number(text, value["mean"], shown)
-        return pd.Series(cells, self.index, dtype=object)
+        own = self.of(name).drop(self.failures, errors="ignore").reindex(self.index)
+        shown = own[spread].where(own["number"] > 1) if spread else nan
+        forms = []
+        for setting, label in self.index:
+            digits = max(self.digits, self.paper.digits(label, setting, name))
+            forms.append(f"z.{digits}f")
+        return numbers(own["mean"], forms, shown)
+
+    def scores(self, missing: str = "", spread: str = "deviation") -> Frame:
+        """Return the numbers by which methods are compared; in words why a method has none."""
+        cells = self.cells(self.columns[0], spread)
+        return cells.assign(text=self.words(missing).where(cells["number"].isna(), ""))
 
     def words(self, missing: str = "") -> Any:
         """Return why a method has no score."""
@@ -160,44 +193,42 @@ class Lines:
         return pd.Series(texts, states.index, dtype=object)
 
     def compared(self) -> Frame:
-        """Return the scores of settings with several methods, which are compared with the `first`
-        one.
+        """Return the scores that are compared with another one: that of the setting's `first`
+        method.
         """
         own = self.of(self.columns[0])
-        labels = pd.Series(own.index.get_level_values("label"), own.index).groupby("setting")
-        return own.assign(first=labels.transform("first"))[labels.transform("size") > 1]
+        labels = pd.Series(own.index.get_level_values("label"), own.index)
+        own = own.assign(first=labels.groupby("setting").transform("first"))
+        return own[labels != own["first"]].drop(self.failures, errors="ignore")
 
-    def differences(self, first: Number | str) -> Any:
-        """Return the paired differences to the first method of the setting, whose own cell is
-        `first`.
+    def differences(self) -> dict[str, Frame]:
+        """Return the paired differences to the first method of the setting, in a column for each
+        method that is one.
         """
-        cells = {}
-        for key, value in self.compared().drop(self.failures, errors="ignore").iterrows():
-            half = None
-            if value["pairs"] > 1:
-                half = value["half_width"]
-            text = number_text(value["difference"], half, self.digits, "+")
-            own = Number(text, value["difference"], half) if value["pairs"] else ""
-            if key[1] == value["first"]:
-                cells[key] = first
-            else:
-                cells[key] = own
-        return pd.Series(cells, self.index, dtype=object)
+        columns = {}
+        for first, own in self.compared().groupby("first", sort=False):
+            here = own.reindex(self.index)
+            half = here["half_width"].where(here["pairs"] > 1)
+            columns[f"vs {first}"] = numbers(here["difference"], f"+z.{self.digits}f", half)
+        return columns
 
-    def printed(self, name: str, heading: str = "{}") -> dict[str, Any]:
+    def printed(self, name: str, heading: str = "{}") -> dict[str, Frame]:
         """Return the paper's numbers; `heading` has a place for their place."""
         columns = {}
         for each in self.paper.reported:
-            numbers = [each.number(label, setting, name) for setting, label in self.index]
-            cells = [Number(number.printed, number.mean) if number else None for number in numbers]
-            columns[heading.format(each.place)] = pd.Series(cells, self.index, dtype=object)
+            own = [each.number(label, setting, name) for setting, label in self.index]
+            quoted = pd.DataFrame(
+                [number or UNPRINTED for number in own], self.index, Number._fields
+            )
+            columns[heading.format(each.place)] = numbers(quoted["mean"], text=quoted["printed"])
         return columns
 
-    def mean(self, name: str, digits: int = 0) -> Any:
+    def mean(self, name: str, digits: int = 0) -> Frame:
         """Return the mean of a column of the finished runs."""
-        numbers = pd.to_numeric(column(self.ended, name), errors="coerce").dropna()
-        place = [self.ended.loc[numbers.index, key] for key in CELL]
-        return counts(numbers.groupby(place, sort=False).agg(fmean), digits).reindex(self.index)
+        values = pd.to_numeric(column(self.ended, name), errors="coerce").dropna()
+        place = [self.ended.loc[values.index, key] for key in CELL]
+        means = values.groupby(place, sort=False).agg(fmean).reindex(self.index)
+        return numbers(means, f",.{digits}f")
 
     def chosen(self) -> Any:
         """Return the values that were chosen for the runs."""
@@ -209,17 +240,22 @@ class Lines:
             .reindex(self.index)
         )
 
+    def rates(self) -> Any:
+        """Return the learning rates."""
+        return pd.Series({key: _rate(own) for key, own in self.runs.groupby(CELL)}, self.index)
+
     def number(self) -> Any:
         """Return how many runs have come to their end."""
-        return self.values["number"].groupby(level=CELL).max()
+        ended = self.values["number"].groupby(level=CELL).max()
+        return ended.reindex(self.index, fill_value=0)
 
     def caption(self) -> str:
         """Return what the numbers are."""
-        numbers = self.number().unique()
+        counts = self.number()[lambda number: number > 0].unique()
         caption = f"{heading_of(self.columns[0]).capitalize()}: mean"
-        if max(numbers, default=1) > 1:
-            if len(numbers) == 1:
-                caption += f" of {max(numbers)} runs"
+        if max(counts, default=1) > 1:
+            if len(counts) == 1:
+                caption += f" of {max(counts)} runs"
             caption += (
                 " ± standard deviation; difference to the first method, paired by seed, ± "
                 "half its 95 % interval"
@@ -241,11 +277,9 @@ class Lines:
 
     def frame(self, columns: Mapping[str, Any]) -> Frame:
         """Return these columns behind the names of the lines."""
-        names = {
-            "setting": self.index.get_level_values("setting"),
-            "method": self.index.get_level_values("label"),
-        }
-        return pd.DataFrame({**names, **columns}, self.index)
+        settings = self.index.get_level_values("setting")
+        labels = self.index.get_level_values("label")
+        return table_of({"setting": settings, "method": labels, **columns}, self.index)
 
 
 def _chosen(runs: Frame) -> list[str]:
@@ -255,6 +289,12 @@ def _chosen(runs: Frame) -> list[str]:
     return chosen
 
 
+def _rate(runs: Frame) -> float:
+    """Return the learning rate of runs that differ by their seeds."""
+    rate = next(iter(column(runs, "lr").dropna()), None) or options_of(runs)[0].get("lr")
+    return rate or nan
+
+
 def results(runs: Frame, paper: Paper | None = None) -> Table:
     """Return the scores with their differences, and all other numbers, beside those of the
     paper.
@@ -262,8 +302,8 @@ def results(runs: Frame, paper: Paper | None = None) -> Table:
     lines = Lines(runs, paper)
     first, *others = lines.columns
     columns = {
-        heading_of(first): lines.cells(first).fillna(lines.words("not recorded")),
-        "difference": lines.differences(Number("baseline", 0.0)),
+        heading_of(first): lines.scores("not recorded"),
+        **lines.differences(),
         **lines.printed(first),
     }
     for name in others:
@@ -271,27 +311,21 @@ def results(runs: Frame, paper: Paper | None = None) -> Table:
             heading_of(name): lines.cells(name),
             **lines.printed(name, heading_of(name) + " ({})"),
         }
-    columns |= {"chosen": lines.chosen(), "runs": counts(lines.number())}
+    columns |= {"chosen": lines.chosen(), "runs": numbers(lines.number())}
     return Table("results", lines.caption(), lines.frame(columns), lines.footer())
 
 
 def comparison(runs: Frame, caption: str) -> Table:
     """Return the scores of methods, their differences to the first one, and what they cost."""
     lines = Lines(runs, digits=1)
-    differences = lines.differences("")
     chosen = lines.chosen()
-    firsts = lines.compared()["first"].reindex(lines.index)
     columns = {
-        heading_of(lines.columns[0]): lines.cells(lines.columns[0]).fillna(
-            lines.words("not recorded")
-        ),
-        **{f"vs {first}": differences.where(firsts == first) for first in firsts.dropna().unique()},
+        heading_of(lines.columns[0]): lines.scores("not recorded"),
+        **lines.differences(),
         "personal": lines.cells("accuracy-personal", ""),
         "mean BN": lines.cells("accuracy-mean-bn", ""),
         "chosen": chosen,
-        "lr": pd.Series({key: _rate(own) for key, own in runs.groupby(CELL)}, lines.index).where(
-            chosen.isna()
-        ),
+        "lr": numbers(lines.rates().where(chosen.isna()), "g"),
         "MB sent": lines.mean("MB sent", 1),
         "exchanges": lines.mean("exchanges"),
         "s": lines.mean("seconds", 1),
@@ -299,34 +333,29 @@ def comparison(runs: Frame, caption: str) -> Table:
     return Table("results", caption, lines.frame(columns), lines.footer())
 
 
-def _rate(runs: Frame) -> Number | str:
-    """Return the learning rate of runs that differ by their seeds."""
-    rate = next(iter(column(runs, "lr").dropna()), None) or options_of(runs)[0].get("lr")
-    return Number(f"{rate:g}", rate) if rate else ""
-
-
 def reproduced(runs: Frame, paper: Paper, caption: str) -> Table:
     """Return the numbers beside those of the paper, one a line."""
     lines = Lines(runs, paper)
-    parts = []
+    parts = {}
     for name in lines.columns:
-        part = lines.frame(
-            {
-                "quantity": name,
-                "chosen": lines.chosen(),
-                "here": lines.cells(name),
-                **lines.printed(name),
-            }
-        )
-        quoted = [name in paper.columns(label, setting) for setting, label in lines.index]
-        parts.append(part[lines.index.isin(lines.of(name).index) | quoted])
-    first = lines.frame({"here": None, **lines.printed(lines.columns[0])})
-    parts.append(first.drop([key for part in parts for key in part.index]))  # nothing is recorded
-    frame = pd.concat([part.loc[part.index == key] for key in lines.index for part in parts])
-    frame["quantity"] = frame["quantity"].where(
-        frame.groupby(level=CELL)["method"].transform("size") > 1
-    )
-    frame["here"] = frame["here"].fillna(lines.words().reindex(frame.index))
+        columns = {"quantity": name, "chosen": lines.chosen(), "here": lines.cells(name)}
+        parts[name] = lines.frame(columns | lines.printed(name))
+    rows = []
+    for setting, label in lines.index:
+        quoted = paper.columns(label, setting)
+        there = [
+            name
+            for name in lines.columns
+            if name in quoted or (setting, label) in lines.of(name).index
+        ]
+        for name in there or lines.columns[:1]:
+            row = parts[name].loc[[(setting, label)]]
+            if len(there) < 2:
+                row["quantity", "text"] = ""
+            rows.append(row)
+    frame = pd.concat(rows)
+    missing = frame["here", "number"].isna()
+    frame.loc[missing, ("here", "text")] = lines.words().reindex(frame.index)[missing]
     return Table("results", caption, frame, lines.footer(has_differences=False))
 
 
@@ -346,7 +375,7 @@ def unseen(runs: Frame, caption: str) -> Table:
         for name in ("accuracy-mean-bn", *ADAPTED)
     }
     columns = {
-        "as it is": lines.cells(lines.columns[0], "interval").fillna(lines.words("not recorded")),
+        "as it is": lines.scores("not recorded", "interval"),
         **{text: lines.cells(name, "interval") for name, text in names.items()},
         "chosen": lines.chosen(),
         "s": lines.mean("seconds", 1),
@@ -394,22 +423,26 @@ def all_runs(runs: Frame) -> Table:
     """Return a line for each run: how far it is, and what it has come to."""
     ended = finished(runs).reindex(runs.index)
     score = score_of(runs)
+    digits = 2 if is_share(score) else ERROR_DIGITS
+    done = [len(read_rounds(Path(folder))) for folder in runs["folder"]]
+    rounds = [own.get("rounds") for own in options_of(runs)]
+    rates = [_rate(runs.loc[[run]]) for run in runs.index]
     columns = {
         "setting": runs["setting"],
         "method": runs["label"],
-        "seed": counts(runs["seed"]),
+        "seed": numbers(runs["seed"]),
         "state": runs["state"].where(runs["error"] == "", "failed: " + runs["error"]),
-        "rounds done": [count(len(read_rounds(Path(folder)))) for folder in runs["folder"]],
-        "of": [count(own.get("rounds")) for own in options_of(runs)],
-        "learning rate": [_rate(runs.loc[[run]]) for run in runs.index],
+        "rounds done": numbers(pd.Series(done, runs.index)),
+        "of": numbers(pd.Series(rounds, runs.index)),
+        "learning rate": numbers(pd.Series(rates, runs.index), "g"),
         "chosen": _chosen(ended),
-        heading_of(score): counts(scaled(ended, score), 2 if is_share(score) else ERROR_DIGITS),
-        "exchanges": counts(column(ended, "exchanges")),
-        "MB sent": counts(ended["MB sent"], 1),
-        "seconds": counts(column(ended, "seconds"), 1),
+        heading_of(score): numbers(scaled(ended, score), f"z.{digits}f"),
+        "exchanges": numbers(column(ended, "exchanges")),
+        "MB sent": numbers(ended["MB sent"], ",.1f"),
+        "seconds": numbers(column(ended, "seconds"), ",.1f"),
         "folder": [Path(folder).name for folder in runs["folder"]],
     }
-    return Table("runs", "All runs", pd.DataFrame(columns, runs.index))
+    return Table("runs", "All runs", table_of(columns, runs.index))
 
 
 def cautions(runs: Frame) -> list[str]:

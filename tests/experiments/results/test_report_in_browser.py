@@ -92,7 +92,7 @@ def test_tables_and_pictures_are_shown_and_columns_are_sorted(width: int, tmp_pa
     assert min(seen["heights"]) > 50
     # the difference stands beside the score, on a phone too
     heading, right = seen["difference"]
-    assert heading.startswith("difference")
+    assert heading.startswith("vs BN")
     assert right <= width
     # tables scroll, the page does not
     assert seen["width"] == width

@@ -72,14 +72,12 @@ def test_means_and_paired_differences_by_hand(tmp_path: Path) -> None:
     found = numbers(tmp_path, scored(a=(0.5, 0.6, 0.7), b=(0.6, 0.8, 0.75), c=(0.5,)))
     first, second, third = found["a"], found["b"], found["c"]
     assert (float(first["accuracy, %"]), float(first["accuracy, % ±"])) == pytest.approx((60, 10))
-    assert (first["difference"], first["runs"], third["runs"]) == ("baseline", "3", "1")
+    assert (first["vs a"], first["runs"], third["runs"]) == ("", "3", "1")
     # the differences are 10, 20 and 5: mean 35 / 3, variance (2.78 + 69.44 + 44.44) / 2
-    assert float(second["difference"]) == pytest.approx(35 / 3)
+    assert float(second["vs a"]) == pytest.approx(35 / 3)
     # Student's t for 95 % and two degrees of freedom is 4.302653
-    assert float(second["difference ±"]) == pytest.approx(
-        4.302653 * (116.667 / 2 / 3) ** 0.5, rel=1e-5
-    )
-    assert (float(third["accuracy, %"]), third["accuracy, % ±"], third["difference ±"]) == (
+    assert float(second["vs a ±"]) == pytest.approx(4.302653 * (116.667 / 2 / 3) ** 0.5, rel=1e-5)
+    assert (float(third["accuracy, %"]), third["accuracy, % ±"], third["vs a ±"]) == (
         50,
         "",
         "",
@@ -89,7 +87,7 @@ def test_means_and_paired_differences_by_hand(tmp_path: Path) -> None:
 def test_pairs_are_of_equal_seeds_whichever_is_missing(tmp_path: Path) -> None:
     second = numbers(tmp_path, scored(a=(0.5, None, 0.7), b=(0.6, 0.6, 0.9)))["b"]
     assert float(second["accuracy, %"]) == pytest.approx(70)
-    assert float(second["difference"]) == pytest.approx(((60 - 50) + (90 - 70)) / 2)
+    assert float(second["vs a"]) == pytest.approx(((60 - 50) + (90 - 70)) / 2)
 
 
 def test_what_a_run_has_not_measured_is_no_number(tmp_path: Path) -> None:
@@ -162,7 +160,7 @@ def test_a_method_of_which_a_run_failed_has_words_in_place_of_its_numbers(tmp_pa
     assert "diverged at round 7" in words
     assert "fedbn, seed 1: the loss is nan" in words
     line = numbers(tmp_path / "file", summaries)["fedbn"]
-    assert (line["accuracy, %"], line["difference"], line["runs"]) == (
+    assert (line["accuracy, %"], line["vs fedavg"], line["runs"]) == (
         "diverged at round 7",
         "",
         "1",
