@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedbn_flwr.data.augmentation import Edits, Size
 from fedbn_flwr.data.decoding import DecodeRequest, Fit, Source
-from fedbn_flwr.data.pixels import Channels, gather, mapped, measure_bytes, normalize
+from fedbn_flwr.data.pixels import Channels, mapped, measure_bytes, normalize, pick_rows
 from fedbn_flwr.data.prefetch import decode
 from fedbn_flwr.data.splits import Batch, Split
 from fedbn_flwr.randomness import numpy_generator
@@ -124,7 +124,7 @@ class FileSplit(Split):
         )
         for part, (pixels, maps) in zip(chosen, decode(requests, self.workers), strict=True):
             if maps is None:
-                targets = gather(self.labels, part, device)
+                targets = pick_rows(self.labels, part, device)
             else:
                 targets = maps.to(device)
             into = None

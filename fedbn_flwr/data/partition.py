@@ -15,7 +15,7 @@ from fedbn_flwr.data.splits import UNCLASSED, Data
 from fedbn_flwr.plugins import add, did_you_mean
 from fedbn_flwr.randomness import numpy_generator
 
-Rows = NDArray[np.int64]
+Indices = NDArray[np.int64]
 
 #: FedBS's unbalanced case: the samples of a shard, and the largest number of shards of a client
 SHARD_SIZE = 50
@@ -37,10 +37,10 @@ class PartitionRequest:
     clients: int
     seed: int
     #: the sample of each row
-    order: Rows
+    order: Indices
 
     @property
-    def labels(self) -> Rows:
+    def labels(self) -> Indices:
         """The class of every row; images with label maps have none of their own, and float targets
         are none.
         """
@@ -78,7 +78,7 @@ class PartitionRequest:
 
 
 #: shares out the rows: for every client the numbers of its rows
-Share = Callable[[PartitionRequest], list[Rows]]
+Share = Callable[[PartitionRequest], list[Indices]]
 
 
 @dataclass(frozen=True)
@@ -117,18 +117,18 @@ def register_partition(form: str) -> Callable[[S], S]:
 
 
 @register_partition("iid")
-def _iid(request: PartitionRequest) -> list[Rows]:
+def _iid(request: PartitionRequest) -> list[Indices]:
     """Equal shares, drawn at random."""
     return evenly(request.samples, request.clients)
 
 
-def evenly(count: int, clients: int) -> list[Rows]:
+def evenly(count: int, clients: int) -> list[Indices]:
     """Give each client consecutive rows, as many as the others to within one."""
     return np.array_split(np.arange(count), clients)
 
 
 @register_partition("dirichlet:ALPHA[:FEWEST-SAMPLES]")
-def _dirichlet(request: PartitionRequest) -> list[Rows]:
+def _dirichlet(request: PartitionRequest) -> list[Indices]:
     """Each class is shared out by a Dirichlet draw over the clients; sizes differ.
 
     This is the draw that `flwr-datasets` makes of the seed. Where a client gets too few rows, all
@@ -156,7 +156,7 @@ def _dirichlet(request: PartitionRequest) -> list[Rows]:
 
 
 @register_partition("label-mix:ALPHA")
-def _label_mixes(request: PartitionRequest) -> list[Rows]:
+def _label_mixes(request: PartitionRequest) -> list[Indices]:
     """Each client draws a mix of labels, as Hsu et al.; sizes are equal."""
     generator = numpy_generator(request.seed, "partition", "label mixes")
     return label_mixes(
@@ -165,8 +165,8 @@ def _label_mixes(request: PartitionRequest) -> list[Rows]:
 
 
 def label_mixes(
-    labels: Rows, clients: int, num_classes: int, alpha: float, generator: np.random.Generator
-) -> list[Rows]:
+    labels: Indices, clients: int, num_classes: int, alpha: float, generator: np.random.Generator
+) -> list[Indices]:
     """Give each client as many rows, to within one, in its own label mix q ~ Dirichlet(alpha p).
 
     Hsu, Qi, Brown, Measuring the Effects of Non-Identical Data Distribution for Federated Visual
@@ -214,7 +214,7 @@ def _fill(
 
 
 @register_partition("classes[:PER-CLIENT]")
-def _classes(request: PartitionRequest) -> list[Rows]:
+def _classes(request: PartitionRequest) -> list[Indices]:
     """Each client has a given number of classes, in turn; by default as few as leave no class out,
     and at least two.
 
@@ -225,7 +225,7 @@ def _classes(request: PartitionRequest) -> list[Rows]:
     per_client = request.number(0, default=min(max(-(-classes // request.clients), 2), classes))
     if per_client > classes:
         raise ValueError(f"{request.data.name} has only {classes} classes")
-    pieces: list[list[Rows]] = [[] for _ in range(request.clients)]
+    pieces: list[list[Indices]] = [[] for _ in range(request.clients)]
     for label, holders in enumerate(_class_holders(request.clients, classes, per_client)):
         rows = np.flatnonzero(labels == label)
         if len(rows) < len(holders):
@@ -255,7 +255,7 @@ def _class_holders(clients: int, num_classes: int, classes_per_client: int) -> l
 
 
 @register_partition("shards:PER-CLIENT")
-def _shards(request: PartitionRequest) -> list[Rows]:
+def _shards(request: PartitionRequest) -> list[Indices]:
     """Samples sorted by label, cut into shards, and dealt: as many to each client."""
     per_client = request.number(0)
     if per_client * request.clients > request.samples:
@@ -266,14 +266,14 @@ def _shards(request: PartitionRequest) -> list[Rows]:
 
 
 @register_partition("shards-unbalanced")
-def _shards_unbalanced(request: PartitionRequest) -> list[Rows]:
+def _shards_unbalanced(request: PartitionRequest) -> list[Indices]:
     """FedBS's unbalanced case: from 1 to 30 shards of 50 samples a client."""
     shards = -(-request.samples // SHARD_SIZE)
     generator = numpy_generator(request.seed, "partition", "shards of each")
     return _deal(request, unbalanced(request.clients, shards, MOST_SHARDS, generator))
 
 
-def _deal(request: PartitionRequest, counts: NDArray[np.int64]) -> list[Rows]:
+def _deal(request: PartitionRequest, counts: NDArray[np.int64]) -> list[Indices]:
     """Cut rows, sorted by label, into shards, and deal client k `counts[k]` random ones.
 
     M. J. Idrissi et al., FEDBS: Learning on Non-IID Data in Federated Learning using Batch
@@ -315,7 +315,7 @@ def unbalanced(
 
 
 @register_partition("domain[:CLIENTS-PER-DOMAIN[:SPLITS]]")
-def _domain(request: PartitionRequest) -> list[Rows]:
+def _domain(request: PartitionRequest) -> list[Indices]:
     """Each client has samples of one domain only.
 
     W. Zhuang and L. Lyu, Is Batch Normalization Necessary for Multi-domain Federated Learning?,
@@ -344,20 +344,20 @@ def _domain(request: PartitionRequest) -> list[Rows]:
 
 
 @register_partition("city")
-def _city(request: PartitionRequest) -> list[Rows]:
+def _city(request: PartitionRequest) -> list[Indices]:
     """Each client has all samples of one city, or other domain, as FixBN divides Cityscapes."""
     return _domain(request)
 
 
 @register_partition("union")
-def _union(request: PartitionRequest) -> list[Rows]:
+def _union(request: PartitionRequest) -> list[Indices]:
     """One client has all samples."""
     if request.clients != 1:
         raise ValueError(f"1 client holds everything, not {request.clients}")
     return evenly(request.samples, 1)
 
 
-def partition(spec: str, data: Data, clients: int, seed: int) -> list[Rows]:
+def partition(spec: str, data: Data, clients: int, seed: int) -> list[Indices]:
     """Return sorted indices into the training split, one array a client.
 
     No sample has two clients. Every sample has one, except where a spec leaves samples out:
@@ -383,7 +383,7 @@ def partition(spec: str, data: Data, clients: int, seed: int) -> list[Rows]:
     return indices
 
 
-def _check_share(spec: str, indices: list[Rows], clients: int) -> None:
+def _check_share(spec: str, indices: list[Indices], clients: int) -> None:
     """Refuse what a partition of a user's own may return by mistake."""
     if len(indices) != clients:
         raise ValueError(

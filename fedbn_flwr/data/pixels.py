@@ -1,4 +1,4 @@
-"""Operations on tensors of images: gather onto a device, normalize, resize, measure."""
+"""Operations on tensors of images: move rows onto a device, normalize, resize, measure."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -15,7 +15,7 @@ from fedbn_flwr.device import pins
 Channels = tuple[float, ...]
 
 
-def gather(source: Tensor, indices: Tensor, device: torch.device) -> Tensor:
+def pick_rows(source: Tensor, indices: Tensor, device: torch.device) -> Tensor:
     """Return a copy of the chosen rows on a device; to a GPU from pinned memory, if it can be,
     without blocking.
     """

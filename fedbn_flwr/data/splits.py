@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedbn_flwr.data.augmentation import Edits
-from fedbn_flwr.data.pixels import Channels, gather, measure, normalize, resize
+from fedbn_flwr.data.pixels import Channels, measure, normalize, pick_rows, resize
 from fedbn_flwr.device import total_memory
 from fedbn_flwr.randomness import numpy_generator
 
@@ -87,7 +87,7 @@ class Split:
         """
         device = torch.device(device)
         inputs, labels = self._near(device)
-        return normalize(gather(inputs, indices, device), self.mean, self.std), gather(
+        return normalize(pick_rows(inputs, indices, device), self.mean, self.std), pick_rows(
             labels, indices, device
         )
 
@@ -132,12 +132,12 @@ class Split:
             start = end
 
     def _edited(self, indices: Tensor, device: torch.device | str, edits: Edits) -> Batch:
-        images = [(image,) for image in gather(self.inputs, indices, torch.device("cpu"))]
+        images = [(image,) for image in pick_rows(self.inputs, indices, torch.device("cpu"))]
         size = self.inputs.shape[-2], self.inputs.shape[-1]
         edited = torch.stack(
             [image for (image,) in edits.augmentation.edit(images, edits.seeds.tolist(), size)]
         )
-        return normalize(edited.to(device), self.mean, self.std), gather(
+        return normalize(edited.to(device), self.mean, self.std), pick_rows(
             self.labels, indices, torch.device(device)
         )
 

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from fedbn_flwr import __version__
 from fedbn_flwr.deployment import DeploymentError
-from fedbn_flwr.deployment.operator import Operator, describe
+from fedbn_flwr.deployment.operator import Operator, overview
 from fedbn_flwr.plugins import MissingExtraError, extra
 from fedbn_flwr.plugins.options import UsageError
 
@@ -184,7 +184,7 @@ def _preflight(kit: Path) -> Iterator[object]:
 
 
 def _status(operator: Path) -> Iterable[str]:
-    return describe(Operator(operator))
+    return overview(Operator(operator))
 
 
 def _fetch(run: str, operator: Path, out: Path) -> Iterable[Path]:

@@ -222,7 +222,7 @@ class Operator:
         (self.home / "sites.json").write_text(json.dumps(sites, indent=2) + "\n")
 
 
-def describe(operator: Operator) -> Iterator[str]:
+def overview(operator: Operator) -> Iterator[str]:
     """Yield the lines: a site each, then a run each, the newest first."""
     changed = {"online": "online-at", "offline": "offline-at", "unregistered": "deleted-at"}
     nodes = {str(node["node-id"]): node for node in operator.nodes()}

@@ -174,7 +174,7 @@ def open_on_cluster(
         )
         for worker in cluster.workers:
             clients = len(range(worker.index, config.clients, len(cluster.workers)))
-            print(f"worker {worker.index}: {worker.describe()}, {clients} clients", file=sys.stderr)
+            print(f"worker {worker.index}: {worker.where()}, {clients} clients", file=sys.stderr)
         yield grid
 
 

@@ -14,7 +14,7 @@ from fedbn_flwr.norm.detect import (
 )
 from fedbn_flwr.norm.freeze import freeze
 from fedbn_flwr.norm.layers import BatchNorm
-from fedbn_flwr.norm.moments import Moments, adapt, gather, gathering, pool_moments
+from fedbn_flwr.norm.moments import Moments, adapt, gather_moments, gathering, pool_moments
 from fedbn_flwr.norm.replace import normalize_features, replace
 from fedbn_flwr.norm.substitute import NORMS, Slot, register_norm, swap_normalizers
 
@@ -29,7 +29,7 @@ __all__ = [
     "bn_layers",
     "counter_keys",
     "freeze",
-    "gather",
+    "gather_moments",
     "gathering",
     "lacks",
     "local_keys",

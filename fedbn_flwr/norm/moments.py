@@ -37,7 +37,7 @@ class Moments:
         return self.variance
 
 
-def gather(
+def gather_moments(
     model: nn.Module, batches: Iterable[Tensor], training: bool = True
 ) -> dict[str, Moments]:
     """Run batches of inputs through the model, and return the moments of every BN layer's inputs,
@@ -72,8 +72,8 @@ def only_training(model: nn.Module, layers: Iterable[nn.Module] = ()) -> Iterato
 
 @contextmanager
 def gathering(model: nn.Module, training: bool = True) -> Iterator[dict[str, Moments]]:
-    """While open, fill the yielded dictionary with the moments that `gather` returns, from any call
-    of the model.
+    """While open, fill the yielded dictionary with the moments that `gather_moments` returns, from
+    any call of the model.
     """
     seen: dict[str, Moments] = {}
     # the others normalize with the statistics that they keep

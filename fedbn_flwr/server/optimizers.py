@@ -13,7 +13,7 @@ BETA_1 = 0.9
 BETA_2 = 0.99
 TAU = 1e-3
 #: m and v
-Moments = tuple[NDArray[Any], NDArray[Any]]
+MomentPair = tuple[NDArray[Any], NDArray[Any]]
 
 
 class ServerOptimizer:
@@ -55,8 +55,8 @@ class ServerOptimizer:
         return {**mean, **stepped}
 
     def _direction(
-        self, update: NDArray[Any], moments: Moments, server_round: int
-    ) -> tuple[NDArray[Any], Moments]:
+        self, update: NDArray[Any], moments: MomentPair, server_round: int
+    ) -> tuple[NDArray[Any], MomentPair]:
         """Return the direction of the step, and the moments after it."""
         m, v = moments
         correction = 1.0

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from fedbn_flwr.norm import Moments, adapt, bn_layers, freeze, gather, pool_moments, replace
+from fedbn_flwr.norm import Moments, adapt, bn_layers, freeze, gather_moments, pool_moments, replace
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -47,7 +47,7 @@ def test_pooled_moments_are_those_of_the_concatenated_inputs(
         for sizes in clients
     ]
     layer = nn.BatchNorm1d(3).double()
-    pooled = pool_moments(gather(layer, client) for client in batches)
+    pooled = pool_moments(gather_moments(layer, client) for client in batches)
     everything = torch.cat(
         [batch.transpose(1, 2).reshape(-1, 3) for client in batches for batch in client]
     )
@@ -62,7 +62,7 @@ def test_gathering_leaves_no_trace(kind: str) -> None:
     random_state = torch.get_rng_state()
     with freeze(model.get_submodule("1")):
         modes = [layer.training for layer in model.modules()]
-        gather(model, [normal(4, 2, 4, 4)])
+        gather_moments(model, [normal(4, 2, 4, 4)])
         assert [layer.training for layer in model.modules()] == modes
     torch.testing.assert_close(model.state_dict(), state, rtol=0, atol=0)
     assert torch.equal(torch.get_rng_state(), random_state)
@@ -74,7 +74,7 @@ def test_gathering_leaves_no_trace_of_a_failure_either() -> None:
     model = make_model()
     state = {key: value.clone() for key, value in model.state_dict().items()}
     with pytest.raises(RuntimeError):
-        gather(model, [normal(4, 2, 4, 4), normal(4, 1, 4, 4)])
+        gather_moments(model, [normal(4, 2, 4, 4), normal(4, 1, 4, 4)])
     torch.testing.assert_close(model.state_dict(), state, rtol=0, atol=0)
     assert all(layer.training and not layer._forward_pre_hooks for layer in model.modules())
 
@@ -82,7 +82,7 @@ def test_gathering_leaves_no_trace_of_a_failure_either() -> None:
 def test_a_layer_used_twice_pools_both_uses() -> None:
     layer = nn.BatchNorm1d(3, affine=False).double()
     batch = normal(5, 3) + 4
-    seen = gather(nn.Sequential(layer, layer), [batch])
+    seen = gather_moments(nn.Sequential(layer, layer), [batch])
     normalized = nn.functional.batch_norm(batch, None, None, training=True)
     assert list(seen) == ["0"]
     assert_moments_of(seen["0"], torch.cat([batch, normalized]))

@@ -177,7 +177,7 @@ def test_ray_workers_give_the_bits_of_one_process(
         assert not any(memories(grid))
         grid.restore_states(tmp_path / "states")
         assert memory_difference(memories(grid), kept) == 0
-        assert {worker.describe().partition(" ")[2] for worker in start.workers} == {
+        assert {worker.where().partition(" ")[2] for worker in start.workers} == {
             "(127.0.0.2), CPU",
             "(127.0.0.3), CPU",
         }
@@ -191,7 +191,7 @@ def test_a_worker_that_is_killed_is_an_error_of_its_nodes_and_starts_anew(
 ) -> None:
     with room(joined) as start, WorkersGrid(partial(obeying, 5), 5, 2, start=start) as grid:
         send(grid, *["hello"] * 5)
-        where = start.workers[1].describe()
+        where = start.workers[1].where()
         replies = send(grid, "hello", "hello", "hello", "die", "hello")
         assert [reply.has_error() for reply in replies] == [False, True, False, True, False]
         assert replies[1].error.code == ErrorCode.UNKNOWN
@@ -215,7 +215,7 @@ def test_a_worker_that_cannot_start_says_why(
 
     monkeypatch.setattr(ray_worker, "_Actor", ray.remote(Broken))
     with room(joined) as start, WorkersGrid(partial(obeying, 2), 2, 2, start=start) as grid:
-        assert [worker.describe() for worker in start.workers] == ["not started"] * 2
+        assert [worker.where() for worker in start.workers] == ["not started"] * 2
         with pytest.raises(
             WorkerError,
             match=r"^worker 0: its Ray actor failed before .*: .*no module named 'medical'$",

@@ -137,7 +137,7 @@ class RayWorker(WorkerHandle):
         with suppress(RayError):
             ray.kill(self._actor)
 
-    def describe(self) -> str:
+    def where(self) -> str:
         """Say where this worker is."""
         if self._failure:
             return "not started"
@@ -175,7 +175,7 @@ class RayWorker(WorkerHandle):
 
     def _died(self) -> RuntimeError:
         if self._alive:
-            return WorkerDiedError(f"on {self.describe()} has ended")
+            return WorkerDiedError(f"on {self.where()} has ended")
         if isinstance(self._failure, GetTimeoutError):
             return WorkerDiedError("has not started yet: Ray may have no place for it")
         reason = str(self._failure or "it ended").strip().splitlines()[-1]

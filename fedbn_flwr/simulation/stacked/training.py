@@ -149,7 +149,7 @@ def _learn(
 
 
 @dataclass(frozen=True)
-class Part:
+class BatchGroup:
     """The batches of one step of those clients whose batches have the same number of samples."""
 
     rows: Rows
@@ -188,7 +188,7 @@ class StackedBatches:
         seeds = [client.step_seed(self.session.instruction) for client in self.clients]
         self.streams = [OwnRandomness(seed) for seed in seeds]
 
-    def __iter__(self) -> Iterator[list[Part]]:
+    def __iter__(self) -> Iterator[list[BatchGroup]]:
         """Iterate over the steps: for each, the batches of those clients that take it."""
         active = len(self.plans)
         loaded = self._loaded()
@@ -197,33 +197,33 @@ class StackedBatches:
             if now < active:
                 self._retire(slice(now, active))
             active = now
-            yield [self._part(rows, *next(loaded)) for rows in self._groups(step)]
+            yield [self._batch_group(rows, *next(loaded)) for rows in self._groups(step)]
             self.first_step = False
 
-    def loss_of(self, parts: list[Part]) -> tuple[Tensor, int | Tensor]:
+    def loss_of(self, groups: list[BatchGroup]) -> tuple[Tensor, int | Tensor]:
         """Return every client's loss and number of samples, zeros where a client takes no step."""
-        if len(parts) == 1 and parts[0].rows == slice(0, self.stack.clients):
-            return self._losses(parts[0]), parts[0].batch[1].shape[1]
+        if len(groups) == 1 and groups[0].rows == slice(0, self.stack.clients):
+            return self._losses(groups[0]), groups[0].batch[1].shape[1]
         counts = torch.zeros(self.stack.clients, dtype=torch.int64)
         losses: Tensor | float = 0.0
-        for part in parts:
-            of_part = self._losses(part)
-            numbers = tuple(_numbers(part.rows))
-            counts[list(numbers)] = part.batch[1].shape[1]
-            rows = constant(numbers, torch.int64, of_part.device)
-            losses = of_part.new_zeros(self.stack.clients).index_add(0, rows, of_part) + losses
+        for group in groups:
+            of_group = self._losses(group)
+            numbers = tuple(_numbers(group.rows))
+            counts[list(numbers)] = group.batch[1].shape[1]
+            rows = constant(numbers, torch.int64, of_group.device)
+            losses = of_group.new_zeros(self.stack.clients).index_add(0, rows, of_group) + losses
         assert isinstance(losses, Tensor)
         return losses, counts
 
-    def tensors_of(self, parts: list[Part]) -> tuple[Hashable, captured.Tensors]:
+    def tensors_of(self, groups: list[BatchGroup]) -> tuple[Hashable, captured.Tensors]:
         """Return which clients take a step, and what they take it on."""
-        rows = tuple(str(part.rows) for part in parts)
-        return rows, tuple(value for part in parts for value in part.batch)
+        rows = tuple(str(group.rows) for group in groups)
+        return rows, tuple(value for group in groups for value in group.batch)
 
-    def batch_of(self, parts: list[Part], tensors: captured.Tensors) -> list[Part]:
+    def batch_of(self, groups: list[BatchGroup], tensors: captured.Tensors) -> list[BatchGroup]:
         """Return a step of the same clients on other tensors."""
         left = iter(tensors)
-        return [Part(part.rows, tuple(islice(left, len(part.batch)))) for part in parts]
+        return [BatchGroup(group.rows, tuple(islice(left, len(group.batch)))) for group in groups]
 
     def restore(self) -> None:
         """Put back what clients had at their own ends, since the optimizer has gone on moving their
@@ -233,17 +233,17 @@ class StackedBatches:
             for value, kept in values:
                 value[rows] = kept
 
-    def _losses(self, part: Part) -> Tensor:
+    def _losses(self, group: BatchGroup) -> Tensor:
         instruction = self.session.instruction
-        device = part.batch[0].device
+        device = group.batch[0].device
         loss_function = self.clients[0].loss_function
         with training.autocast(instruction, device):
             return self.stack.losses(
-                part.rows,
-                part.batch,
+                group.rows,
+                group.batch,
                 loss_function,
-                self._streams_of(part.rows),
-                self._around(part.rows),
+                self._streams_of(group.rows),
+                self._around(group.rows),
             )
 
     def _around(self, rows: Rows) -> Callable[[], AbstractContextManager[Any]]:
@@ -271,14 +271,14 @@ class StackedBatches:
             self.plans, [(_numbers(rows), step) for step in steps for rows in self._groups(step)]
         )
 
-    def _part(self, rows: Rows, inputs: Tensor, targets: Tensor) -> Part:
+    def _batch_group(self, rows: Rows, inputs: Tensor, targets: Tensor) -> BatchGroup:
         plans = [self.plans[row] for row in _numbers(rows)]
         shape = len(plans), len(targets) // len(plans)
         inputs = augment_together(plans, inputs.unflatten(0, shape))
         masks = []
         if self.draws_ahead:
             masks = self.stack.draw_masks(inputs, self._streams_of(rows))
-        return Part(rows, (inputs, targets.unflatten(0, shape), *masks))
+        return BatchGroup(rows, (inputs, targets.unflatten(0, shape), *masks))
 
     def _streams_of(self, rows: Rows) -> list[OwnRandomness]:
         return [self.streams[row] for row in _numbers(rows)]
