@@ -33,6 +33,8 @@ TRAINED = (
     "FedNCM",
     "FedAvg",
 )
+#: points by which names are moved that would stand on each other
+APART = {"fedavg:freeze-bn=true": 5, "fedavg:trainable=head": -7}
 #: running statistics fall behind the models of these methods until the rate drops
 EXACT = {f"{name}, exact": f"{NAMES[name]}, exact" for name in ("FedTAN", "FedTAN carried")}
 LONG = "two classes, 1,000 rounds"
@@ -82,8 +84,15 @@ def draw_trained(panel: Any) -> None:
     points["y"] = points["accuracy, %"].astype(float)
     labels = [NAMES[name] for name in TRAINED]
     draw_lines(panel, points, looks_of(pd.DataFrame({"label": labels, "method": labels})))
+    for line in panel.lines:
+        end = line.get_xydata()[-1]
+        name = line.get_label()
+        beside = (8, APART.get(name, 0))
+        panel.annotate(
+            name, end, beside, textcoords="offset points", va="center", color=line.get_color()
+        )
     panel.set(
-        xlabel="exchanges", ylabel="accuracy, %", xscale="log", xlim=(0.8, None), ylim=(20, 90)
+        xlabel="exchanges", ylabel="accuracy, %", xscale="log", xlim=(0.8, 15_000), ylim=(20, 90)
     )
     panel.xaxis.set_major_formatter("{x:,.0f}")
     panel.grid(alpha=0.3)
@@ -124,7 +133,6 @@ if __name__ == "__main__":
         picture.add_legend(early)
     with figure(DOCS / "results-pretrained.png", size=SIZE) as (picture, panel):
         draw_trained(panel)
-        picture.add_legend(panel)
     with figure(DOCS / "results-settings.png", size=SIZE) as (picture, panel):
         draw_places(
             panel, {name: (FACTORIAL | SITUATIONS)[place] for name, place in PLACES.items()}
