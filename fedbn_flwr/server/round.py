@@ -16,6 +16,7 @@ from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 
 from fedbn_flwr import wire
 from fedbn_flwr.layerwise.exchange import Why
+from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.server.grids import ask_nodes
 from fedbn_flwr.server.method_state import MethodState
 from fedbn_flwr.server.replies import (
@@ -81,6 +82,12 @@ class Round:
         now = cls(
             number, grid, current=arrays_of(arrays), instruction=Instruction.from_config(config)
         )
+        for name, array in now.current.items():
+            if array.dtype.kind == "c":
+                raise UsageError(
+                    f"the entry {name!r} is {array.dtype}: only real numbers are averaged (keep "
+                    "torch.view_as_real of it, and use its torch.view_as_complex)"
+                )
         now.has_rate = "lr" in config
         now.other_config = other_config
         return now

@@ -5,14 +5,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord
+from flwr.app import Array, ArrayRecord, ConfigRecord
 from hypothesis import given
 from hypothesis import strategies as some
 from numpy.typing import NDArray
 
 from fedbn_flwr.layerwise.exchange import NOT_FINITE, TOO_LARGE, normalized
+from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.server.pooling import average
 from fedbn_flwr.server.replies import unusable
+from fedbn_flwr.server.round import Round
 from fedbn_flwr.state import Arrays, arrays_of, arrays_to_record, view_arrays
 from fedbn_flwr.state.flat import FlatArrays
 
@@ -148,3 +150,10 @@ def test_what_is_not_finite_is_named(
 def test_weights_that_are_none_are_refused(bad: list[float]) -> None:
     with pytest.raises(ValueError, match="weights must be finite"):
         normalized(bad)
+
+
+def test_complex_entries_are_refused_by_name() -> None:
+    """Their mean would be the largest of them, as that of counters is."""
+    arrays = ArrayRecord({"w": Array(np.ones(2, np.complex64))})
+    with pytest.raises(UsageError, match="entry 'w' is complex64: only real numbers"):
+        Round.begin(1, arrays, ConfigRecord(), grid=None)  # type: ignore[arg-type]
