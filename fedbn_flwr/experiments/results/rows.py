@@ -70,7 +70,7 @@ class Part:
         """What it is about, and where in a paper."""
         ended = finished(self.runs)
         same = self.runs["setting"].nunique() == 1 and len(ended) and "partition" in ended
-        return ". ".join(filter(None, (self.paper.place, self.paper.about))) or (
+        return ": ".join(filter(None, (self.paper.place, self.paper.about))) or (
             title_of(ended.iloc[0]) if same else ""
         )
 

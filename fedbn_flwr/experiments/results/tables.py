@@ -150,7 +150,7 @@ class Lines:
         ]
         names = dict.fromkeys([*self.values.index.unique("column"), *quoted])
         #: the columns with numbers, that by which methods are compared first
-        self.columns = sorted(names, key=lambda name: name != score) or [score]
+        self.columns = sorted(names, key=lambda name: (name != score, name != AVERAGE)) or [score]
         self.digits = digits
         if not is_share(score):
             self.digits = ERROR_DIGITS
