@@ -136,7 +136,7 @@ class ModelOptions(Options):
     trainable: Annotated[
         tuple[str, ...],
         "patterns of the parameters that learn: classifier.*, or all but !classifier.*; head: "
-        "last layer; head=10: at ten times the rate of the others, which learn too",
+        "last layer; head=10: at ten times the learning rate of the others, which learn too",
     ] = ()
     objective: Annotated[
         Own | str,

@@ -182,7 +182,7 @@ class BaseStrategy(FlowerFedAvg):
             "treat the averaged update as a gradient: none, adam, yogi, adagrad or momentum",
         ] = "none",
         server_lr: Annotated[
-            float | None, "rate of the server optimizer [1 for momentum, else 0.1]"
+            float | None, "learning rate of the server optimizer [1 for momentum, else 0.1]"
         ] = None,
         clip_norm: Annotated[
             float,
