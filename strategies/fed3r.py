@@ -16,7 +16,7 @@ from fedbn_flwr.plugins.options import Range
 from fedbn_flwr.server.closed_form import (
     HEAD,
     Head,
-    read_moments,
+    read_head_moments,
     solve,
 )
 from fedbn_flwr.server.method_state import BY_NODE, MethodState
@@ -141,7 +141,7 @@ class ClosedForm(FedAvg):
         )
         self.round.measured["samples-in-head"] = state.samples
         head = self.head()
-        return head.put(self.round.current, *self.solution(read_moments(state.moments), head))
+        return head.put(self.round.current, *self.solution(read_head_moments(state.moments), head))
 
     def is_finished(self, grid: Grid) -> bool:
         """Return whether there is a head, and no connected node is left to be asked."""

@@ -82,7 +82,7 @@ class Head:
         forms = {name: array.shape for name, array in arrays.items()}
         if forms != self.forms(kind) or any(a.dtype != np.float64 for a in arrays.values()):
             raise RefusedError(f"its moments are not of layer {self.name!r}")
-        fault = _fault(read_moments(arrays))
+        fault = _fault(read_head_moments(arrays))
         if fault:
             raise RefusedError(f"its moments are of no samples: {fault}")
 
@@ -95,7 +95,7 @@ class Head:
         return {**current, **new}
 
 
-def read_moments(arrays: Mapping[str, np.ndarray]) -> HeadMoments:
+def read_head_moments(arrays: Mapping[str, np.ndarray]) -> HeadMoments:
     """Return moments as nodes sent them, or their mean."""
     packed = {name: torch.from_numpy(np.asarray(array)) for name, array in arrays.items()}
     return HeadMoments.unpack(packed)
@@ -144,7 +144,7 @@ def solved_head(
         [reply.records[wire.MOMENTS] for reply in replies],
         [reply.num_examples for reply in replies],
     )
-    weight, bias = solve(read_moments(pooled), RIDGE, head)
+    weight, bias = solve(read_head_moments(pooled), RIDGE, head)
     return arrays_to_record(head.put(now.current, LOGITS * weight, LOGITS * bias))
 
 

@@ -48,7 +48,8 @@ def terminal(shown: Table) -> None:
         justify: Any = "right" if name in shown.numeric else "left"
         rich.add_column(name, justify=justify, overflow="fold", no_wrap=name not in FOLDED)
     if "setting" in texts:  # a setting is named once
-        texts["setting"] = texts["setting"].where(texts["setting"] != texts["setting"].shift(), "")
+        settings = texts["setting"]
+        texts = texts.assign(setting=settings.where(settings != settings.shift(), ""))
     for line in texts.itertuples(index=False):
         rich.add_row(*map(Text, line))
     wide = console.options.update_width(1000)
@@ -85,7 +86,8 @@ def to_csv(shown: Table) -> str:
         own = shown.frame[heading]
         columns[heading] = own["text"].map(_harmless)
         if heading in shown.numeric:
-            columns[heading] = own["number"].astype(object).fillna(columns[heading])
+            there = own["number"].notna()
+            columns[heading] = columns[heading].astype(object).mask(there, own["number"])
             if own["spread"].notna().any():
                 columns[f"{heading} ±"] = own["spread"]
     return str(pd.DataFrame(columns).to_csv(index=False))

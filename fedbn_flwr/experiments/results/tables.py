@@ -6,6 +6,7 @@ A new column is a line in the function of its table. `show.py` has the forms of 
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import nan
 from pathlib import Path
 from statistics import fmean
@@ -47,7 +48,7 @@ NAMES = ("setting", "method", "quantity")
 ALIKE = ("lr", "runs")
 
 
-class Cell(NamedTuple):
+class TableCell(NamedTuple):
     """A cell as it is read, and the number that it is sorted by, if it is one."""
 
     heading: str
@@ -72,9 +73,16 @@ def table_of(columns: Mapping[str, Any], index: Any) -> Frame:
     frames = {}
     for heading, own in columns.items():
         frames[heading] = own
-        if getattr(own, "ndim", 1) == 1:
+        if not isinstance(own, pd.DataFrame):
             frames[heading] = pd.DataFrame({"text": own}, index)
     return pd.concat(frames, axis=1)
+
+
+def texts_of(frame: Frame) -> Frame:
+    """Return the cells of a table's frame as they are read."""
+    headings = frame.columns.unique(0)
+    texts = {heading: _written(frame[heading]) for heading in headings}
+    return pd.DataFrame(texts, frame.index, dtype=object)
 
 
 def _written(own: Frame) -> list[str]:
@@ -103,7 +111,7 @@ class Table:
     footer: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        texts = self.texts
+        texts = texts_of(self.frame)
         told = (texts.drop(columns=[*NAMES], errors="ignore") != "").any(axis=1)
         shown = []
         for heading, own in texts[told].items():
@@ -111,27 +119,27 @@ class Table:
                 shown.append(heading)
         object.__setattr__(self, "frame", self.frame.loc[told, shown])
 
-    @property
+    @cached_property
     def texts(self) -> Frame:
         """The cells as they are read."""
-        headings = self.frame.columns.unique(0)
-        texts = {heading: _written(self.frame[heading]) for heading in headings}
-        return pd.DataFrame(texts, self.frame.index, dtype=object)
+        return texts_of(self.frame)
 
-    @property
+    @cached_property
     def numeric(self) -> set[str]:
         """The headings of columns with numbers."""
         there = self.frame.notna().any()
         return {heading for heading, part in there.index[there] if part == "number"}
 
-    def lines(self) -> Iterator[list[Cell]]:
+    def lines(self) -> Iterator[list[TableCell]]:
         """Return the cells of each line."""
-        numeric = self.numeric
+        numbers = {heading: list(self.frame[heading, "number"]) for heading in self.numeric}
         for place, line in enumerate(self.texts.to_dict("records")):
             cells = []
             for heading, text in line.items():
-                number = self.frame[heading, "number"].iloc[place] if heading in numeric else None
-                cells.append(Cell(heading, text, number if known(number) else None))
+                number = None
+                if heading in numbers and known(numbers[heading][place]):
+                    number = numbers[heading][place]
+                cells.append(TableCell(heading, text, number))
             yield cells
 
 
@@ -174,10 +182,10 @@ class Lines:
             forms.append(f"z.{digits}f")
         return numbers(own["mean"], forms, shown)
 
-    def scores(self, missing: str = "", spread: str = "deviation") -> Frame:
+    def scores(self, spread: str = "deviation") -> Frame:
         """Return the numbers by which methods are compared; in words why a method has none."""
         cells = self.cells(self.columns[0], spread)
-        return cells.assign(text=self.words(missing).where(cells["number"].isna(), ""))
+        return cells.assign(text=self.words("not recorded").where(cells["number"].isna(), ""))
 
     def words(self, missing: str = "") -> Any:
         """Return why a method has no score."""
@@ -302,7 +310,7 @@ def results(runs: Frame, paper: Paper | None = None) -> Table:
     lines = Lines(runs, paper)
     first, *others = lines.columns
     columns = {
-        heading_of(first): lines.scores("not recorded"),
+        heading_of(first): lines.scores(),
         **lines.differences(),
         **lines.printed(first),
     }
@@ -320,7 +328,7 @@ def comparison(runs: Frame, caption: str) -> Table:
     lines = Lines(runs, digits=1)
     chosen = lines.chosen()
     columns = {
-        heading_of(lines.columns[0]): lines.scores("not recorded"),
+        heading_of(lines.columns[0]): lines.scores(),
         **lines.differences(),
         "personal": lines.cells("accuracy-personal", ""),
         "mean BN": lines.cells("accuracy-mean-bn", ""),
@@ -341,19 +349,20 @@ def reproduced(runs: Frame, paper: Paper, caption: str) -> Table:
         columns = {"quantity": name, "chosen": lines.chosen(), "here": lines.cells(name)}
         parts[name] = lines.frame(columns | lines.printed(name))
     rows = []
+    is_one_of_several = list[bool]()
     for setting, label in lines.index:
         quoted = paper.columns(label, setting)
         there = [
             name
             for name in lines.columns
-            if name in quoted or (setting, label) in lines.of(name).index
+            if name in quoted or (setting, name, label) in lines.values.index
         ]
-        for name in there or lines.columns[:1]:
-            row = parts[name].loc[[(setting, label)]]
-            if len(there) < 2:
-                row["quantity", "text"] = ""
-            rows.append(row)
+        shown = there or lines.columns[:1]
+        for name in shown:
+            rows.append(parts[name].loc[[(setting, label)]])
+            is_one_of_several.append(len(shown) > 1)
     frame = pd.concat(rows)
+    frame["quantity", "text"] = frame["quantity", "text"].where(is_one_of_several, "")
     missing = frame["here", "number"].isna()
     frame.loc[missing, ("here", "text")] = lines.words().reindex(frame.index)[missing]
     return Table("results", caption, frame, lines.footer(has_differences=False))
@@ -375,7 +384,7 @@ def unseen(runs: Frame, caption: str) -> Table:
         for name in ("accuracy-mean-bn", *ADAPTED)
     }
     columns = {
-        "as it is": lines.scores("not recorded", "interval"),
+        "as it is": lines.scores("interval"),
         **{text: lines.cells(name, "interval") for name, text in names.items()},
         "chosen": lines.chosen(),
         "s": lines.mean("seconds", 1),
@@ -436,7 +445,7 @@ def all_runs(runs: Frame) -> Table:
         "of": numbers(pd.Series(rounds, runs.index)),
         "learning rate": numbers(pd.Series(rates, runs.index), "g"),
         "chosen": _chosen(ended),
-        heading_of(score): numbers(scaled(ended, score), f"z.{digits}f"),
+        heading_of(score): numbers(scaled(ended, score), f",.{digits}f"),
         "exchanges": numbers(column(ended, "exchanges")),
         "MB sent": numbers(ended["MB sent"], ",.1f"),
         "seconds": numbers(column(ended, "seconds"), ",.1f"),

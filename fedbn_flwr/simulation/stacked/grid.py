@@ -238,7 +238,7 @@ class StackedGrid(InProcessGrid):
     def _train_in_step(
         self, stack: Sequence[Job], pool: ReplyPool, exchange: Exchange
     ) -> list[Message | None]:
-        """Train a stack, on a copy of the model; return its clients' replies, as above."""
+        """Train a stack, on a copy of the model; return its clients' replies as `_train_stack`."""
         model = stack[0].client.model
         structure = self._structures.take(model)
         self._how.sizes.add(len(stack))

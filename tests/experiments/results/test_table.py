@@ -90,6 +90,11 @@ def test_pairs_are_of_equal_seeds_whichever_is_missing(tmp_path: Path) -> None:
     assert float(second["vs a"]) == pytest.approx(((60 - 50) + (90 - 70)) / 2)
 
 
+def test_one_pair_is_said_however_many_runs_the_first_method_has(tmp_path: Path) -> None:
+    assert "One seed" in shown(tmp_path / "one", scored(a=(0.5, 0.6, 0.7), b=(0.6,)))
+    assert "One seed" not in shown(tmp_path / "two", scored(a=(0.5, 0.6, 0.7), b=(0.6, 0.7)))
+
+
 def test_what_a_run_has_not_measured_is_no_number(tmp_path: Path) -> None:
     """Files have null for what is not finite; a run that failed has measured nothing."""
     found = numbers(
