@@ -66,7 +66,7 @@ OPTIONS["pretrained"] = False
 OBEYED = [
     ("quickstart", "FixBN", "freeze_round=1, "),
     ("advanced", "FedProx", "mu=0.5, "),
-    ("lightning", "Scaffold", ""),
+    pytest.param("lightning", "Scaffold", "", marks=pytest.mark.slow),
     ("lightning", "FedTAN", ""),
     ("numpy-client", "FedProx", "mu=0.5, "),
     ("numpy-client", "FedTAN", ""),

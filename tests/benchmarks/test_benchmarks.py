@@ -28,6 +28,7 @@ from tests.helpers.processes import MARK, is_alive, kill_processes, processes_wi
 from tests.helpers.waiting import wait_until
 
 
+@pytest.mark.slow
 def test_engines_stand_beside_the_bare_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,6 +22,9 @@ NAMES = sorted(
     if path.stem not in ("common", "of_flower", "lists_only")
 )
 
+#: whose network, or whose libraries, take long in each message's process
+LARGE = ("kept_by_name", "lightning_module", "variants")
+
 Doctor = Callable[..., tuple[int, str, str]]
 
 
@@ -40,10 +43,7 @@ def examined(name: str, **config: str | int) -> Examination:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name == "lightning_module" else ())
-        for name in NAMES
-    ],
+    [pytest.param(name, marks=pytest.mark.slow if name in LARGE else ()) for name in NAMES],
 )
 def test_what_is_planted_is_found_and_nothing_else(name: str) -> None:
     planted = import_module(name)
@@ -54,6 +54,7 @@ def test_what_is_planted_is_found_and_nothing_else(name: str) -> None:
     assert not examination.stopped or found & failing
 
 
+@pytest.mark.slow
 def test_layers_are_named_and_counted() -> None:
     (finding,) = (each for each in examined("kept_by_name").findings if each.name == "partly-local")
     assert finding.layers == (
@@ -139,7 +140,14 @@ FLOWER = {
 }
 
 
-@pytest.mark.parametrize("name", FLOWER)
+#: which differ from others of the same outcome by their names
+ALIKE = ("FedProx", "FedAvgM", "FedAdagrad", "FedYogi", "FedTrimmedAvg")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in ALIKE else ()) for name in FLOWER],
+)
 def test_what_flowers_strategies_make_of_running_statistics(name: str) -> None:
     findings = examined("of_flower", strategy=name).findings
     # in how many rounds a variance is below zero depends on the draw

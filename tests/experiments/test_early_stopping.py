@@ -42,7 +42,7 @@ def scored(
     ("method", "engine"),
     [
         ("fedavg", {"engine": "stacked"}),
-        ("fedbn", {"workers": 2}),
+        pytest.param("fedbn", {"workers": 2}, marks=pytest.mark.slow),
         pytest.param(
             "fedbn", {"engine": "ray"}, marks=[pytest.mark.slow, pytest.mark.xdist_group("ray")]
         ),

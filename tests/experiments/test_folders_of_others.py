@@ -165,19 +165,26 @@ OTHERS = (None, 3, "x", [1], {"a": 1})
 PLACES = (
     ("options",),
     ("asked",),
+    ("asked", "engine"),
+    ("options", "rounds"),
+    ("asked", "options", "lr"),
+)
+#: of the same kinds
+OTHER_PLACES = (
     ("versions",),
     ("asked", "options"),
-    ("asked", "engine"),
     ("asked", "files"),
     ("asked", "choice"),
-    ("options", "rounds"),
     ("options", "norm-options"),
-    ("asked", "options", "lr"),
     ("asked", "options", "norm-options"),
 )
 
 
-@pytest.mark.parametrize("place", PLACES, ids=".".join)
+@pytest.mark.parametrize(
+    "place",
+    [*PLACES, *(pytest.param(place, marks=pytest.mark.slow) for place in OTHER_PLACES)],
+    ids=".".join,
+)
 def test_a_configuration_that_was_edited_ends_in_one_line_or_counts_as_none(
     place: tuple[str, ...], half: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -352,7 +352,10 @@ def test_two_processes_do_not_share_a_folder(
 
 @pytest.mark.parametrize(
     "words",
-    [("run",), pytest.param(("compare", "--methods", "fedavg"), marks=pytest.mark.slow)],
+    [
+        pytest.param(("run",), marks=pytest.mark.slow),
+        pytest.param(("compare", "--methods", "fedavg"), marks=pytest.mark.slow),
+    ],
 )
 def test_what_is_finished_is_read_where_nothing_can_be_written(
     words: tuple[str, ...], tmp_path: Path

@@ -210,8 +210,13 @@ def test_models_of_the_nodes_are_no_one_model(method: str, tmp_path: Path) -> No
     ("method", "engine"),
     [
         ("fedbn:momentum=0.9:momentum-state=local", {"engine": "inprocess"}),
-        ("fedbn:momentum=0.9:momentum-state=local", {"workers": 2}),
-        ("fednorm", {"engine": "stacked"}),
+        *(
+            pytest.param(method, engine, marks=pytest.mark.slow)
+            for method, engine in (
+                ("fedbn:momentum=0.9:momentum-state=local", {"workers": 2}),
+                ("fednorm", {"engine": "stacked"}),
+            )
+        ),
     ],
 )
 def test_the_nodes_models_have_the_accuracy_of_the_summary(

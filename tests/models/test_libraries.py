@@ -102,7 +102,9 @@ def test_torchvisions(tmp_path: Path) -> None:
 # ---- methods -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("network", [NETWORK, "timm:test_resnet"])
+@pytest.mark.parametrize(
+    "network", [NETWORK, pytest.param("timm:test_resnet", marks=pytest.mark.slow)]
+)
 def test_methods_of_bn_and_stacks(
     network: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -301,7 +303,7 @@ CHOSEN = {
 }
 
 
-@pytest.mark.parametrize("engine", ["stacked", "inprocess"])
+@pytest.mark.parametrize("engine", ["stacked", pytest.param("inprocess", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("chosen", CHOSEN)
 def test_only_the_chosen_parameters_learn(
     chosen: str, engine: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

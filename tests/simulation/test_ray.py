@@ -156,10 +156,8 @@ def room(cluster: Cluster, workers: int = 2) -> Iterator[ray_worker.Cluster]:
         reserved.close()
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["fedbn", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fed3r", "fedtan"))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fedbn", "fed3r", "fedtan"])
 def test_ray_workers_give_the_bits_of_one_process(
     name: str, joined: Cluster, tmp_path: Path
 ) -> None:

@@ -322,7 +322,12 @@ def test_the_cases_differ() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"memory": 0.0, "oldest": 0}, {"memory": 0.5, "oldest": 1}, {}]
+    "options",
+    [
+        pytest.param({"memory": 0.0, "oldest": 0}, marks=pytest.mark.slow),
+        {"memory": 0.5, "oldest": 1},
+        pytest.param({}, marks=pytest.mark.slow),
+    ],
 )
 def test_with_half_of_the_nodes_the_pool_is_that_of_the_participants(
     options: dict[str, Any],

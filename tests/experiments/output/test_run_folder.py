@@ -207,6 +207,7 @@ def test_a_run_that_goes_on_has_each_round_once(tmp_path: Path) -> None:
     assert scalars(tmp_path) == columns(tmp_path)
 
 
+@pytest.mark.slow
 def test_weights_and_biases_has_the_numbers_of_every_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,7 +55,7 @@ def largest_of(stack: int, model: str) -> int:
     ("strategy", "model"),
     [
         (FedAvg, ""),
-        (FedTAN, ""),
+        pytest.param(FedTAN, "", marks=pytest.mark.slow),
         *(pytest.param(FedAvg, name, marks=pytest.mark.slow) for name in LARGE),
     ],
 )

@@ -84,7 +84,11 @@ def test_kept_states_of_optimizers_have_the_bits_of_the_cpu(optimizer: str, wher
 
 
 @pytest.mark.parametrize(
-    "method", sorted(own.METHODS.keys() - {"fedbn", "fedbs", "global momentum"})
+    "method",
+    [
+        pytest.param(method, marks=() if method in ("fedtan", "scaffold") else pytest.mark.slow)
+        for method in sorted(own.METHODS.keys() - {"fedbn", "fedbs", "global momentum"})
+    ],
 )
 def test_own_loops_end_and_obey(method: str) -> None:
     made = own.make_without_bn if method == "fedwon" else own.make

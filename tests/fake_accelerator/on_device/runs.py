@@ -169,7 +169,8 @@ def test_all_passes_of_a_run_multiply_in_its_precision(
     assert CUDNN.conv.fp32_precision == "tf32"
 
 
-@pytest.mark.parametrize("method", [pytest.param("fedavg", marks=pytest.mark.slow), "fedtan"])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fedavg", "fedtan"])
 def test_two_workers_have_the_results_of_one(method: str, tmp_path: Path) -> None:
     options = {"method": method, "model": "mlp", "device": "fake", "clients": "4"}
     for workers in "12":
