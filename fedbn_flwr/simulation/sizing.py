@@ -25,9 +25,11 @@ WORTH_STARTING = 10**11
 #: clients per process in a round where models are stacked: five clients are faster in a stack than
 #: one after another (docs/benchmarks.md, "Choices in the code")
 CLIENTS_PER_WORKER = 5
-#: larger stacks do not make a step faster, because a CPU's caches are full. An accelerator stacks
+#: larger stacks do not make a step faster, because a CPU's caches are full, unless their step keeps
+#: no more than so many bytes (docs/benchmarks.md, "Stacks of many clients"). An accelerator stacks
 #: all clients that are prepared together and fit into its memory (docs/benchmarks.md, "On a GPU")
 _LARGEST_ON_CPU = 20
+_SMALL_STACK = 64_000_000
 #: parameters of the largest model that trains faster in a stack than alone on a CPU: between
 #: resnet20 (270,000) and mobilenetv2 (2.2 million), see docs/benchmarks.md, "Choices in the code"
 _LARGEST_MODEL = 1_000_000
@@ -122,9 +124,11 @@ def largest_useful_stack(
         return PORTION
     if sum(parameter.numel() for parameter in model.parameters()) > _LARGEST_MODEL:
         return 1
-    if step().large:
+    kept = step()
+    if kept.large:
         return _LARGEST_LAYERWISE if layerwise else 1
-    return _LARGEST_ON_CPU
+    small = _SMALL_STACK // max(kept.total, 1)
+    return min(max(small, _LARGEST_ON_CPU), PORTION)
 
 
 def clients_that_fit(step: StepMemory, device: torch.device) -> int:

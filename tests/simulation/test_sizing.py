@@ -20,7 +20,7 @@ from fedbn_flwr.simulation.sizing import (
 from fedbn_flwr.wire import Instruction
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-SMALL, LARGE = StepMemory((50_000, 150_000), 0), StepMemory((50_000, 150_001), 0)
+SMALL, LARGE = StepMemory((50_000, 150_000) * 20, 0), StepMemory((50_000, 150_001), 0)
 
 
 class Square(nn.Module):
@@ -100,13 +100,16 @@ def never() -> StepMemory:
     ("device", "parameters", "step", "plain", "layerwise"),
     [
         (CPU, 1_000_000, lambda: SMALL, 20, 20),
+        # stacks of tiny steps may be larger
+        (CPU, 1_000_000, lambda: StepMemory((50_000,) * 8, 30_000), 65, 65),
+        (CPU, 1_000_000, lambda: StepMemory((10,), 1), 100, 100),
         (CPU, 1_000_001, never, 1, 1),
         # large activations are stacked in fives, and only where steps are layer-wise
         (CPU, 1, lambda: LARGE, 1, 5),
         # a GPU stacks all that are prepared together, whatever their size: its memory decides
         (CUDA, 100_000_000, never, 100, 100),
     ],
-    ids=["small", "many parameters", "large activations", "gpu"],
+    ids=["small", "smaller", "tiny", "many parameters", "large activations", "gpu"],
 )
 def test_the_largest_useful_stack(
     device: torch.device,
