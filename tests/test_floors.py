@@ -175,6 +175,17 @@ def test_every_room_has_a_floor_and_no_module_is_loose() -> None:
     assert loose == {*DOORS, "fedbn_flwr.randomness", "fedbn_flwr.device"}
 
 
+def test_the_drawn_rooms_are_these_on_their_floors() -> None:
+    drawn = (ROOT / "CONTRIBUTING.md").read_text().partition("## The rooms")[2].split("```")[1]
+    floors: list[set[str]] = []
+    for line in drawn.strip().splitlines():
+        if line[0].isdigit():
+            floors.append(set())
+        floors[-1] |= set(re.findall(r"(?: {2}|^\d+ +)(\w+) {2,}", line))
+    names = [{room.removeprefix("fedbn_flwr.") for room in floor} for floor in FLOORS]
+    assert floors[::-1] == names
+
+
 def test_every_strategy_is_in_the_registry() -> None:
     methods = set()
     for name in SOURCES:
