@@ -191,6 +191,11 @@ class Fed3R(ClosedForm):
             return MEANS_PASS
         return self.gathers
 
+    def check(self, reply: NodeReply) -> None:
+        """Refuse moments which no samples have, as their classes weigh."""
+        weights = self.state.class_weights.get(wire.CLASS_WEIGHTS, 1.0)
+        self.head().check(self.kind(), reply, weights)
+
     def package(
         self, nodes: Sequence[int], arrays: ArrayRecord
     ) -> dict[int, dict[str, ArrayRecord]]:

@@ -177,6 +177,7 @@ class HeadPass(Pass):
         self._features: Tensor | None = None
         self._made: Tensor | None = None
         self._samples = 0
+        self._has_labels = True
         self._cross: Tensor | float = 0.0
         self._second: Tensor | float = 0.0
 
@@ -207,6 +208,9 @@ class HeadPass(Pass):
             )
         if targets is None:
             raise ValueError("a head in closed form needs targets beside inputs")
+        self._has_labels = not targets.is_floating_point()
+        if not self._has_labels and (self._weights is not None or not self.has_second):
+            raise ValueError("means by class, and classes that weigh the same, need labels")
         wanted = self._wanted(targets.to(features.device))
         rows = where_exact(features).double()
         rows = torch.cat([rows, rows.new_ones(len(rows), 1)], 1)
@@ -249,7 +253,7 @@ class HeadPass(Pass):
         second = None
         if isinstance(self._second, Tensor):
             second = (self._second / self._samples).cpu()
-        return HeadMoments((self._cross / self._samples).cpu(), second)
+        return HeadMoments((self._cross / self._samples).cpu(), second, self._has_labels)
 
 
 @register_pass(OWN_PASS)

@@ -60,7 +60,7 @@ class Head:
     def forms(self, kind: str) -> dict[str, tuple[int, ...]]:
         """Return the shapes of what nodes send."""
         rows = self.features + 1
-        forms: dict[str, tuple[int, ...]] = {"cross": (rows, self.outputs)}
+        forms: dict[str, tuple[int, ...]] = {"cross": (rows, self.outputs), "labels": ()}
         if kind == MOMENTS_PASS:
             forms["second"] = (rows * (rows + 1) // 2,)
         return forms
@@ -76,13 +76,15 @@ class Head:
             )
         log(INFO, "Each node sends %s, for layer %s", about, self.name)
 
-    def check(self, kind: str, reply: NodeReply) -> None:
+    def check(self, kind: str, reply: NodeReply, class_weights: np.ndarray | float = 1.0) -> None:
         """Refuse moments which no samples have."""
         arrays = reply.records[wire.MOMENTS]
         forms = {name: array.shape for name, array in arrays.items()}
         if forms != self.forms(kind) or any(a.dtype != np.float64 for a in arrays.values()):
             raise RefusedError(f"its moments are not of layer {self.name!r}")
-        fault = _fault(read_head_moments(arrays))
+        if arrays["labels"] not in (0.0, 1.0):
+            raise RefusedError("its targets are neither labels nor numbers")
+        fault = _fault(read_head_moments(arrays), class_weights)
         if fault:
             raise RefusedError(f"its moments are of no samples: {fault}")
 
@@ -101,22 +103,38 @@ def read_head_moments(arrays: Mapping[str, np.ndarray]) -> HeadMoments:
     return HeadMoments.unpack(packed)
 
 
-def _fault(moments: HeadMoments) -> str:
+def _fault(moments: HeadMoments, class_weights: np.ndarray | float) -> str:
+    # a label is its own square, and the labels of a sample sum to one
+    squares_of_labels = moments.cross[-1]
+    if moments.has_labels:
+        shares = squares_of_labels / torch.as_tensor(class_weights)
+        if (shares < 0).any() or abs(float(shares.sum()) - 1) > SLACK:
+            return "the shares of its classes are not those of a whole"
     if moments.second is None:
         return ""
     squares = moments.second.diagonal()
     if (squares < 0).any():
         return "a mean square is negative"
-    bound = squares[:, None] * squares
-    if (moments.second.square() > bound * (1 + SLACK) + SLACK**2).any():
+    one = float(squares_of_labels.sum()) if moments.has_labels else 1.0
+    if abs(float(squares[-1]) - one) > SLACK * one:
+        return "its samples do not count as one"
+    if _exceeds(moments.second, squares[:, None] * squares) or (
+        moments.has_labels and _exceeds(moments.cross, squares[:, None] * squares_of_labels)
+    ):
         return "a product is larger than its factors allow"
     return ""
+
+
+def _exceeds(products: torch.Tensor, bound: torch.Tensor) -> bool:
+    """Return whether mean products are larger than those of mean squares allow."""
+    return bool((products.square() > bound * (1 + SLACK) + SLACK**2).any())
 
 
 def solved_head(
     arrays: ArrayRecord, config: ConfigRecord, grid: Grid, asked: str, timeout: float
 ) -> ArrayRecord:
-    """Return a model with its last layer solved from all nodes' moments, scaled for a softmax.
+    """Return a model with its last layer solved from all nodes' moments, scaled for a softmax if
+    targets are labels.
 
     Nodes that fail are left out, and named in the log; CannotTrainError if all do.
     """
@@ -144,8 +162,10 @@ def solved_head(
         [reply.records[wire.MOMENTS] for reply in replies],
         [reply.num_examples for reply in replies],
     )
-    weight, bias = solve(read_head_moments(pooled), RIDGE, head)
-    return arrays_to_record(head.put(now.current, LOGITS * weight, LOGITS * bias))
+    moments = read_head_moments(pooled)
+    weight, bias = solve(moments, RIDGE, head)
+    scale = LOGITS if moments.has_labels else 1.0
+    return arrays_to_record(head.put(now.current, scale * weight, scale * bias))
 
 
 def solve(moments: HeadMoments, ridge: float, head: Head) -> tuple[torch.Tensor, torch.Tensor]:

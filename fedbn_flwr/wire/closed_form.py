@@ -38,10 +38,12 @@ class HeadMoments:
     cross: Tensor
     #: of features with features, in the same rows; None if only class means are asked for
     second: Tensor | None
+    #: whether targets are one-hot labels
+    has_labels: bool = True
 
     def pack(self) -> dict[str, Tensor]:
         """Return the arrays that travel: of a symmetric matrix the upper triangle."""
-        packed = {"cross": self.cross}
+        packed = {"cross": self.cross, "labels": self.cross.new_tensor(float(self.has_labels))}
         if self.second is not None:
             rows, columns = torch.triu_indices(*self.second.shape).unbind()
             packed["second"] = self.second[rows, columns]
@@ -51,14 +53,15 @@ class HeadMoments:
     def unpack(cls, packed: Mapping[str, Tensor]) -> Self:
         """Return what `pack` has packed."""
         cross = packed["cross"]
+        has_labels = bool(packed["labels"] > 0.5)
         if "second" not in packed:
-            return cls(cross, None)
+            return cls(cross, None, has_labels)
         size = len(cross)
         second = cross.new_zeros(size, size)
         rows, columns = torch.triu_indices(size, size).unbind()
         second[rows, columns] = packed["second"]
         second[columns, rows] = packed["second"]
-        return cls(cross, second)
+        return cls(cross, second, has_labels)
 
     def plus(self, other: Self, share: float) -> Self:
         """Return the means with those of other samples, which are `share` times as many."""
@@ -66,7 +69,9 @@ class HeadMoments:
         assert other.second is not None
         total = 1 + share
         return type(self)(
-            (self.cross + share * other.cross) / total, (self.second + share * other.second) / total
+            (self.cross + share * other.cross) / total,
+            (self.second + share * other.second) / total,
+            self.has_labels,
         )
 
     def solve(self, ridge: float = RIDGE, bias: bool = True) -> tuple[Tensor, Tensor]:

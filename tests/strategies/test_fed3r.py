@@ -17,6 +17,7 @@ from torch import nn
 from fedbn_flwr import wire
 from fedbn_flwr.client import BNClient, Reply
 from fedbn_flwr.clientapp import ClientApp
+from fedbn_flwr.data import Split
 from fedbn_flwr.server import closed_form
 from fedbn_flwr.simulation.in_process import InProcessGrid, OneByOneGrid
 from fedbn_flwr.simulation.stacked.grid import StackedGrid
@@ -126,7 +127,8 @@ def test_one_exchange_and_the_run_is_done() -> None:
     assert strategy.evaluation.number == 1
     rows = 65
     sent = nodes.grid.replies[0].content.array_records[wire.MOMENTS]
-    assert sum(array.numpy().size for array in sent.values()) == rows * (rows + 1) // 2 + rows * 3
+    counted = sum(array.numpy().size for array in sent.values())
+    assert counted == rows * (rows + 1) // 2 + rows * 3 + 1
 
 
 @pytest.mark.parametrize("strategy", [Fed3R, FedNCM])
@@ -269,6 +271,32 @@ LIES: dict[str, tuple[Callable[[State], State], str]] = {
     "another shape": (lambda sent: {**sent, "second": sent["second"][:-1]}, "not of layer"),
     "float32": (lambda sent: {**sent, "cross": sent["cross"].float()}, "not of layer"),
     "not finite": (lambda sent: {**sent, "cross": sent["cross"] / 0}, "finite|NaN|number"),
+    "neither labels nor numbers": (
+        lambda sent: {**sent, "labels": sent["labels"] / 2},
+        "neither labels nor numbers",
+    ),
+    "a share below zero": (
+        lambda sent: {**sent, "cross": sent["cross"] - (torch.arange(3) == 1) * 0.9},
+        "not those of a whole",
+    ),
+    "more than a whole": (
+        lambda sent: (
+            {name: 100 * values for name, values in sent.items() if name != "labels"}
+            | {"labels": sent["labels"]}
+        ),
+        "not those of a whole",
+    ),
+    "samples that count more": (
+        lambda sent: {**sent, "second": 100 * sent["second"]},
+        "do not count as one",
+    ),
+    "too large a product with a label": (
+        lambda sent: {
+            **sent,
+            "cross": sent["cross"] + 1e3 * (torch.arange(len(sent["cross"])) == 2)[:, None],
+        },
+        "than its factors allow",
+    ),
     "negative squares": (lambda sent: {**sent, "second": -sent["second"]}, "is negative"),
     "too large a product": (
         lambda sent: {**sent, "second": sent["second"] + 1e6 * (torch.arange(2145) == 1)},
@@ -396,6 +424,35 @@ def test_any_method_may_begin_from_it(made: Callable[..., BaseStrategy]) -> None
     wanted = Federation(begun).run(made(), 2)
     got = Federation(make_model()).run(made(closed_form="head"), 2)
     assert distance(got, wanted) < 1e-8
+
+
+def of_numbers() -> Federation:
+    """A federation whose targets are three numbers a sample."""
+    nodes = Federation(make_model())
+    targets = torch.randn(len(nodes.split), CLASSES, generator=torch.Generator().manual_seed(2))
+    nodes.split = Split(nodes.split.inputs, targets + 2)
+    return nodes
+
+
+def test_a_head_for_numbers_is_not_scaled() -> None:
+    nodes = of_numbers()
+    features, _ = features_of()
+    alpha = RIDGE * np.sum((features - features.mean(0)) ** 2) / features.shape[1]
+    fitted = Ridge(alpha=alpha, solver="cholesky").fit(
+        features, nodes.split.labels.double().numpy()
+    )
+    wanted = {"weight": fitted.coef_, "bias": fitted.intercept_}
+    options: dict[str, Any] = {"fraction_evaluate": 0.0, "freeze_bn": True}
+    for made in (Fed3R(fraction_evaluate=0.0), FedAvg(closed_form="head", **options)):
+        model = nodes.run(made, 1, lr=0.0)
+        for name, value in wanted.items():
+            assert np.abs(model[f"{HEAD}.{name}"].numpy() - value).max() < EXACT
+
+
+@pytest.mark.parametrize("made", [FedNCM, lambda: Fed3R(balanced=True)])
+def test_classes_that_are_none_are_refused(made: Callable[..., BaseStrategy]) -> None:
+    with pytest.raises(CannotTrainError, match="need labels"):
+        of_numbers().run(made())
 
 
 def test_a_start_without_a_usable_reply_says_why() -> None:
