@@ -95,8 +95,9 @@ class ClosedForm(FedAvg):
         return replace(instruction, gather=self.head().orders(self.kind()))
 
     def check(self, reply: NodeReply) -> None:
-        """Refuse moments which no samples have."""
-        self.head().check(self.kind(), reply)
+        """Refuse moments which no samples have, as their classes weigh."""
+        weights = self.state.class_weights.get(wire.CLASS_WEIGHTS, 1.0)
+        self.head().check(self.kind(), reply, weights)
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -190,11 +191,6 @@ class Fed3R(ClosedForm):
         if self.balanced and not self.state.class_weights:
             return MEANS_PASS
         return self.gathers
-
-    def check(self, reply: NodeReply) -> None:
-        """Refuse moments which no samples have, as their classes weigh."""
-        weights = self.state.class_weights.get(wire.CLASS_WEIGHTS, 1.0)
-        self.head().check(self.kind(), reply, weights)
 
     def package(
         self, nodes: Sequence[int], arrays: ArrayRecord

@@ -209,8 +209,6 @@ class HeadPass(Pass):
         if targets is None:
             raise ValueError("a head in closed form needs targets beside inputs")
         self._has_labels = not targets.is_floating_point()
-        if not self._has_labels and (self._weights is not None or not self.has_second):
-            raise ValueError("means by class, and classes that weigh the same, need labels")
         wanted = self._wanted(targets.to(features.device))
         rows = where_exact(features).double()
         rows = torch.cat([rows, rows.new_ones(len(rows), 1)], 1)
@@ -228,6 +226,8 @@ class HeadPass(Pass):
         """Return the targets with a column for each output."""
         outputs = self._layer.out_features
         if targets.is_floating_point():
+            if self._weights is not None or not self.has_second:
+                raise ValueError("means by class, and classes that weigh the same, need labels")
             if targets.numel() != len(targets) * outputs:
                 raise ValueError(
                     f"layer {self._name!r} has {outputs} outputs, and targets have the shape "

@@ -105,9 +105,11 @@ def read_head_moments(arrays: Mapping[str, np.ndarray]) -> HeadMoments:
 
 def _fault(moments: HeadMoments, class_weights: np.ndarray | float) -> str:
     # a label is its own square, and the labels of a sample sum to one
-    squares_of_labels = moments.cross[-1]
+    labels = moments.cross[-1]
+    one = 1.0
     if moments.has_labels:
-        shares = squares_of_labels / torch.as_tensor(class_weights)
+        one = float(labels.sum())
+        shares = labels / torch.as_tensor(class_weights)
         if (shares < 0).any() or abs(float(shares.sum()) - 1) > SLACK:
             return "the shares of its classes are not those of a whole"
     if moments.second is None:
@@ -115,12 +117,12 @@ def _fault(moments: HeadMoments, class_weights: np.ndarray | float) -> str:
     squares = moments.second.diagonal()
     if (squares < 0).any():
         return "a mean square is negative"
-    one = float(squares_of_labels.sum()) if moments.has_labels else 1.0
     if abs(float(squares[-1]) - one) > SLACK * one:
         return "its samples do not count as one"
-    if _exceeds(moments.second, squares[:, None] * squares) or (
-        moments.has_labels and _exceeds(moments.cross, squares[:, None] * squares_of_labels)
-    ):
+    products = [(moments.second, squares)]
+    if moments.has_labels:
+        products.append((moments.cross, labels))
+    if any(_exceeds(found, squares[:, None] * others) for found, others in products):
         return "a product is larger than its factors allow"
     return ""
 
@@ -164,8 +166,10 @@ def solved_head(
     )
     moments = read_head_moments(pooled)
     weight, bias = solve(moments, RIDGE, head)
-    scale = LOGITS if moments.has_labels else 1.0
-    return arrays_to_record(head.put(now.current, scale * weight, scale * bias))
+    if moments.has_labels:
+        weight = LOGITS * weight
+        bias = LOGITS * bias
+    return arrays_to_record(head.put(now.current, weight, bias))
 
 
 def solve(moments: HeadMoments, ridge: float, head: Head) -> tuple[torch.Tensor, torch.Tensor]:

@@ -276,7 +276,8 @@ LIES: dict[str, tuple[Callable[[State], State], str]] = {
         "neither labels nor numbers",
     ),
     "a share below zero": (
-        lambda sent: {**sent, "cross": sent["cross"] - (torch.arange(3) == 1) * 0.9},
+        # the others have what it lacks
+        lambda sent: {**sent, "cross": sent["cross"] + torch.tensor([0.0, -2.0, 2.0])},
         "not those of a whole",
     ),
     "more than a whole": (
