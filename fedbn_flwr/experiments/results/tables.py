@@ -5,7 +5,7 @@ A new column is a line in the function of its table. `show.py` has the forms of 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import nan
 from pathlib import Path
@@ -109,6 +109,8 @@ class Table:
     #: what `table_of` returns
     frame: Frame
     footer: Sequence[str] = ()
+    #: the cells as they are read
+    texts: Frame = field(init=False)
 
     def __post_init__(self) -> None:
         texts = texts_of(self.frame)
@@ -118,11 +120,7 @@ class Table:
             if (own != "").any() and not (heading in ALIKE and own.nunique() == 1):
                 shown.append(heading)
         object.__setattr__(self, "frame", self.frame.loc[told, shown])
-
-    @cached_property
-    def texts(self) -> Frame:
-        """The cells as they are read."""
-        return texts_of(self.frame)
+        object.__setattr__(self, "texts", texts.loc[told, shown])
 
     @cached_property
     def numeric(self) -> set[str]:
