@@ -350,13 +350,8 @@ def test_two_processes_do_not_share_a_folder(
     assert f"another process is running in {tmp_path}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        pytest.param(("run",), marks=pytest.mark.slow),
-        pytest.param(("compare", "--methods", "fedavg"), marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [("run",), ("compare", "--methods", "fedavg")])
 def test_what_is_finished_is_read_where_nothing_can_be_written(
     words: tuple[str, ...], tmp_path: Path
 ) -> None:

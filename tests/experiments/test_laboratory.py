@@ -210,13 +210,10 @@ def test_models_of_the_nodes_are_no_one_model(method: str, tmp_path: Path) -> No
     ("method", "engine"),
     [
         ("fedbn:momentum=0.9:momentum-state=local", {"engine": "inprocess"}),
-        *(
-            pytest.param(method, engine, marks=pytest.mark.slow)
-            for method, engine in (
-                ("fedbn:momentum=0.9:momentum-state=local", {"workers": 2}),
-                ("fednorm", {"engine": "stacked"}),
-            )
+        pytest.param(
+            "fedbn:momentum=0.9:momentum-state=local", {"workers": 2}, marks=pytest.mark.slow
         ),
+        pytest.param("fednorm", {"engine": "stacked"}, marks=pytest.mark.slow),
     ],
 )
 def test_the_nodes_models_have_the_accuracy_of_the_summary(
