@@ -21,10 +21,18 @@ from fedbn_flwr.server.closed_form import (
 )
 from fedbn_flwr.server.method_state import BY_NODE, MethodState
 from fedbn_flwr.server.pooling import Pooled, Sent, average
-from fedbn_flwr.server.replies import NodeReply
+from fedbn_flwr.server.replies import NodeReply, RefusedError
 from fedbn_flwr.state import Arrays, arrays_to_record
 from fedbn_flwr.wire import Instruction
-from fedbn_flwr.wire.closed_form import LAST, MEANS_PASS, MOMENTS_PASS, OWN_PASS, RIDGE, HeadMoments
+from fedbn_flwr.wire.closed_form import (
+    CROSS,
+    LAST,
+    MEANS_PASS,
+    MOMENTS_PASS,
+    OWN_PASS,
+    RIDGE,
+    HeadMoments,
+)
 
 from .fedavg import FedAvg
 from .registry import register_strategy
@@ -98,6 +106,9 @@ class ClosedForm(FedAvg):
         """Refuse moments which no samples have, as their classes weigh."""
         weights = self.state.class_weights.get(wire.CLASS_WEIGHTS, 1.0)
         self.head().check(self.kind(), reply, weights)
+        known = self.state.moments
+        if known and known.keys() != reply.records[wire.MOMENTS].keys():
+            raise RefusedError(f"its moments are not {' and '.join(known)}, as those of others")
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -207,7 +218,7 @@ class Fed3R(ClosedForm):
         """Count the classes if they are to weigh the same; then add sums, and solve the layer."""
         if self.kind() == self.gathers:
             return super().update(pooled)
-        shares = pooled.groups[wire.MOMENTS]["cross"][-1]
+        shares = pooled.groups[wire.MOMENTS][CROSS[True]][-1]
         present = shares > 0
         weights = np.divide(1.0, present.sum() * shares, out=np.zeros_like(shares), where=present)
         # of classes that only nodes of later rounds may have

@@ -26,7 +26,14 @@ from fedbn_flwr.server.replies import (
 )
 from fedbn_flwr.server.round import Round
 from fedbn_flwr.state import Arrays, arrays_to_record
-from fedbn_flwr.wire.closed_form import LAST, MOMENTS_PASS, RIDGE, HeadMoments, last_matrix
+from fedbn_flwr.wire.closed_form import (
+    CROSS,
+    LAST,
+    MOMENTS_PASS,
+    RIDGE,
+    HeadMoments,
+    last_matrix,
+)
 
 #: what nodes send
 HEAD = PooledGroup("moments of features", wire.MOMENTS, is_robust=False)
@@ -57,10 +64,10 @@ class Head:
         """Return the `gather` of an instruction that asks for this layer's moments."""
         return f"{kind}:{self.name}"
 
-    def forms(self, kind: str) -> dict[str, tuple[int, ...]]:
+    def forms(self, kind: str, has_labels: bool = True) -> dict[str, tuple[int, ...]]:
         """Return the shapes of what nodes send."""
         rows = self.features + 1
-        forms: dict[str, tuple[int, ...]] = {"cross": (rows, self.outputs), "labels": ()}
+        forms: dict[str, tuple[int, ...]] = {CROSS[has_labels]: (rows, self.outputs)}
         if kind == MOMENTS_PASS:
             forms["second"] = (rows * (rows + 1) // 2,)
         return forms
@@ -80,10 +87,11 @@ class Head:
         """Refuse moments which no samples have."""
         arrays = reply.records[wire.MOMENTS]
         forms = {name: array.shape for name, array in arrays.items()}
-        if forms != self.forms(kind) or any(a.dtype != np.float64 for a in arrays.values()):
+        able = [self.forms(kind)]
+        if kind == MOMENTS_PASS:  # means by class are of labels
+            able.append(self.forms(kind, has_labels=False))
+        if forms not in able or any(array.dtype != np.float64 for array in arrays.values()):
             raise RefusedError(f"its moments are not of layer {self.name!r}")
-        if arrays["labels"] not in (0.0, 1.0):
-            raise RefusedError("its targets are neither labels nor numbers")
         fault = _fault(read_head_moments(arrays), class_weights)
         if fault:
             raise RefusedError(f"its moments are of no samples: {fault}")

@@ -24,6 +24,9 @@ MEANS_PASS = "class-means"
 OWN_PASS = "own-head"
 #: how a layer is asked for that is the network's last one, as by `trainable`
 LAST = "head"
+#: the names under which `cross` travels, by whether targets are one-hot labels: nodes of two kinds
+#: have no entries in common
+CROSS = {True: "with-labels", False: "with-numbers"}
 #: the weight of the penalty, as a share of the features' mean variance
 RIDGE = 0.1
 #: the largest share of the right side that a solution may leave over
@@ -43,7 +46,7 @@ class HeadMoments:
 
     def pack(self) -> dict[str, Tensor]:
         """Return the arrays that travel: of a symmetric matrix the upper triangle."""
-        packed = {"cross": self.cross, "labels": self.cross.new_tensor(float(self.has_labels))}
+        packed = {CROSS[self.has_labels]: self.cross}
         if self.second is not None:
             rows, columns = torch.triu_indices(*self.second.shape).unbind()
             packed["second"] = self.second[rows, columns]
@@ -52,8 +55,8 @@ class HeadMoments:
     @classmethod
     def unpack(cls, packed: Mapping[str, Tensor]) -> Self:
         """Return what `pack` has packed."""
-        cross = packed["cross"]
-        has_labels = bool(packed["labels"] > 0.5)
+        has_labels = CROSS[True] in packed
+        cross = packed[CROSS[has_labels]]
         if "second" not in packed:
             return cls(cross, None, has_labels)
         size = len(cross)

@@ -128,7 +128,7 @@ def test_one_exchange_and_the_run_is_done() -> None:
     rows = 65
     sent = nodes.grid.replies[0].content.array_records[wire.MOMENTS]
     counted = sum(array.numpy().size for array in sent.values())
-    assert counted == rows * (rows + 1) // 2 + rows * 3 + 1
+    assert counted == rows * (rows + 1) // 2 + rows * 3
 
 
 @pytest.mark.parametrize("strategy", [Fed3R, FedNCM])
@@ -173,6 +173,18 @@ def test_a_late_node_refines_the_head() -> None:
     assert drawn[-1] == [3]
     assert made.training.number > 1
     assert_head(model, by_scikit_learn(*features_of()))
+
+
+def test_a_late_node_with_numbers_among_labels_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    made = Fed3R(fraction_evaluate=0.0)
+    made.is_finished = lambda grid: len(made.state.asked) == len(SIZES)  # type: ignore[method-assign]
+    numbers = becomes(LIES["numbers among labels"][0], partition=3)
+    federation = Federation(make_model(), grid=Late, wrap=numbers)
+    model = federation.run(made, 9)
+    early = torch.from_numpy(np.concatenate(parts()[:3]))
+    assert_head(model, by_scikit_learn(*features_of(early)))
+    assert "Node 1003 is left out" in caplog.text
+    assert "not with-labels and second, as those of others" in caplog.text
 
 
 def test_a_node_that_never_answers_is_asked_three_times() -> None:
@@ -249,8 +261,8 @@ def test_features_that_do_not_vary_are_named() -> None:
 # ---- bad nodes -----------------------------------------------------------------------------------
 
 
-def becomes(change: Callable[[State], State]) -> ClientWrapper:
-    """Return a wrapper whose third client changes what it sends."""
+def becomes(change: Callable[[State], State], partition: int = 2) -> ClientWrapper:
+    """Return a wrapper whose client of this number changes what it sends."""
 
     class Changed(BNClient):
         def gather(self, received: Mapping[str, State], instruction: Instruction) -> Reply:
@@ -258,8 +270,8 @@ def becomes(change: Callable[[State], State]) -> ClientWrapper:
             reply.records[wire.MOMENTS] = change(reply.records[wire.MOMENTS])
             return reply
 
-    def wrap(client: BNClient, partition: int) -> BNClient:
-        if partition == 2:
+    def wrap(client: BNClient, number: int) -> BNClient:
+        if number == partition:
             client.__class__ = Changed
         return client
 
@@ -267,24 +279,24 @@ def becomes(change: Callable[[State], State]) -> ClientWrapper:
 
 
 LIES: dict[str, tuple[Callable[[State], State], str]] = {
-    "other names": (lambda sent: {"crossed": sent["cross"]}, "not of layer"),
+    "other names": (lambda sent: {"crossed": sent["with-labels"]}, "not of layer"),
     "another shape": (lambda sent: {**sent, "second": sent["second"][:-1]}, "not of layer"),
-    "float32": (lambda sent: {**sent, "cross": sent["cross"].float()}, "not of layer"),
-    "not finite": (lambda sent: {**sent, "cross": sent["cross"] / 0}, "finite|NaN|number"),
-    "neither labels nor numbers": (
-        lambda sent: {**sent, "labels": sent["labels"] / 2},
-        "neither labels nor numbers",
+    "float32": (lambda sent: {**sent, "with-labels": sent["with-labels"].float()}, "not of layer"),
+    "not finite": (
+        lambda sent: {**sent, "with-labels": sent["with-labels"] / 0},
+        "finite|NaN|number",
+    ),
+    "numbers among labels": (
+        lambda sent: {"with-numbers": sent["with-labels"], "second": sent["second"]},
+        "unlike most, entry 'with-",
     ),
     "a share below zero": (
         # the others have what it lacks
-        lambda sent: {**sent, "cross": sent["cross"] + torch.tensor([0.0, -2.0, 2.0])},
+        lambda sent: {**sent, "with-labels": sent["with-labels"] + torch.tensor([0.0, -2.0, 2.0])},
         "not those of a whole",
     ),
     "more than a whole": (
-        lambda sent: (
-            {name: 100 * values for name, values in sent.items() if name != "labels"}
-            | {"labels": sent["labels"]}
-        ),
+        lambda sent: {name: 100 * values for name, values in sent.items()},
         "not those of a whole",
     ),
     "samples that count more": (
@@ -294,7 +306,8 @@ LIES: dict[str, tuple[Callable[[State], State], str]] = {
     "too large a product with a label": (
         lambda sent: {
             **sent,
-            "cross": sent["cross"] + 1e3 * (torch.arange(len(sent["cross"])) == 2)[:, None],
+            "with-labels": sent["with-labels"]
+            + 1e3 * (torch.arange(len(sent["with-labels"])) == 2)[:, None],
         },
         "than its factors allow",
     ),
