@@ -701,7 +701,8 @@ def findings() -> str:
     rows = [
         (
             f'<a id="{name}"></a>{kind.level}: `{name}`',
-            kind.saw.format(layers="*layers*", detail=""),
+            # a detail inside the sentence is a number, or a list
+            kind.saw.replace(" {detail}", " ...").format(layers="*layers*", detail=""),
             f"{kind.follows} {kind.fix}".strip(),
         )
         for name, kind in catalogue.KINDS.items()

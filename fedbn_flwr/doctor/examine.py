@@ -308,9 +308,13 @@ def _source(visit: Visit, network: Network, layer: str, end: Arrays) -> str:
         return "loaded"
     if all(name in end and same_numbers(end[name], network.start[name]) for name in names):
         return "kept"
-    if _is_new(network.start, layer):
-        return "made anew"
-    return "made of others"
+    if not _is_new(network.start, layer):
+        return "made of others"
+    weight = entry_of(layer, "weight")
+    is_trained_on = weight in received and same_numbers(
+        visit.received[received[weight]], network.start[weight]
+    )
+    return "set back" if is_trained_on else "made anew"
 
 
 def _of_rounds(
