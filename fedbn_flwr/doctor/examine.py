@@ -14,7 +14,7 @@ from fedbn_flwr.doctor.check import (
     statistics_of,
 )
 from fedbn_flwr.doctor.findings import Finding, worst_first
-from fedbn_flwr.doctor.observer import LayerSeen, Network, match, same_numbers
+from fedbn_flwr.doctor.observer import LayerSeen, Network, match, network_of, same_numbers
 from fedbn_flwr.state import Arrays
 
 #: messages of training, and the networks that were trained
@@ -244,17 +244,22 @@ def _of_wire(history: History, fates: dict[str, LayerFate]) -> Iterator[Finding]
         elif fate.came_back == "-" and not failed:
             groups.setdefault("no-repeat", []).append(name)
     local = [*groups.get("local", ()), *groups.get("local-lost", ())]
-    if local and len(local) < len(tracked):
-        others = [name for name in tracked if name not in local]
+    # a network of the node's own may stay whole, beside one that is shared
+    mixed = {network_of(name) for name in local} & {
+        network_of(name) for name in tracked if name not in local
+    }
+    if mixed:
         groups.pop("local", None)
-        groups["partly-local"] = others
+        groups["partly-local"] = [
+            name for name in tracked if name not in local and network_of(name) in mixed
+        ]
     for name, layers in groups.items():
         detail = ""
         if name == "partly-local":
             detail = ": " + Finding("local", tuple(local), of=of).named()
         yield Finding(name, tuple(layers), detail, of)
     found = list(_of_rounds(history, fates, shared))
-    if local:  # layers between those that are kept drift apart
+    if mixed:  # layers between those that are kept drift apart
         found = [finding for finding in found if finding.name != "apart"]
     yield from found
     if not any(finding.level == "wrong" for finding in found):

@@ -25,6 +25,8 @@ OTHERS = (
     "InstanceNorm2d",
     "InstanceNorm3d",
 )
+#: in front of the names of layers, and a number, where several networks learn
+PREFIX = "network "
 #: more samples than a mini-batch has
 MANY = 2**31
 
@@ -206,10 +208,17 @@ def main_network(networks: Iterable[Network]) -> Network | None:
     return max(learning or every, key=lambda network: len(network.layers), default=None)
 
 
+def network_of(layer: str) -> str:
+    """Return the network of a layer, among several that learn."""
+    if layer.startswith(PREFIX):
+        return layer.partition(".")[0]
+    return ""
+
+
 def _joined(networks: list[Network]) -> Network:
     whole = Network({}, {}, set(), {}, {})
     for number, network in enumerate(networks, 1):
-        prefix = f"network {number}."
+        prefix = f"{PREFIX}{number}."
         for kind, count in network.others.items():
             whole.others[kind] = whole.others.get(kind, 0) + count
         whole.layers |= {prefix + name: layer for name, layer in network.layers.items()}
