@@ -7,10 +7,12 @@ there.
 
 import gc
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from logging import INFO
 from typing import Any, Self, cast
+from weakref import WeakSet
 
 import torch
 from flwr.common import log
@@ -22,7 +24,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from fedbn_flwr import state
+from fedbn_flwr import state, wire
 from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.client.reply import Metrics
 from fedbn_flwr.client.rules import Rule, Session, rules_for
@@ -42,13 +44,55 @@ TRAINING_MODE = (
     "the evaluation runs BN in training mode, so every batch is normalized with its own "
     "statistics: call model.eval() in the handler"
 )
+NO_STEP = "the loop took no step of a torch.optim.Optimizer, so nothing was obeyed"
+NOTHING = "nothing in training mode (model.compile() hides a model, torch.compile(model) does not)"
+SECOND = (
+    "two models began with what was received, and the second one was trained to be sent, without "
+    "what the strategy asks for: train it first, or call the other one under torch.no_grad()"
+)
+
+Told = Callable[[nn.Module, tuple[Any, ...]], None]
+
+
+class _Watched(threading.local):
+    """Who is told of the forward passes of a thread."""
+
+    told: Told | None = None
+
+
+_WATCHED = _Watched()
+
+
+def _tell(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+    # of what is compiled, the call from outside was told
+    if not torch.compiler.is_compiling() and _WATCHED.told:
+        _WATCHED.told(module, inputs)
+
+
+@cache
+def _register() -> None:
+    """Register the hook of this process for good: with another one, models are compiled anew."""
+    register_module_forward_pre_hook(_tell)
+
+
+@contextmanager
+def watching(told: Told) -> Iterator[None]:
+    """Tell of each forward pass in this thread, before it begins."""
+    _register()
+    _WATCHED.told = told
+    try:
+        yield
+    finally:
+        _WATCHED.told = None
 
 
 class OwnLoop:
     """While open, whatever loop this thread runs trains the model as an instruction asks.
 
     `structure` is a model with the same entries as the one that the loop trains, which may be
-    another object. Inside the block, from the model's first forward pass in training mode on:
+    another object. Of several such models, the one is meant that begins with the weights that were
+    received: the node may have others, of its own. Inside the block, from that model's first
+    forward pass with gradients in training mode on:
 
     - BN is frozen where the instruction says so,
     - the first step of a layer-wise instruction has the statistics of all clients (`exchange`
@@ -86,17 +130,19 @@ class OwnLoop:
         self._first_step = ExitStack()
         #: samples of the first mini-batch, 0 before it
         self.first_batch_size = 0
-        #: the class of the first module that trained and is not the model, for the error message
-        self._other = ""
+        #: the first module that trained and is not the model, in words, for the error message
+        self._stranger = ""
+        #: further models that train from what was received
+        self._others: list[nn.Module] = []
         #: where a forward pass begins, and how many there were
         self._entry: nn.Module | None = None
         self._passes = 0
-        #: classes of modules whose whole model was looked for
-        self._searched: set[type[nn.Module]] = set()
+        #: modules, and classes of modules, whose whole model was looked for
+        self._searched = WeakSet[object]()
 
     def __enter__(self) -> Self:
+        self._undo.enter_context(watching(self._before_forward))
         for handle in (
-            register_module_forward_pre_hook(self._before_forward),
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         ):
@@ -112,9 +158,7 @@ class OwnLoop:
                 self._require_nothing_asked()
                 return
             if (self._rules or self._exchange) and not self._session.steps:
-                raise RuntimeError(
-                    "the loop took no step of a torch.optim.Optimizer, so nothing was obeyed"
-                )
+                raise RuntimeError(SECOND if self._others else NO_STEP)
             for rule in self._rules:
                 rule.finish(self._session)
             self.records |= carried_records(self._exchange)
@@ -142,13 +186,18 @@ class OwnLoop:
                 rule.begin(self._session)
 
     def _before_forward(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        if threading.get_ident() != self._thread or not module.training:
+        module = getattr(module, "_orig_mod", module)  # of what is compiled
+        if not module.training:
             return
         if self._session is None:
-            model = self._find_model(module)
+            model = None
+            if torch.is_grad_enabled():
+                model = self._find_model(module)
             if model is not None:
                 self.begin(model)
                 self._entry = module
+        elif self._is_another(module, self._session.model):
+            self._others.append(module)
         self._passes += module is self._entry
         # modules of the data's transforms may run before the model does
         if self._session is not None and not self.first_batch_size:
@@ -158,19 +207,31 @@ class OwnLoop:
 
     def _find_model(self, module: nn.Module) -> nn.Module | None:
         """Return the model that this module is, or is a part of, if its entries are those of the
-        structure.
+        structure, and its weights those that were received.
+        """
+        whole = self._find_whole(module)
+        if whole is None:
+            stranger = f"a {type(module).__name__}, whose entries are others"
+        elif self._begins_as_received(whole):
+            return whole
+        else:
+            stranger = f"a {type(whole).__name__} that does not begin with the received weights"
+        self._stranger = self._stranger or stranger
+        return None
+
+    def _find_whole(self, module: nn.Module) -> nn.Module | None:
+        """Return the model with the entries of the structure that this module is, or a part of.
 
         A loop may call parts of its model only, as LightningModules do: of the structure, or of a
         model of its own. A module knows its parts, not its whole.
         """
         if self._is_model(module):
             return module
-        self._other = self._other or type(module).__name__
         if any(part is module for part in self._structure.modules()):
             return self._structure
-        if type(module) in self._searched:
+        if module in self._searched or type(module) in self._searched:
             return None
-        self._searched.add(type(module))
+        self._searched.add(module)
         # isinstance would ask stand-ins for modules that are deprecated, which warn
         modules = (
             cast(nn.Module, item) for item in gc.get_objects() if issubclass(type(item), nn.Module)
@@ -178,10 +239,49 @@ class OwnLoop:
         for whole in modules:
             if self._is_model(whole) and any(part is module for part in whole.modules()):
                 return whole
+        self._searched.add(type(module))
         return None
 
     def _is_model(self, module: nn.Module) -> bool:
         return list(module.state_dict()) == self._entries
+
+    def _begins_as_received(self, model: nn.Module) -> bool:
+        """Return whether a model learns, and half of its weights or more are what was received."""
+        given = self._received.get(wire.ARRAYS, {})
+        learns = False
+        total = equal = 0
+        for name, parameter in model.named_parameters():
+            learns |= parameter.requires_grad
+            if name in given:
+                total += parameter.numel()
+                equal += int((parameter.detach() == given[name].to(parameter)).sum())
+        return learns and 2 * equal >= total
+
+    def _is_another(self, module: nn.Module, model: nn.Module) -> bool:
+        """Return whether a module trains from what was received, beside the model that does."""
+        return (
+            type(module) is type(model)
+            and module is not model
+            and module not in self._others
+            and torch.is_grad_enabled()
+            and self._is_model(module)
+            and self._begins_as_received(module)
+        )
+
+    def refuse_another(self, sent: State) -> None:
+        """Refuse a reply with another model than the one for which the instruction was obeyed."""
+        if self._session is None or not self._binding():
+            return
+        if not _is_state_of(self._session.model, sent) and any(
+            _is_state_of(other, sent) for other in self._others
+        ):
+            raise RuntimeError(SECOND)
+
+    def _binding(self) -> list[str]:
+        """Return what was asked for that only training obeys."""
+        return sorted(
+            {*self._instruction.binding_keys()} - {"stays", "omit", "send-personal", "later"}
+        )
 
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], options: dict[str, Any]
@@ -236,26 +336,30 @@ class OwnLoop:
         return held & {id(parameter) for parameter in self._session.model.parameters()}
 
     def _require_nothing_asked(self) -> None:
-        keys = set(self._instruction.binding_keys()) - {"stays", "omit", "send-personal", "later"}
+        keys = self._binding()
         if keys:
-            trained = "nothing in training mode"
-            if self._other:
-                trained = f"a {self._other}, whose entries are others"
+            trained = self._stranger or NOTHING
             raise RuntimeError(
-                f"cannot obey {', '.join(sorted(keys))}: the handler trained {trained}; `model` "
-                "of the ClientApp must have the entries of the model that the handler trains"
+                f"cannot obey {', '.join(keys)}: the handler trained {trained}; it must train, "
+                "from what it received, a model with the entries of the ClientApp's `model`"
             )
+
+
+def _is_state_of(model: nn.Module, sent: State) -> bool:
+    """Return whether a model has the parameters that were sent."""
+    return all(
+        torch.equal(parameter.detach().cpu().to(sent[name].dtype), sent[name].cpu())
+        for name, parameter in model.named_parameters()
+    )
 
 
 @contextmanager
 def saying_training_mode() -> Iterator[None]:
     """Say once if BN of a model that this thread evaluates is in training mode."""
-    thread = threading.get_ident()
 
     def look(module: nn.Module, _: object) -> None:
-        if module.training and isinstance(module, _BatchNorm) and threading.get_ident() == thread:
+        if module.training and isinstance(module, _BatchNorm):
             warn_once(TRAINING_MODE)
 
-    with ExitStack() as undo:
-        undo.callback(register_module_forward_pre_hook(look).remove)
+    with watching(look):
         yield

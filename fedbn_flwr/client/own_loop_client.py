@@ -87,6 +87,7 @@ class OwnLoopClient:
         add.
         """
         trained = self._trained(content)
+        loop.refuse_another(trained)
         stays = state.group_keys(self.model, instruction.stays)
         if stays:
             self.memory.store(

@@ -222,6 +222,50 @@ def test_rules_change_the_parameters_that_the_optimizer_has(method: str) -> None
     assert run_both(method, loop) < EXACT
 
 
+def own_network_first(
+    model: nn.Module, batches: Iterator[Batch], lr: float, momentum: float
+) -> float:
+    """Train a network of the node's own first, as Ditto may."""
+    seen = list(batches)
+    plain_loop(make_model(seed=4), iter(seen), lr, momentum)
+    return plain_loop(model, iter(seen), lr, momentum)
+
+
+def mean_teacher(model: nn.Module, batches: Iterator[Batch], lr: float, momentum: float) -> float:
+    """Ask a copy in training mode before each step."""
+    teacher = deepcopy(model).train()
+
+    def forward(inputs: Tensor) -> Tensor:
+        with torch.no_grad():
+            teacher(inputs)
+        return cast(Tensor, model(inputs))
+
+    return plain_loop(model, batches, lr, momentum, forward)
+
+
+def compiled(model: nn.Module, batches: Iterator[Batch], lr: float, momentum: float) -> float:
+    """Train in one graph, which no hook may break."""
+    graph: Any = torch.compile(model, backend="eager", fullgraph=True)
+    return plain_loop(model, batches, lr, momentum, graph.__call__)
+
+
+@pytest.mark.parametrize(
+    ("method", "loop"),
+    [
+        *(
+            (method, loop)
+            for method in ("fixbn, statistics and affine", "scaffold", "fedtan", "fedtan, carried")
+            for loop in (own_network_first, mean_teacher)
+        ),
+        ("fixbn, statistics and affine", compiled),
+        ("scaffold", compiled),
+    ],
+)
+def test_the_model_that_begins_as_received_is_meant(method: str, loop: Loop) -> None:
+    """Whatever else trains, and however it is called."""
+    assert run_both(method, loop) < EXACT
+
+
 class UsersClient(NumPyClient):
     """A client of Flower's tutorials: lists of arrays, and a loop of its own."""
 
@@ -408,6 +452,39 @@ def other_model(model: nn.Module, batches: Iterator[Batch], lr: float, momentum:
     return 0.0
 
 
+def new_model(model: nn.Module, batches: Iterator[Batch], lr: float, momentum: float) -> float:
+    """Train what was never received."""
+    return plain_loop(make_model(seed=4), batches, lr, momentum)
+
+
+def compiled_in_place(
+    model: nn.Module, batches: Iterator[Batch], lr: float, momentum: float
+) -> float:
+    """Train a model whose calls no hook sees."""
+    model.compile(backend="eager")
+    return plain_loop(model, batches, lr, momentum)
+
+
+def own_copy_first(model: nn.Module, batches: Iterator[Batch], lr: float, momentum: float) -> float:
+    """Train a copy of what was received, which is not sent, first."""
+    seen = list(batches)
+    plain_loop(deepcopy(model), iter(seen[:1]), lr, momentum)
+    return plain_loop(model, iter(seen), lr, momentum)
+
+
+def teacher_with_gradients(
+    model: nn.Module, batches: Iterator[Batch], lr: float, momentum: float
+) -> float:
+    """Ask a copy in training mode before each step, with gradients that nobody takes."""
+    teacher = deepcopy(model).train()
+
+    def forward(inputs: Tensor) -> Tensor:
+        teacher(inputs)
+        return cast(Tensor, model(inputs))
+
+    return plain_loop(model, batches, lr, momentum, forward)
+
+
 def no_step(model: nn.Module, batches: Iterator[Batch], lr: float, momentum: float) -> float:
     """Go forward only."""
     return float(model.train()(next(batches)[0]).sum().detach())
@@ -445,6 +522,22 @@ MISTAKES: list[tuple[Callable[[], BaseStrategy], FlowerClientApp, str]] = [
             (lambda: FedProx(mu=0.5), "proximal-mu"),
             (FedTAN, "layerwise"),
         )
+    ),
+    (
+        lambda: FixBN(freeze_round=0),
+        own_app(new_model, make),
+        "the handler trained a .* that does not begin with the received weights; it must train, "
+        "from what it received",
+    ),
+    (
+        lambda: FixBN(freeze_round=0),
+        own_app(compiled_in_place, make),
+        r"the handler trained nothing in training mode \(model.compile\(\) hides a model",
+    ),
+    *(
+        (each, own_app(loop, make), "two models began with what was received, and the second one")
+        for each in (lambda: FixBN(freeze_round=0), lambda: FedProx(mu=0.5), FedTAN)
+        for loop in (own_copy_first, teacher_with_gradients)
     ),
     (lambda: FedProx(mu=0.5), own_app(no_step, make), NO_OPTIMIZER),
     # statistics would be those of before the step: nothing tells when that ends
