@@ -227,7 +227,6 @@ def test_continuous_integration_runs_the_pythons_that_the_package_supports() -> 
 WITHOUT = "import sys; sys.modules.update(dict.fromkeys({}))\n"
 
 
-@pytest.mark.slow
 def test_the_core_needs_flower_torch_and_numpy_only(tmp_path: Path) -> None:
     program = (
         WITHOUT.format(sorted(EXTRAS))
@@ -235,7 +234,7 @@ def test_the_core_needs_flower_torch_and_numpy_only(tmp_path: Path) -> None:
 import torch
 from flwr.app import ConfigRecord
 from torch import nn
-from fedbn_flwr import models, norm, state, traffic
+from fedbn_flwr import models, norm, state, transports
 from fedbn_flwr.client import BNClient
 from fedbn_flwr.clientapp import ClientApp, client_app, numpy_client_app
 from fedbn_flwr.data import Split

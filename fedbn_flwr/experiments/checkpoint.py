@@ -212,23 +212,18 @@ class Saver:
         #: where nodes keep their states themselves, None
         self._local = grid if isinstance(grid, LocalGrid) else None
         self._history = History((), str(grid.run.run_id))
+        #: the round of the latest checkpoint
         self._last = 0
         #: when the latest checkpoint was complete, and the seconds that it took
         self._ended = monotonic()
         self._took = 0.0
-        #: the configurations of messages to nodes that keep their states themselves
-        self._configs: list[ConfigRecord] = []
 
-    def tell(self, config: ConfigRecord) -> ConfigRecord:
-        """Add to the configuration of messages what nodes must know that keep their states
-        themselves.
-        """
-        if (
-            self._config.results.checkpoint_every or self._config.results.resume
-        ) and not self._local:
-            config.update({STATE_HISTORY: self._history.to_text(), CHECKPOINT: self._last})
-            self._configs.append(config)
-        return config
+    def facts(self) -> ConfigRecord:
+        """Return what messages of the next round tell nodes that keep their states themselves."""
+        options = self._config.results
+        if self._local or not (options.checkpoint_every or options.resume):
+            return ConfigRecord()
+        return ConfigRecord({STATE_HISTORY: self._history.to_text(), CHECKPOINT: self._last})
 
     def is_due(self, server_round: int) -> bool:
         """Return whether it is time for a checkpoint."""
@@ -243,8 +238,7 @@ class Saver:
         content = arrays_of(now.after), self._strategy.state_dict(), pack_state(self._standing, {})
         checkpoint = Checkpoint(now.number, *content, self._history.to_text())
         write_checkpoint(self._folder, checkpoint, self._local.save_states if self._local else None)
-        for config in self._configs:
-            config[CHECKPOINT] = now.number
+        self._last = now.number
         self._ended = monotonic()
         self._took = self._ended - begun
 

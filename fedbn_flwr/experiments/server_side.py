@@ -111,13 +111,23 @@ def play(
         files = RunFolder(folder)
         files.config(experiment.to_mapping(), asked, setup.sites)
     counted = CountingGrid(setup.grid, standing.training, standing.evaluation)
-    train_config = ConfigRecord({**instruction_of(config).to_config(always=("lr",)), **setup.facts})
-    evaluate_config = ConfigRecord({**evaluation_of(experiment).to_config(), **setup.facts})
+    facts = {**setup.facts, **saver.facts()}
+    train_config = ConfigRecord({**instruction_of(config).to_config(always=("lr",)), **facts})
+    evaluate_config = ConfigRecord({**evaluation_of(experiment).to_config(), **facts})
     with open_sinks(
         config.results.log_to, folder, experiment.to_mapping(), files.rounds_done
     ) as sinks:
         journal = Journal(files, strategy, counted, config, sinks, standing)
-        after_round = AfterRound(setup, strategy, journal, standing, saver, progress, arrays)
+        after_round = AfterRound(
+            setup,
+            strategy,
+            journal,
+            standing,
+            saver,
+            progress,
+            (train_config, evaluate_config),
+            arrays,
+        )
         try:
             if not standing.stopped_by:  # a run may die between its last round and its end
                 strategy.start(
@@ -125,8 +135,8 @@ def play(
                     arrays,
                     config.rounds,
                     config.network.timeout,
-                    saver.tell(train_config),
-                    saver.tell(evaluate_config),
+                    train_config,
+                    evaluate_config,
                     rounds_done=standing.round,
                     on_round=after_round,
                 )
@@ -179,6 +189,8 @@ class AfterRound:
     standing: Standing
     saver: Saver
     progress: Progress | None
+    #: of the messages of later rounds, which tell nodes of the latest checkpoint
+    configs: Sequence[ConfigRecord]
     #: the state that the latest round has ended with
     arrays: ArrayRecord
 
@@ -200,6 +212,8 @@ class AfterRound:
         stops = STOP.is_asked and not is_last
         if stops or self.saver.is_due(now.number):
             self.saver.save(now)
+            for told in self.configs:
+                told.update(self.saver.facts())
         return stops or bool(self.standing.stopped_by)
 
 
