@@ -67,10 +67,22 @@ def only_composed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", one_pixel)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files that take longest, so that at the end no process waits long for another
-    one.
+    """Call most cases of a sampled test slow; begin with the files that take longest, so that at
+    the end no process waits long for another one.
     """
+    sampled: dict[tuple[Path, str, int], list[pytest.Item]] = {}
+    for item in items:
+        marker = item.get_closest_marker("sampled")
+        if marker and not item.get_closest_marker("slow"):
+            place = (item.path, getattr(item, "originalname", ""), marker.args[0])
+            sampled.setdefault(place, []).append(item)
+    for (_, _, count), cases in sampled.items():
+        chosen = {index * len(cases) // count for index in range(count)}
+        for index, item in enumerate(cases):
+            if index not in chosen:
+                item.add_marker("slow")
     items.sort(key=lambda item: item.path.stem not in LONGEST)
 
 

@@ -31,6 +31,7 @@ def last_value(source: str, names: dict[str, Any]) -> Any:
 
 
 @pytest.mark.usefixtures("only_composed")
+@pytest.mark.slow
 def test_the_notebook_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

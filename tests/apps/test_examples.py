@@ -97,6 +97,7 @@ def forget(paths: Iterable[Path]) -> None:
 
 
 @pytest.mark.parametrize(("project", "strategy", "options"), OBEYED)
+@pytest.mark.sampled(2)
 def test_nodes_obey_another_method(
     project: str, modules: dict[str, ModuleType], flower_log: pytest.LogCaptureFixture
 ) -> None:

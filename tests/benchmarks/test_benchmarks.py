@@ -62,6 +62,7 @@ def test_engines_stand_beside_the_bare_loop(
     assert len((tmp_path / "bench.md").read_text().splitlines()) == 4
 
 
+@pytest.mark.slow
 def test_an_engine_takes_no_part_in_cases_that_it_cannot_do(tmp_path: Path) -> None:
     words = "--engines bare,captured,jax --models mlp --methods fixbn:freeze-round=1 --clients 2"
     few = ["--device", "cpu", "--repetitions", "1", "--seconds", "0.01"]

@@ -312,6 +312,7 @@ def test_fedbs_unbalanced_shards_of_50_with_1_to_30_each(samples: int, shards: i
 
 
 @pytest.mark.parametrize(("clients", "total", "most"), [(3, 6, 3), (4, 7, 4), (2, 5, 3)])
+@pytest.mark.slow
 def test_small_allocations_are_equally_likely(clients: int, total: int, most: int) -> None:
     allocations = [
         numbers for numbers in product(range(1, most + 1), repeat=clients) if sum(numbers) == total

@@ -148,6 +148,7 @@ ALIKE = ("FedProx", "FedAvgM", "FedAdagrad", "FedYogi", "FedTrimmedAvg")
     "name",
     [pytest.param(name, marks=pytest.mark.slow if name in ALIKE else ()) for name in FLOWER],
 )
+@pytest.mark.sampled(3)
 def test_what_flowers_strategies_make_of_running_statistics(name: str) -> None:
     findings = examined("of_flower", strategy=name).findings
     # in how many rounds a variance is below zero depends on the draw

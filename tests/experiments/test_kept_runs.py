@@ -153,6 +153,7 @@ def test_the_same_command_reuses_and_more_seeds_and_methods_are_added(
 @pytest.mark.parametrize(
     "words", ["--lr 0.3", "--grid lr=0.1,0.3 --grid-seeds 1", "--engine inprocess"]
 )
+@pytest.mark.sampled(1)
 def test_another_run_lies_beside(words: str, tmp_path: Path) -> None:
     options = {"results_dir": str(tmp_path)}
     assert run("compare", "--methods", "fedavg", **options) == 0
@@ -175,6 +176,7 @@ def test_options_that_change_no_bit_are_the_same_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, "{", "{}", "[]", '{"options": {}}'])
+@pytest.mark.sampled(2)
 def test_results_whose_options_are_lost_are_nobodys(
     content: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

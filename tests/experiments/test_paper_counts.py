@@ -94,6 +94,7 @@ def fedtan_ii(m: int, rounds: int, exchange: str = "paper", send_frozen: bool = 
         ("feddna", 20, PARAMETERS + 2 * STATISTICS, None),
     ],
 )
+@pytest.mark.sampled(2)
 def test_table_3(method: str, exchanges: int, numbers: int, printed: float | None) -> None:
     [tally] = count(method)
     assert (tally.exchanges, tally.paper) == (exchanges, numbers * COPIES)

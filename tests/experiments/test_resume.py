@@ -88,6 +88,7 @@ def uninterrupted(
     max_examples=2, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(deaths=st.lists(st.floats(0, 1), min_size=1, max_size=3))
+@pytest.mark.sampled(1)
 def test_the_moment_of_death_does_not_matter(
     uninterrupted: Whole, tmp_path: Path, deaths: list[float]
 ) -> None:

@@ -102,6 +102,7 @@ class Server:
 
 
 @pytest.mark.parametrize("method", [*USUAL, *MORE])
+@pytest.mark.sampled(1)
 def test_whatever_messages_it_dies_after(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

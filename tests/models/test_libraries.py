@@ -161,6 +161,7 @@ def test_a_network_without_bn_says_so(tmp_path: Path, capfd: pytest.CaptureFixtu
         ),
     ],
 )
+@pytest.mark.sampled(1)
 def test_fedtans_gradients_are_the_centralized_ones(name: str) -> None:
     batches = heterogeneous_batches([3, 1, 4], (3, 32, 32))
     assert_centralized(made(lambda: build(name, image_size=32)), batches, buffers=1e-8)
@@ -170,6 +171,7 @@ def test_fedtans_gradients_are_the_centralized_ones(name: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["safetensors", "state_dict", "model", "module."])
+@pytest.mark.sampled(2)
 def test_a_file_with_another_head_is_loaded_but_for_the_head(
     form: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -305,6 +307,7 @@ CHOSEN = {
 
 @pytest.mark.parametrize("engine", ["stacked", pytest.param("inprocess", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("chosen", CHOSEN)
+@pytest.mark.sampled(2)
 def test_only_the_chosen_parameters_learn(
     chosen: str, engine: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

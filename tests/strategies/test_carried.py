@@ -359,6 +359,7 @@ SILENCES: dict[str, Silence] = {
     ids=str,
 )
 @pytest.mark.parametrize("case", SILENCES)
+@pytest.mark.sampled(3)
 def test_a_run_with_silent_nodes_is_what_the_equations_say(
     case: str, fraction: float, rounds: int, options: dict[str, Any]
 ) -> None:

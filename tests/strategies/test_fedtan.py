@@ -127,6 +127,7 @@ COMBINED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", COMBINED)
+@pytest.mark.sampled(2)
 def test_options_of_every_strategy_work(case: str) -> None:
     options = COMBINED[case]
     tan, paper, plain = (

@@ -61,6 +61,7 @@ def test_without_a_rule_the_model_grows_with_the_lie(method: str) -> None:
     ("method", "rule"),
     [*((method, "median") for method in METHODS), *(("fedtan", rule) for rule in RULES)],
 )
+@pytest.mark.sampled(3)
 def test_under_a_rule_the_lie_can_be_as_large_as_it_likes(method: str, rule: str) -> None:
     """The largest and the second largest lie come to the same end: only their order counts, or
     their direction.

@@ -127,6 +127,7 @@ class Apart(ConcurrentNodes):
         ("fused", Apart),
     ],
 )
+@pytest.mark.sampled(2)
 def test_replay_has_the_bits_of_the_step_in_memory(case: str, grid: type[InProcessGrid]) -> None:
     rounds = 1 if grid is Apart else 2
     held, one = Nodes(InProcessGrid).train(CASES[case](), rounds)

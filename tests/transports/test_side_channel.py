@@ -96,6 +96,7 @@ def same(one: state.State, other: state.State) -> bool:
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.sampled(1)
 def test_bits_and_counts_are_those_in_process(case: str, caplog: pytest.LogCaptureFixture) -> None:
     with concurrent() as nodes:
         after, counted = run(

@@ -58,6 +58,7 @@ def test_on_iid_digits_bn_is_fine_and_on_one_class_a_client_it_is_not(tmp_path: 
     assert fedavg_error(apart) > 5 * mean
 
 
+@pytest.mark.slow
 def test_a_trained_model_keeps_its_layers(tmp_path: Path) -> None:
     save_file(
         dict(build("small-cnn", in_channels=1, image_size=8).state_dict()),

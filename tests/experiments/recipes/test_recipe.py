@@ -243,6 +243,7 @@ def test_a_recipe_without_a_small_form_says_so(
 
 
 @pytest.mark.parametrize("name", recipe_names())
+@pytest.mark.sampled(3)
 def test_every_cell_of_a_recipe_resolves(name: str, tmp_path: Path) -> None:
     recipe = read_recipe(name)
     for form in (recipe, recipe.in_small()):
@@ -253,6 +254,7 @@ def test_every_cell_of_a_recipe_resolves(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", recipe_names())
+@pytest.mark.sampled(1)
 def test_every_recipe_runs_in_small_for_20_rounds_at_least(name: str) -> None:
     """On embedded data: the cells are checked up to the first round."""
     small = read_recipe(name).in_small()

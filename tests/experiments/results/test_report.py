@@ -112,6 +112,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Page:
     return write_page(write_matrix(folder, ALL), out=folder / "page")
 
 
+@pytest.mark.slow
 def test_a_matrix_stands_beside_the_papers_numbers(whole: Page) -> None:
     page = whole
     # a row for each method of each setting, the score first
@@ -419,6 +420,7 @@ def test_runs_of_several_settings_share_no_picture(tmp_path: Path) -> None:
         ("fedbs:lr-schedule=:epsilon=100:patience-rounds=3", [("stage 2", 3)]),
     ],
 )
+@pytest.mark.sampled(3)
 def test_freezes_and_rate_drops_are_marked(
     method: str, expected: list[tuple[str, int]], tmp_path: Path
 ) -> None:

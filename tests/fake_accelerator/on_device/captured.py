@@ -97,6 +97,7 @@ UNLIKE = ("fedavg", "fixbn", "fedtan", "fedtan, carried", "fedwon", "fedbs", "fb
     "name",
     [pytest.param(name, marks=() if name in UNLIKE else pytest.mark.slow) for name in CASES],
 )
+@pytest.mark.sampled(6)
 def test_replayed_steps_have_the_bits_of_eager_ones(name: str, grid: type[InProcessGrid]) -> None:
     make, norm = CASES[name]
 
@@ -149,6 +150,7 @@ CHANGES: dict[str, tuple[Callable[[], BaseStrategy], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("case", CHANGES)
+@pytest.mark.sampled(5)
 def test_what_changes_is_captured_again(case: str, grid: type[InProcessGrid]) -> None:
     make, options = CHANGES[case]
     model = make_float32_model if case == "bfloat16" else make_model
@@ -213,6 +215,7 @@ def test_what_cannot_be_captured_goes_on_as_before() -> None:
 
 
 @pytest.mark.parametrize("strategy", [FedAvg, FedTAN])
+@pytest.mark.sampled(1)
 def test_stacks_draw_the_masks_of_dropout_ahead_of_a_step(
     strategy: Callable[[], BaseStrategy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -310,6 +313,7 @@ def test_a_layer_that_counts_in_python_falls_back() -> None:
 
 
 @pytest.mark.parametrize("strategy", [FedAvg, FedTAN])
+@pytest.mark.sampled(1)
 def test_steps_of_clients_with_other_batches_are_captured(
     strategy: Callable[[], BaseStrategy],
 ) -> None:

@@ -87,6 +87,7 @@ def measured(case: str, grid: type[InProcessGrid]) -> tuple[dict[str, float], di
         if (case, grid) != ("kept Adam", Stacked)
     ],
 )
+@pytest.mark.sampled(4)
 def test_a_step_waits_for_nothing_and_a_round_has_few_copies(
     case: str, grid: type[InProcessGrid]
 ) -> None:

@@ -59,6 +59,7 @@ def largest_of(stack: int, model: str) -> int:
         *(pytest.param(FedAvg, name, marks=pytest.mark.slow) for name in LARGE),
     ],
 )
+@pytest.mark.sampled(2)
 def test_a_stack_that_does_not_fit_is_halved(
     strategy: type[BaseStrategy],
     model: str,

@@ -183,6 +183,7 @@ def test_two_workers_have_the_results_of_one(method: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedtan"])
+@pytest.mark.sampled(1)
 def test_nodes_of_a_worker_whose_device_fails_are_named(
     method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -216,6 +217,7 @@ def test_a_run_that_died_goes_on_with_the_same_bits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["fedtan", "fixbn:freeze-round=3"])
+@pytest.mark.sampled(1)
 def test_a_run_with_captured_steps_that_died_has_the_bits_of_one_without(
     method: str, tmp_path: Path
 ) -> None:

@@ -114,6 +114,7 @@ def trained(strategy: Any, grid: Any) -> tuple[dict[str, torch.Tensor], dict[int
         ("own_app", lambda: FedTAN(fraction_evaluate=0.0), 0, 2),
     ],
 )
+@pytest.mark.sampled(2)
 def test_any_projects_nodes_train_as_in_flowers_simulation(
     app: str, strategy: Any, loaders: int, workers: int
 ) -> None:

@@ -131,6 +131,7 @@ POISONS: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], object], str]] =
     ],
     ids=str,
 )
+@pytest.mark.sampled(2)
 def test_a_fault_in_the_middle_goes_to_messages(case: str, options: dict[str, Any]) -> None:
     """They find out who it was, and the round is that of the others.
 
