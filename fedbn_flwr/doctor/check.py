@@ -1,7 +1,7 @@
 """What becomes of running statistics between the nodes and the server."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -111,6 +111,9 @@ def look_at(seen: Round, layers: Sequence[str], of: int) -> list[Finding]:
     if not seen.after:
         return []
     findings = []
+    ends = replace(seen, after=[_end(seen.before, state) for state in seen.after])
+    if _is_mean(ends, layers) and not _is_mean(seen, layers):  # nodes send what they changed
+        seen.after = ends.after
     weights = _weights(seen, layers)
     by_fate: dict[Fate, list[str]] = {}
     lacking = []
@@ -171,6 +174,23 @@ def _other_kind(seen: Round, name: str) -> bool:
 
 def _is_half(seen: Round, name: str) -> bool:
     return any(name in state and state[name].dtype == np.float16 for state in seen.after)
+
+
+def _end(before: Arrays, change: Arrays) -> Arrays:
+    """Return what a node ends with that sends its changes."""
+    ends = dict(change)
+    for name, begun in before.items():
+        if name in change and change[name].shape == begun.shape:
+            ends[name] = begun + change[name]
+    return ends
+
+
+def _is_mean(seen: Round, layers: Sequence[str]) -> bool:
+    """Return whether the averaged means of all layers are means."""
+    names = [entry_of(layer, MEAN) for layer in layers]
+    sent = [name for name in names if all(name in state for state in seen.after)]
+    weights = _weights(seen, layers)
+    return bool(sent) and all(_fate(seen, name, weights) == "mean" for name in sent)
 
 
 # ---- one entry -----------------------------------------------------------------------------------

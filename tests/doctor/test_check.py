@@ -71,6 +71,14 @@ def test_a_mean_is_nothing_to_speak_of_with_weights_that_are_said_or_not() -> No
     assert names(mean_of(AFTER)) == {"counters"}
 
 
+def test_nodes_may_send_what_they_changed() -> None:
+    """As `watched` sees it, which knows nothing of the nodes' networks."""
+    changes = [{name: value - BEFORE[name] for name, value in state.items()} for state in AFTER]
+    assert names(MEAN, after=changes) == set()
+    assert names(BEFORE, after=changes) == {"not-averaged"}
+    assert names(statistics(lambda _, value: value + 5), after=changes) == {"not-a-mean"}
+
+
 def test_the_variance_of_all_data_is_nothing_to_speak_of_and_lacks_no_spread() -> None:
     after = [state_of(seed, shift=2.0 * seed) for seed in (1, 2, 3)]
     plain = mean_of(after)
