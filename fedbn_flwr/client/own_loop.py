@@ -350,6 +350,7 @@ def _is_state_of(model: nn.Module, sent: State) -> bool:
     return all(
         torch.equal(parameter.detach().cpu().to(sent[name].dtype), sent[name].cpu())
         for name, parameter in model.named_parameters()
+        if name in sent
     )
 
 
