@@ -97,7 +97,7 @@ def forget(paths: Iterable[Path]) -> None:
 
 
 @pytest.mark.parametrize(("project", "strategy", "options"), OBEYED)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_nodes_obey_another_method(
     project: str, modules: dict[str, ModuleType], flower_log: pytest.LogCaptureFixture
 ) -> None:

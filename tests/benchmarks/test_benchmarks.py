@@ -87,6 +87,7 @@ def test_a_row_says_how_it_computes_and_what_it_takes_on_a_gpu() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_failure_is_a_row_and_the_others_go_on() -> None:
     # only the bare loop does not need the method's strategy
     case = Case("mlp", "fedavg:robust=nonsense", clients=2, local_steps=1, device="cpu")

@@ -249,6 +249,7 @@ def compiled(model: nn.Module, batches: Iterator[Batch], lr: float, momentum: fl
     return plain_loop(model, batches, lr, momentum, graph.__call__)
 
 
+@pytest.mark.filterwarnings("ignore:Using .torch.compile.module.. when there are global hooks")
 @pytest.mark.parametrize(
     ("method", "loop"),
     [
@@ -261,6 +262,7 @@ def compiled(model: nn.Module, batches: Iterator[Batch], lr: float, momentum: fl
         ("scaffold", compiled),
     ],
 )
+@pytest.mark.sampled(6)
 def test_the_model_that_begins_as_received_is_meant(method: str, loop: Loop) -> None:
     """Whatever else trains, and however it is called."""
     assert run_both(method, loop) < EXACT

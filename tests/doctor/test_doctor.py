@@ -45,6 +45,7 @@ def examined(name: str, **config: str | int) -> Examination:
     "name",
     [pytest.param(name, marks=pytest.mark.slow if name in LARGE else ()) for name in NAMES],
 )
+@pytest.mark.sampled(18)
 def test_what_is_planted_is_found_and_nothing_else(name: str) -> None:
     planted = import_module(name)
     examination = examined(name)
@@ -211,6 +212,7 @@ def test_wrong_is_an_exit_code_of_one_and_worth_knowing_is_none(
         ("no_network", [], "no node trained a network of PyTorch"),
     ],
 )
+@pytest.mark.sampled(5)
 def test_one_line_says_what_to_pass(
     tmp_path: Path,
     doctor: Doctor,

@@ -42,6 +42,7 @@ def trained(folder: Path, method: str = "fedavg", **options: Any) -> dict[str, A
     ],
     ids=str,
 )
+@pytest.mark.sampled(3)
 def test_a_summary_says_in_how_many_processes_and_in_which_stacks(
     options: dict[str, Any], wanted: str, tmp_path: Path
 ) -> None:

@@ -67,6 +67,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "size", "norm"), CASES)
+@pytest.mark.sampled(20)
 def test_forward_and_backward_on_images_of_one_or_three_channels(
     name: str, size: int, norm: str
 ) -> None:

@@ -138,6 +138,7 @@ WORKS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", ["inprocess", "stacked", "sums", "workers"])
 @pytest.mark.parametrize("feature", WORKS)
+@pytest.mark.sampled(12)
 def test_what_it_never_heard_of_works(feature: str, kind: str) -> None:
     options = WORKS[feature]
     instruction: dict[str, Any] = {"momentum": 0.9} if feature == "kept optimizers" else {}

@@ -65,6 +65,7 @@ OPTIMIZED = [name for name in TABLE if "server_optimizer" not in REGISTRY[name].
     ("name", "server_optimizer"),
     [("fedavg", "momentum"), *((name, "adam") for name in sorted(OPTIMIZED))],
 )
+@pytest.mark.sampled(6)
 def test_two_names_are_one_parameter_to_a_server_optimizer(
     name: str, server_optimizer: str
 ) -> None:

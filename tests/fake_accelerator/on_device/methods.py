@@ -56,7 +56,7 @@ def end_of(
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 def test_one_after_another_has_the_bits_of_the_cpu(name: str) -> None:
     wanted, ended = end_of(name, "cpu"), end_of(name, DEVICE)
     # torch composes group normalization of other operations on devices that it does not know
@@ -65,7 +65,7 @@ def test_one_after_another_has_the_bits_of_the_cpu(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 def test_stacks_agree_with_the_cpu(name: str) -> None:
     with watching() as watch:
         assert distance(end_of(name, "cpu"), end_of(name, DEVICE, Stacked)) < EXACT
