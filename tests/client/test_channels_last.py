@@ -41,7 +41,8 @@ class Own(nn.Module):
     [
         *(
             ("small-cnn", 32, True),
-            ("small-cnn", 28, False),
+            ("small-cnn", 28, True),
+            ("small-cnn", 20, False),
             ("resnet20", 32, True),
             ("mobilenetv2", 64, True),
         ),
@@ -55,6 +56,11 @@ class Own(nn.Module):
 )
 def test_models_of_this_project(name: str, size: int, wanted: bool) -> None:
     assert is_last(channels_last(images(size), models.build(name, 10, 3, size))) == wanted
+
+
+def test_images_of_one_channel_are_told_apart_by_their_strides() -> None:
+    gray = channels_last(images(28)[:, :1], models.build("small-cnn", 10, 1, 28))
+    assert gray.stride() == (28 * 28, 1, 28, 1)
 
 
 def test_a_layer_that_may_need_the_usual_order_keeps_it() -> None:
