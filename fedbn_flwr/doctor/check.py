@@ -119,8 +119,8 @@ def look_at(seen: Round, layers: Sequence[str], of: int) -> list[Finding]:
     lacking = []
     for layer in layers:
         names = statistics_of(layer)
-        sent = [name for name in names if all(name in state for state in seen.after)]
-        if not sent and all(entry_of(layer, "weight") in state for state in seen.after):
+        sent = [name for name in names if _sent_by_all(seen, name)]
+        if not sent and _sent_by_all(seen, entry_of(layer, "weight")):
             lacking.append(layer)
         for name in sent:
             fate = seen.fates[name] = _fate(seen, name, weights)
@@ -165,7 +165,7 @@ def _least(seen: Round, layers: Iterable[str], fate: Fate) -> str:
 
 
 def _other_kind(seen: Round, name: str) -> bool:
-    if name not in seen.averaged or not all(name in state for state in seen.after):
+    if name not in seen.averaged or not _sent_by_all(seen, name):
         return False
     was = seen.after[0][name]
     now = seen.averaged[name]
@@ -185,10 +185,14 @@ def _end(before: Arrays, change: Arrays) -> Arrays:
     return ends
 
 
+def _sent_by_all(seen: Round, name: str) -> bool:
+    return all(name in state for state in seen.after)
+
+
 def _is_mean(seen: Round, layers: Sequence[str]) -> bool:
     """Return whether the averaged means of all layers are means."""
     names = [entry_of(layer, MEAN) for layer in layers]
-    sent = [name for name in names if all(name in state for state in seen.after)]
+    sent = [name for name in names if _sent_by_all(seen, name)]
     weights = _weights(seen, layers)
     return bool(sent) and all(_fate(seen, name, weights) == "mean" for name in sent)
 
@@ -207,7 +211,7 @@ def _weights(seen: Round, layers: Sequence[str]) -> list[Values]:
     names = [
         name
         for name in (entry_of(layer, MEAN) for layer in layers)
-        if name in seen.averaged and all(name in state for state in seen.after)
+        if name in seen.averaged and _sent_by_all(seen, name)
     ]
     if names and all(np.isfinite(seen.averaged[name]).all() for name in names):
         nodes = np.concatenate([_stacked(seen, name) for name in names], axis=1)
@@ -256,7 +260,7 @@ def _is_pooled(seen: Round, name: str, weights: Sequence[Values], tolerance: flo
     as that is.
     """
     mean_name = entry_of(layer_of(name), MEAN)
-    if mean_name not in seen.averaged or not all(mean_name in state for state in seen.after):
+    if mean_name not in seen.averaged or not _sent_by_all(seen, mean_name):
         return False
     now = _flat(seen.averaged[name])
     variances = _stacked(seen, name)
