@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedbn_flwr.client.batch_plan import pass_sizes
+from fedbn_flwr.client.image_order import channels_last
 from fedbn_flwr.client.learning_task import CLASSIFICATION, LearningTask, Measure
 from fedbn_flwr.client.training import LossFunction, logits_of, model_loss, output_loss
 from fedbn_flwr.data import Split
@@ -128,7 +129,7 @@ def evaluate(
         sizes = batch_sizes(split, len(split), batch_size)
         batches = split.batches(torch.arange(len(split)), sizes, device)
         for (inputs, targets), rows in zip(batches, domains.split(sizes), strict=True):
-            outputs = model(inputs)
+            outputs = model(channels_last(inputs, model))
             logits = logits_of(outputs).float()
             losses.append(output_loss(outputs, targets, task.loss))
             if metrics:

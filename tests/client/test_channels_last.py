@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from fedbn_flwr import models, wire
 from fedbn_flwr.client import BNClient, bn_client
+from fedbn_flwr.client.evaluation import evaluate
 from fedbn_flwr.client.image_order import channels_last
 from fedbn_flwr.data import Split
 from fedbn_flwr.state import snapshot
@@ -61,6 +62,14 @@ def test_models_of_this_project(name: str, size: int, wanted: bool) -> None:
 def test_images_of_one_channel_are_told_apart_by_their_strides() -> None:
     gray = channels_last(images(28)[:, :1], models.build("small-cnn", 10, 1, 28))
     assert gray.stride() == (28 * 28, 1, 28, 1)
+
+
+def test_an_evaluation_has_this_order() -> None:
+    model = models.build("small-cnn", 10, 3, SIDE)
+    seen = list[bool]()
+    model[3].register_forward_pre_hook(lambda _, inputs: seen.append(is_last(inputs[0])))  # type: ignore[index]
+    evaluate(model, Split(images(), torch.arange(5)), 10, "cpu", batch_size=3)
+    assert seen == [True, True]
 
 
 def test_a_layer_that_may_need_the_usual_order_keeps_it() -> None:
