@@ -134,9 +134,9 @@ class OwnLoop:
         self.first_batch_size = 0
         #: the first module that trained and is not the model, in words, for the error message
         self._stranger = ""
-        #: further models that train from what was received, of modules that were looked at
-        self._others: list[nn.Module] = []
+        #: modules that were called after the model, and of them those that begin as received, too
         self._judged = WeakSet[nn.Module]()
+        self._others: list[nn.Module] = []
         #: where a forward pass begins, and how many there were
         self._entry: nn.Module | None = None
         self._passes = 0
@@ -192,10 +192,19 @@ class OwnLoop:
         module = getattr(module, "_orig_mod", module)  # of what is compiled
         if not module.training:
             return
+        if torch.is_grad_enabled():
+            self._look_at(module)
+        self._passes += module is self._entry
+        # modules of the data's transforms may run before the model does
+        if self._session is not None and not self.first_batch_size:
+            self.first_batch_size = next(
+                (len(value) for value in inputs if isinstance(value, torch.Tensor)), 0
+            )
+
+    def _look_at(self, module: nn.Module) -> None:
+        """Begin if this is the model that is meant, and take note of others."""
         if self._session is None:
-            model = None
-            if torch.is_grad_enabled():
-                model = self._find_model(module)
+            model = self._find_model(module)
             if model is not None:
                 self.begin(model)
                 self._entry = module
@@ -203,12 +212,6 @@ class OwnLoop:
             self._judged.add(module)
             if self._is_another(module, self._session.model):
                 self._others.append(module)
-        self._passes += module is self._entry
-        # modules of the data's transforms may run before the model does
-        if self._session is not None and not self.first_batch_size:
-            self.first_batch_size = next(
-                (len(value) for value in inputs if isinstance(value, torch.Tensor)), 0
-            )
 
     def _find_model(self, module: nn.Module) -> nn.Module | None:
         """Return the model that this module is, or is a part of, if its entries are those of the
@@ -271,7 +274,6 @@ class OwnLoop:
         return (
             type(module) is type(model)
             and module is not model
-            and torch.is_grad_enabled()
             and self._is_model(module)
             and self._begins_as_received(module)
         )
