@@ -111,10 +111,13 @@ def look_at(seen: Round, layers: Sequence[str], of: int) -> list[Finding]:
     if not seen.after:
         return []
     findings = []
-    ends = replace(seen, after=[_end(seen.before, state) for state in seen.after])
-    if _is_mean(ends, layers) and not _is_mean(seen, layers):  # nodes send what they changed
-        seen.after = ends.after
     weights = _weights(seen, layers)
+    if not _is_mean(seen, layers, weights):
+        ends = replace(seen, after=[end_of(seen.before, state) for state in seen.after])
+        weights_of_ends = _weights(ends, layers)
+        if _is_mean(ends, layers, weights_of_ends):  # nodes send what they changed
+            seen.after = ends.after
+            weights = weights_of_ends
     by_fate: dict[Fate, list[str]] = {}
     lacking = []
     for layer in layers:
@@ -176,7 +179,7 @@ def _is_half(seen: Round, name: str) -> bool:
     return any(name in state and state[name].dtype == np.float16 for state in seen.after)
 
 
-def _end(before: Arrays, change: Arrays) -> Arrays:
+def end_of(before: Arrays, change: Arrays) -> Arrays:
     """Return what a node ends with that sends its changes."""
     ends = dict(change)
     for name, begun in before.items():
@@ -189,11 +192,10 @@ def _sent_by_all(seen: Round, name: str) -> bool:
     return all(name in state for state in seen.after)
 
 
-def _is_mean(seen: Round, layers: Sequence[str]) -> bool:
+def _is_mean(seen: Round, layers: Sequence[str], weights: Sequence[Values]) -> bool:
     """Return whether the averaged means of all layers are means."""
     names = [entry_of(layer, MEAN) for layer in layers]
     sent = [name for name in names if _sent_by_all(seen, name)]
-    weights = _weights(seen, layers)
     return bool(sent) and all(_fate(seen, name, weights) == "mean" for name in sent)
 
 

@@ -9,6 +9,7 @@ from fedbn_flwr.doctor.check import (
     MEAN,
     VARIANCE,
     Round,
+    end_of,
     entry_of,
     look_at,
     statistics_of,
@@ -23,6 +24,8 @@ Visits = list[tuple[Visit, Network]]
 LAG = 0.25
 #: share of an update's squared norm from which statistics decide what a clip does
 DOMINANT = 0.5
+#: where running statistics come from, worst first: what was seen once stands
+STANDS = ("made anew", "set back")
 PLAIN = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d")
 
 
@@ -295,8 +298,9 @@ def _note_returns(history: History, fates: dict[str, LayerFate]) -> None:
             if visit.node in ends:
                 for name, fate in fates.items():
                     source = _source(visit, network, name, ends[visit.node])
-                    if fate.came_back != "made anew":  # the worst that was seen stands
-                        fate.came_back = source or fate.came_back
+                    seen = (source, fate.came_back)
+                    worst = next((each for each in STANDS if each in seen), "")
+                    fate.came_back = worst or source or fate.came_back
             if visit in each.trained:
                 ends[visit.node] = network.end
 
@@ -365,8 +369,8 @@ def _after(visit: Visit, network: Network) -> Arrays:
     """Return what a node's training has made of its entries, also if it sends their changes."""
     sent = {entry: visit.sent[key] for entry, key in network.sent.items()}
     if network.sends_changes:
-        for entry in sent.keys() & network.received.keys():
-            sent[entry] = sent[entry] + visit.received[network.received[entry]]
+        received = {entry: visit.received[key] for entry, key in network.received.items()}
+        return end_of(received, sent)
     return sent
 
 

@@ -73,6 +73,7 @@ def test_the_table_says_what_is_sent_averaged_and_comes_back() -> None:
         ("bn1", "weights", "kept"),
         ("norm", "weights", "kept"),
     ]
+    assert {layer.came_back for layer in examined("set_back").layers} == {"set back"}
     adam = examined("server_adam").layers
     assert {(layer.sent, layer.came_back) for layer in adam} == {("all", "loaded")}
     assert {layer.averaged for layer in adam} <= {"below zero", "beyond"}
