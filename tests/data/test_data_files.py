@@ -445,7 +445,7 @@ def test_images_of_different_sizes_need_an_image_size(
     [
         ((), "found neither train/CLASS/ nor DOMAIN/train/CLASS/ nor DOMAIN/CLASS"),
         (("1.png",), "found neither train/CLASS/ nor DOMAIN/train/CLASS/ nor DOMAIN/CLASS"),
-        (("train/a/1.png",), "no image in .*test"),
+        (("train/a/1.png",), "no image in .*test: names of images end in .jpg, .jpeg, .png"),
         (("train/a/1.png", "test/b/1.png"), "has a class that no training folder has: b"),
     ],
 )
@@ -474,3 +474,6 @@ def test_images_are_those_that_torchvision_finds(tmp_path: Path) -> None:
     expected = make_dataset(tmp_path / "train", {"a": 0, "b": 1, "c": 2}, IMG_EXTENSIONS)
     ((listed, _), _, _) = list_folder(tmp_path)
     assert [(listed.path(row), listed.labels[row]) for row in range(len(listed))] == expected
+    (tmp_path / "train" / "a" / "._x.tif").touch()  # beside x.tif, when macOS copies it
+    ((again, _), _, _) = list_folder(tmp_path)
+    assert again.names == listed.names

@@ -71,7 +71,15 @@ def images(path: Path) -> list[str]:
     if not path.is_dir():
         return []
     with os.scandir(path) as entries:
-        return sorted(entry.name for entry in entries if entry.name.lower().endswith(SUFFIXES))
+        return sorted(entry.name for entry in entries if is_image(entry.name))
+
+
+def is_image(name: str) -> bool:
+    """Return whether a file's name is that of an image.
+
+    macOS puts a file `._NAME` beside each file that it copies to other systems.
+    """
+    return name.lower().endswith(SUFFIXES) and not name.startswith("._")
 
 
 def list_classes(root: Path, home: str, classes: Sequence[str], inside: str = "") -> FileList:
