@@ -115,8 +115,12 @@ class Stack(nn.Module):
         layers = self._layers.used(streams, masks, images.shape)
         # the cross entropy of class numbers is computed in one pass over all clients' outputs
         afterwards = loss_function is F.cross_entropy and not labels.is_floating_point()
-        loss_or_outputs = (lambda outputs, _: outputs) if afterwards else loss_function
         buffers = list(self._buffers_of_all)
+
+        def loss_or_logits(outputs: Any, targets: Tensor) -> Tensor:
+            if afterwards:
+                return training.logits_of(outputs)
+            return training.output_loss(outputs, targets, loss_function)
 
         def one(
             inputs: Tensor, targets: Tensor, entries: dict[str, Tensor]
@@ -125,7 +129,7 @@ class Stack(nn.Module):
             ones.
             """
             with self._slots.holding(entries), layers, around():
-                result = training.model_loss(self.structure, inputs, targets, loss_or_outputs)
+                result = training.model_loss(self.structure, inputs, targets, loss_or_logits)
                 now = {name: self._slots.read(name) for name in buffers}
             return result, {
                 name: value for name, value in now.items() if value is not entries[name]

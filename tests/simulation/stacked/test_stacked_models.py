@@ -3,6 +3,7 @@ with a reason.
 """
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -116,6 +117,16 @@ class Dropouts(Net):
         return torch.tanh(dropped + self.in_place(copied) + copied) / 4
 
 
+class Outputs(Net):
+    """Returns an object of a user's own, of which vmap can make nothing."""
+
+    def middle(self, hidden: Tensor) -> Tensor:
+        return self.norm(hidden).relu()
+
+    def forward(self, inputs: Tensor) -> Any:
+        return SimpleNamespace(logits=super().forward(inputs), hidden=inputs)
+
+
 def maker(kind: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
         with torch.random.fork_rng():
@@ -126,7 +137,7 @@ def maker(kind: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
 
 
 @pytest.mark.parametrize("sizes", [SIZES, SIZES_APART], ids=str)
-@pytest.mark.parametrize("kind", [Entries, Dropouts])
+@pytest.mark.parametrize("kind", [Entries, Dropouts, Outputs])
 def test_model_with_unequal_steps_or_batches(kind: type[Net], sizes: Sequence[int]) -> None:
     assert_same(
         lambda: quiet(Scaffold, clip_norm=0.5),
@@ -147,7 +158,7 @@ def test_masks_are_those_that_a_client_draws_alone() -> None:
     assert difference(alone, other) > 1e-3
 
 
-@pytest.mark.parametrize("kind", [Entries, Dropouts])
+@pytest.mark.parametrize("kind", [Entries, Dropouts, Outputs])
 def test_model_in_a_layer_wise_step(kind: type[Net]) -> None:
     assert_same(lambda: quiet(FedTAN), maker(kind), momentum=0.9, batch_size=5)
 
