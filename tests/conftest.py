@@ -12,6 +12,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from fedbn_flwr.plugins import warn_once
+
 # tests run side by side, one a core, and compare bits
 torch.set_num_threads(1)
 
@@ -40,6 +42,12 @@ LONGEST = {
     "test_ray",
     "test_side_channel",
 }
+
+
+@pytest.fixture(autouse=True)
+def _warned_of_nothing() -> None:
+    """What an earlier test was warned of is said again."""
+    warn_once.cache_clear()
 
 
 @pytest.fixture

@@ -43,6 +43,7 @@ from fedbn_flwr.plugins import warn_once
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.server.grids import passing
 from fedbn_flwr.server.round import Round
+from fedbn_flwr.simulation.how_trained import APART
 from fedbn_flwr.simulation.in_process import LocalGrid
 from fedbn_flwr.state import arrays_of, arrays_to_record
 from fedbn_flwr.strategies import BaseStrategy, CannotTrainError, wait_for_nodes
@@ -162,7 +163,7 @@ def play(
             )
     summary = {**journal.summary(experiment, setup.about), **trained_by(setup.grid, engine)}
     for reason in summary.get("trained-alone", ()):
-        warn_once(f"{config.method}: clients train alone, or in smaller stacks: {reason}")
+        warn_once(APART + reason)
     arrays = after_round.arrays
     saver.save_personal(arrays)
     # what is kept of entries that stay on the nodes is their mean after the last round

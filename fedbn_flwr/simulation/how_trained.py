@@ -4,6 +4,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+#: what is logged before a reason
+APART = "Clients train one after another, or in smaller stacks: "
+
 
 @dataclass
 class HowTrained:

@@ -17,7 +17,6 @@ from fedbn_flwr.client import BNClient, Reply
 from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.data import Split
 from fedbn_flwr.device import pick_device
-from fedbn_flwr.plugins import warn_once
 from fedbn_flwr.randomness import torch_generator
 from fedbn_flwr.state import State
 from fedbn_flwr.wire import FREEZES, STAYS, Instruction
@@ -128,7 +127,6 @@ def test_where_bn_stands_still_a_single_last_sample_is_a_batch() -> None:
 def test_a_bn_layer_of_which_no_parameter_learns_keeps_its_statistics_and_uses_them(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    warn_once.cache_clear()
     model = nn.Sequential(
         nn.Flatten(), nn.BatchNorm1d(36), nn.Linear(36, 3), nn.BatchNorm1d(3), nn.Linear(3, CLASSES)
     )

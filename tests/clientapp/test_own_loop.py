@@ -22,7 +22,6 @@ from fedbn_flwr.client import BNClient
 from fedbn_flwr.client.rules import read_instruction
 from fedbn_flwr.client.training import make_optimizer
 from fedbn_flwr.clientapp import ClientApp, numpy_client_app
-from fedbn_flwr.plugins import warn_once
 from fedbn_flwr.server.replies import CannotTrainError
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.strategies import (
@@ -325,7 +324,6 @@ def test_a_node_evaluates_the_model_that_it_keeps() -> None:
 def test_the_log_says_once_that_a_model_is_evaluated_in_training_mode(
     evaluates: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    warn_once.cache_clear()
     grid = InProcessGrid(own_app(plain_loop, make, evaluates=evaluates), len(SIZES))
     with caplog.at_level("WARNING", logger="flwr"):
         Federation(make()).run(FedAvg(fraction_evaluate=1.0), 2, grid=grid, lr=0.05)

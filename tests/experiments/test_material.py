@@ -16,7 +16,6 @@ from fedbn_flwr.data import Data, Split
 from fedbn_flwr.experiments import Config, UsageError, material, resolve
 from fedbn_flwr.experiments.checks import checked_material
 from fedbn_flwr.experiments.material import Material, load_data, rounds_within_budget
-from fedbn_flwr.plugins import warn_once
 from tests.helpers.runs import DATA, results, run, run_in
 from tests.helpers.toys import assert_same_state
 
@@ -220,7 +219,6 @@ def test_outputs_of_no_class_are_said_once_and_count_as_wrong(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
-    warn_once.cache_clear()
     chosen = {
         "model": f"{HERE}:wide",
         "methods": "fedavg,fedprox",
@@ -250,7 +248,6 @@ def test_classes_that_nobody_has_and_a_single_seed_are_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
-    warn_once.cache_clear()
     chosen = {"dataset": "digits", "partition": "classes:2", "clients": "3", "rounds": "1"}
     assert run("compare", "--methods", "fedavg,fedbn", results_dir=str(tmp_path), **chosen) == 0
     config = Config().but(partition="classes:2", clients=3)

@@ -19,7 +19,6 @@ from fedbn_flwr import compare
 from fedbn_flwr.data import Data, Split
 from fedbn_flwr.experiments import UsageError, main, resolve
 from fedbn_flwr.norm import NORMS
-from fedbn_flwr.plugins import warn_once
 from fedbn_flwr.strategies import REGISTRY, FedAvg, Privacy
 from tests.helpers.runs import DATA, OPTIONS, command
 
@@ -546,7 +545,6 @@ OWN_DATA: list[tuple[Any, str]] = [
 def test_says_that_bn_is_in_eval_mode_in_training(
     tmp_path: Path, flower_log: pytest.LogCaptureFixture
 ) -> None:
-    warn_once.cache_clear()
     assert (
         main(
             command(

@@ -17,6 +17,7 @@ from torch import nn
 import fedbn_flwr.simulation.stacked.grid as engine
 from fedbn_flwr import state, wire
 from fedbn_flwr.simulation import StackedGrid
+from fedbn_flwr.simulation.how_trained import APART
 from fedbn_flwr.simulation.in_process import InProcessGrid, RunConfig
 from fedbn_flwr.simulation.processes.grid import WorkersGrid
 from fedbn_flwr.simulation.stacked.training import train_together
@@ -32,9 +33,6 @@ SIZES_APART = (3, 4, 2, 4)
 
 #: rounds of a comparison: in the second one, there is something to remember
 ROUNDS = 2
-
-#: how the log begins to say that clients were not stacked
-APART = "Clients train one after another: "
 
 
 class Stacked(StackedGrid):

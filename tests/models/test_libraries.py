@@ -18,6 +18,7 @@ from fedbn_flwr.models import build
 from fedbn_flwr.models.weights import load_weights
 from fedbn_flwr.norm import bn_layers
 from fedbn_flwr.plugins import warn_once
+from fedbn_flwr.simulation.how_trained import APART
 from fedbn_flwr.strategies import prepare
 from tests.helpers.layerwise_references import heterogeneous_batches, made
 from tests.helpers.runs import rounds, run, run_in
@@ -27,11 +28,6 @@ timm = pytest.importorskip("timm", reason="the extra timm is not installed")
 
 #: timm's own small network for tests; BN with an activation behind it
 NETWORK, SMALL = "timm:test_efficientnet", {"image_size": "32", "rounds": "1", "local_steps": "1"}
-
-
-@pytest.fixture(autouse=True)
-def _said_again() -> None:
-    warn_once.cache_clear()
 
 
 def options_of_run(folder: Path) -> dict[str, Any]:
@@ -124,7 +120,7 @@ def test_methods_of_bn_and_stacks(
             )
             == 0
         )
-    assert "Clients train one after another" not in caplog.text
+    assert APART not in caplog.text
     for method in methods:
         name = method.replace(":", "_")
         (stacked,), (alone,) = (

@@ -3,7 +3,7 @@
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from logging import INFO, WARNING
+from logging import INFO
 from pathlib import Path
 
 import torch
@@ -19,7 +19,9 @@ from fedbn_flwr.client.training import make_optimizer
 from fedbn_flwr.layerwise import Exchange, SuspendedStep
 from fedbn_flwr.layerwise.one_stack import OneStackExchange
 from fedbn_flwr.layerwise.steps import Exchanged, Lockstep, Replicas, Weigh
+from fedbn_flwr.plugins import warn_once
 from fedbn_flwr.server.grids import identify
+from fedbn_flwr.simulation.how_trained import APART
 from fedbn_flwr.simulation.in_process import Answered, InProcessGrid, RunConfig, one_by_one
 from fedbn_flwr.simulation.replies import Job, Replies, ReplyPool
 from fedbn_flwr.simulation.sizing import (
@@ -119,7 +121,7 @@ class StackedGrid(InProcessGrid):
                 yield stack, replies
         for alone in one_by_one([job for job in jobs if job.place not in trained], pool):
             for kind, failure in failures.items():
-                self._log_once(failure, WARNING, kind)
+                self._log_once(failure, kind, warns=True)
             yield alone
 
     def _train_stack(
@@ -141,7 +143,7 @@ class StackedGrid(InProcessGrid):
             size = len(stack)
             reason = f"{size} do not fit into the device's memory: from here on {self._how.most}"
             self._how.alone.add(reason)
-            log(WARNING, "Clients train in smaller stacks: %s", reason)
+            warn_once(APART + reason)
             raise
 
     def _cut(self, jobs: Sequence[Job], layerwise: bool = False) -> list[list[Job]]:
@@ -164,14 +166,17 @@ class StackedGrid(InProcessGrid):
         fitting = clients_that_fit(self._step_memory(job), job.client.device)
         return max(int(fitting * self._share), 1)
 
-    def _log_once(self, reason: str, level: int = INFO, kind: str = "") -> None:
+    def _log_once(self, reason: str, kind: str = "", warns: bool = False) -> None:
         """Say why clients train one after another; of reasons of a kind, the first."""
         key = kind or reason
         if key not in self._logged:
             self._logged.add(key)
             said = " ".join(reason.split())
             self._how.alone.add(said)
-            log(level, "Clients train one after another: %s", said)
+            if warns:
+                warn_once(APART + said)
+            else:
+                log(INFO, "%s", APART + said)
 
     def _group(self, jobs: Sequence[Job]) -> list[list[Job]]:
         """Put jobs together that can be stacked.

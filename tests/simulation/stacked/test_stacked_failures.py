@@ -12,12 +12,12 @@ from torch import nn
 from fedbn_flwr import state, wire
 from fedbn_flwr.client import BNClient, Reply
 from fedbn_flwr.layerwise import Exchange
+from fedbn_flwr.simulation.how_trained import APART
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.simulation.replies import Replies, ReplyPool, Trained
 from fedbn_flwr.state.records import flat_of
 from fedbn_flwr.strategies import FedAvg, FedBN, Scaffold
 from tests.helpers.engine_comparison import (
-    APART,
     EXACT,
     Stacked,
     asked,

@@ -14,9 +14,9 @@ from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 
 from fedbn_flwr.clientapp import client_app
+from fedbn_flwr.simulation.how_trained import APART
 from fedbn_flwr.strategies import BaseStrategy, FedAvg, FedTAN, FixBN, Scaffold
 from tests.helpers.engine_comparison import (
-    APART,
     EXACT,
     SIZES_APART,
     Stacked,
