@@ -47,10 +47,12 @@ def lacks(model: nn.Module, need: str) -> str:
     `need` is `none`, `bn` (a layer), `affine` or `statistics` (of a layer), `all-statistics` (of
     every layer), `no-bn`, or the class that all of its BN layers must have.
     """
-    kinds = {type(layer).__name__ for layer in bn_layers(model).values()}
-    if need == "none" or kinds == ({need} - {"no-bn"}):
+    if need == "none":
         return ""
-    if kinds and need not in ("bn", "affine", "statistics", "all-statistics"):
+    layers = bn_layers(model)
+    kinds = {type(layer).__name__ for layer in layers.values()}
+    fits = kinds == ({need} - {"no-bn"})
+    if kinds and not fits and need not in ("bn", "affine", "statistics", "all-statistics"):
         made = (
             "make it with `prepare(model, METHOD)` of fedbn_flwr.strategies, on the server and "
             "on the nodes"
@@ -64,12 +66,13 @@ def lacks(model: nn.Module, need: str) -> str:
     if need == "affine":
         kind = "affine parameters"
         entry = "weight"
-    layers = bn_layers(model)
     if layers and all(map(keeps_statistics, layers.values())):
         return (
             "none of the model's BN layers has a parameter that learns, so all of them keep "
             "their statistics"
         )
+    if fits:
+        return ""
     without = [
         name for name, layer in layers.items() if need != "bn" and getattr(layer, entry) is None
     ]

@@ -418,7 +418,15 @@ def test_methods_of_bn_need_a_layer_that_learns(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     given = {**SMALL, "trainable": "head", "model": NETWORK, "results_dir": str(tmp_path)}
-    for method in ("fedtan", "fixbn", "fedbn", "mtfl", "fedavg:statistics=exact"):
+    for method in (
+        "fedtan",
+        "fixbn",
+        "fedbn",
+        "mtfl",
+        "fedavg:statistics=exact",
+        "hbn",
+        "heterofl",
+    ):
         assert run("run", method=method, **given) == 2
         text = (
             f"method '{method}' would be another one: none of the model's BN layers has a "
