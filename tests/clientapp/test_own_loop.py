@@ -584,6 +584,7 @@ MISTAKES: list[tuple[Callable[[], BaseStrategy], FlowerClientApp, str]] = [
 
 
 @pytest.mark.parametrize(("strategy", "app", "message"), MISTAKES)
+@pytest.mark.sampled(16)
 def test_what_cannot_be_obeyed_ends_the_run_by_name(
     strategy: Callable[[], BaseStrategy], app: FlowerClientApp, message: str
 ) -> None:

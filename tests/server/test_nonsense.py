@@ -76,7 +76,7 @@ AT_THE_END = ("a list of losses", "no losses in a list")
         *((kind, "scaffold") for kind in VARIATES),
     ],
 )
-@pytest.mark.sampled(120)
+@pytest.mark.sampled(60)
 def test_nonsense_is_refused_by_name(
     kind: str, method: str, caplog: pytest.LogCaptureFixture
 ) -> None:

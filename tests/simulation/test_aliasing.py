@@ -93,6 +93,7 @@ def _overwrite(values: Mapping[str, np.ndarray]) -> None:
 
 @pytest.mark.parametrize("grid", [InProcessGrid, OneByOneGrid])
 @pytest.mark.parametrize("name", [name for name in OPTIONS if name != "fedtan"])
+@pytest.mark.sampled(7)
 def test_a_client_that_overwrites_what_it_got_changes_nothing(
     name: str, grid: type[InProcessGrid]
 ) -> None:

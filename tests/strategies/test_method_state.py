@@ -220,7 +220,7 @@ SAME = (
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=pytest.mark.slow if case in SAME else ()) for case in OPTIONS]
 )
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(6)
 def test_whoever_takes_over_after_any_round_goes_on_with_the_same_bits_and_bytes(case: str) -> None:
     """And in one go, nothing of a strategy changes but its state, and what is of a process."""
     strategy = make(case)

@@ -183,7 +183,7 @@ def test_two_workers_have_the_results_of_one(method: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("method", ["fedtan", "fedavg"])
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 def test_nodes_of_a_worker_whose_device_fails_are_named(
     method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
