@@ -312,8 +312,9 @@ class OwnLoop:
 
     def _adjust(self, optimizer: torch.optim.Optimizer) -> None:
         """Change the gradients that this optimizer is about to take, if they are the model's."""
-        if self._session is None or not self._held_by(optimizer):
+        if self._session is None or not self._held_by(optimizer) or _overflowed(optimizer):
             return
+        _unscale(optimizer)
         self._session.optimizer = optimizer
         while self._ahead:
             self._ahead.pop(0).begin(self._session)
@@ -323,7 +324,7 @@ class OwnLoop:
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
         held = self._held_by(optimizer)
-        if self._session is None or not held:
+        if self._session is None or not held or _overflowed(optimizer):
             return
         self._first_step.close()
         if self._exchange and self._session.steps == 1 and self._instruction.server_round == 1:
@@ -353,6 +354,28 @@ class OwnLoop:
                 f"cannot obey {', '.join(keys)}: the handler trained {trained}; it must train, "
                 "from what it received, a model with the entries of the ClientApp's `model`"
             )
+
+
+def _overflowed(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer is called, but will not step.
+
+    `GradScaler` leaves it to fused optimizers to scale gradients back, and to do nothing where one
+    is not finite.
+    """
+    return bool(getattr(optimizer, "found_inf", False))
+
+
+def _unscale(optimizer: torch.optim.Optimizer) -> None:
+    """Scale gradients back, where a fused optimizer would do so, and tell it that this is done."""
+    fused: Any = optimizer
+    scale = getattr(fused, "grad_scale", None)
+    if scale is None:
+        return
+    for group in fused.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                parameter.grad.div_(scale.to(parameter.device))
+    fused.grad_scale = None
 
 
 def _is_state_of(model: nn.Module, sent: State) -> bool:

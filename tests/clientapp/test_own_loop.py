@@ -221,6 +221,48 @@ def test_rules_change_the_parameters_that_the_optimizer_has(method: str) -> None
     assert run_both(method, loop) < EXACT
 
 
+def scaled(fused: bool, first_scale: float = 1024.0, overflows: bool = False) -> Loop:
+    """Return a loop with a `GradScaler`, which leaves the scale to fused optimizers."""
+
+    def loop(model: nn.Module, batches: Iterator[Batch], lr: float, momentum: float) -> float:
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum, fused=fused)
+        scaler = torch.amp.GradScaler("cpu", init_scale=first_scale)
+        model.train()
+        for inputs, targets in batches:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(inputs), targets)
+            if overflows:
+                loss = 2 * loss.float()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return float(loss.detach())
+
+    return loop
+
+
+@pytest.mark.parametrize("method", ["fedprox", "fedwon", "scaffold, bounded gradients", "fedtan"])
+def test_rules_change_gradients_that_a_fused_optimizer_would_scale_back(method: str) -> None:
+    assert run_both(method, scaled(fused=True)) < EXACT
+
+
+@pytest.mark.parametrize("method", ["scaffold", "fedtan, carried"])
+def test_a_step_that_a_fused_optimizer_skips_is_none(method: str) -> None:
+    """The first one: twice 2 to the power of 127 is no float32."""
+    ends = [
+        Federation(make()).run(
+            METHODS[method](),
+            ROUNDS,
+            grid=InProcessGrid(
+                own_app(scaled(fused, 2.0**127, overflows=True), make, **COUNTED), len(SIZES)
+            ),
+            lr=0.05,
+        )
+        for fused in (True, False)
+    ]
+    assert distance(*ends) < EXACT
+
+
 def own_network_first(
     model: nn.Module, batches: Iterator[Batch], lr: float, momentum: float
 ) -> float:
