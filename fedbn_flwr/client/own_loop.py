@@ -339,9 +339,11 @@ class OwnLoop:
 
     def _held_by(self, optimizer: torch.optim.Optimizer) -> set[int]:
         """Return the ids of the model's parameters that the optimizer changes; none in another
-        thread's loop.
+        thread's loop, or if it has another optimizer that does, as SAM and Lookahead do.
         """
         if threading.get_ident() != self._thread or self._session is None:
+            return set()
+        if any(isinstance(value, torch.optim.Optimizer) for value in vars(optimizer).values()):
             return set()
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         return held & {id(parameter) for parameter in self._session.model.parameters()}

@@ -263,6 +263,40 @@ def test_a_step_that_a_fused_optimizer_skips_is_none(method: str) -> None:
     assert distance(*ends) < EXACT
 
 
+class Around(torch.optim.Optimizer):
+    """An optimizer that lets another one step, as SAM and Lookahead do."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        super().__init__(base.param_groups, {})
+        self.base, self.param_groups = base, base.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        """Take the loss's gradients, and step."""
+        with torch.enable_grad():
+            loss = closure()
+        self.base.step()
+        return float(loss.detach())
+
+
+@pytest.mark.parametrize("method", ["fedprox", "scaffold", "local momentum"])
+def test_a_step_of_two_optimizers_is_one(method: str) -> None:
+    def loop(model: nn.Module, batches: Iterator[Batch], lr: float, momentum: float) -> float:
+        optimizer = Around(torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum))
+        model.train()
+        for inputs, targets in batches:
+
+            def closure(inputs: Tensor = inputs, targets: Tensor = targets) -> Tensor:
+                optimizer.zero_grad()
+                loss = F.cross_entropy(model(inputs), targets)
+                loss.backward()
+                return loss
+
+            last: float = optimizer.step(closure)
+        return last
+
+    assert run_both(method, loop) < EXACT
+
+
 def own_network_first(
     model: nn.Module, batches: Iterator[Batch], lr: float, momentum: float
 ) -> float:
