@@ -7,8 +7,10 @@ there.
 
 import gc
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import fields
 from functools import cache
 from logging import INFO
 from typing import Any, Self, cast
@@ -130,6 +132,8 @@ class OwnLoop:
         self._ahead: list[Rule] = []
         self._undo = ExitStack()
         self._first_step = ExitStack()
+        #: by the id of a parameter, how often an optimizer has stepped with it
+        self._updates = Counter[int]()
         #: samples of the first mini-batch, 0 before it
         self.first_batch_size = 0
         #: the first module that trained and is not the model, in words, for the error message
@@ -312,15 +316,35 @@ class OwnLoop:
 
     def _adjust(self, optimizer: torch.optim.Optimizer) -> None:
         """Change the gradients that this optimizer is about to take, if they are the model's."""
-        if self._session is None or not self._held_by(optimizer) or _overflowed(optimizer):
+        held = self._held_by(optimizer)
+        if self._session is None or not held or _overflowed(optimizer):
             return
         _unscale(optimizer)
         self._session.optimizer = optimizer
         while self._ahead:
             self._ahead.pop(0).begin(self._session)
-        self._session.steps += 1
+        self._updates.update(held)
+        self._session.steps = max(self._updates.values())
+        others = [value for value in self._session.model.parameters() if id(value) not in held]
+        if any(id(value) in self._updates for value in others):
+            self._require_parts()
+        gradients = [value.grad for value in others]
+        for value in others:
+            value.grad = None
         for rule in self._rules:
             rule.adjust()
+        for value, gradient in zip(others, gradients, strict=True):
+            value.grad = gradient
+
+    def _require_parts(self) -> None:
+        """Refuse a second optimizer under a rule that needs all parameters."""
+        for rule in self._rules:
+            if rule.needs_all:
+                options = ", ".join(option.name for option in fields(rule))
+                raise RuntimeError(
+                    f"the loop has several optimizers, and {options} needs one for all parameters "
+                    "(with param groups)"
+                )
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
         held = self._held_by(optimizer)

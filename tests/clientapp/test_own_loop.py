@@ -297,6 +297,25 @@ def test_a_step_of_two_optimizers_is_one(method: str) -> None:
     assert run_both(method, loop) < EXACT
 
 
+def two_optimizers(model: nn.Module, batches: Iterator[Batch], lr: float, momentum: float) -> float:
+    """Train each half of the parameters by an optimizer of its own."""
+    halves = list(model.parameters())[::2], list(model.parameters())[1::2]
+    optimizers = [torch.optim.SGD(half, lr=lr, momentum=momentum) for half in halves]
+    model.train()
+    for inputs, targets in batches:
+        model.zero_grad()
+        loss = F.cross_entropy(model(inputs), targets)
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    return float(loss.detach())
+
+
+@pytest.mark.parametrize("method", ["fedprox", "fedwon", "scaffold", "fedtan"])
+def test_each_of_two_optimizers_steps_with_its_own_gradients(method: str) -> None:
+    assert run_both(method, two_optimizers) < EXACT
+
+
 def own_network_first(
     model: nn.Module, batches: Iterator[Batch], lr: float, momentum: float
 ) -> float:
@@ -615,6 +634,17 @@ MISTAKES: list[tuple[Callable[[], BaseStrategy], FlowerClientApp, str]] = [
         for each in (lambda: FixBN(freeze_round=0), lambda: FedProx(mu=0.5), FedTAN)
         for loop in (own_copy_first, teacher_with_gradients)
     ),
+    *(
+        (
+            each,
+            own_app(two_optimizers, make),
+            f"the loop has several optimizers, and {option} needs one for all parameters",
+        )
+        for each, option in (
+            (lambda: Scaffold(clip_norm=0.2), "clip_norm"),
+            (lambda: FedAvg(momentum_state="local"), "momentum_state"),
+        )
+    ),
     (lambda: FedProx(mu=0.5), own_app(no_step, make), NO_OPTIMIZER),
     # statistics would be those of before the step: nothing tells when that ends
     *(
@@ -660,7 +690,7 @@ MISTAKES: list[tuple[Callable[[], BaseStrategy], FlowerClientApp, str]] = [
 
 
 @pytest.mark.parametrize(("strategy", "app", "message"), MISTAKES)
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(17)
 def test_what_cannot_be_obeyed_ends_the_run_by_name(
     strategy: Callable[[], BaseStrategy], app: FlowerClientApp, message: str
 ) -> None:

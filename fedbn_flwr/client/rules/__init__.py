@@ -74,6 +74,8 @@ class Rule:
     #: whether `begin` uses the optimizer, or the very parameters that it changes: a loop of a
     #: user's own may make both after its model has run
     needs_optimizer: ClassVar[bool] = False
+    #: whether all parameters that learn are its business at once: it works with one optimizer only
+    needs_all: ClassVar[bool] = False
     #: rules change gradients in this order; equal ones in the alphabetical order of their keys
     order: ClassVar[int] = 0
 

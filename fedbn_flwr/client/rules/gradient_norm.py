@@ -28,6 +28,7 @@ class GradientNorm(Rule):
     #: after the terms, corrections and clippings of methods
     order: ClassVar[int] = 2
     needs_optimizer: ClassVar[bool] = True
+    needs_all: ClassVar[bool] = True
 
     def begin(self, session: Session) -> None:
         """Note the parameters that learn."""

@@ -22,6 +22,7 @@ class MaintainedMomentum(Rule):
     #: `local`, `global`, or `none`, which is off
     momentum_state: str = "none"
     needs_optimizer: ClassVar[bool] = True
+    needs_all: ClassVar[bool] = True
 
     def begin(self, session: Session) -> None:
         """Put the state back into the optimizer."""
