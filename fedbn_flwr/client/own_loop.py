@@ -49,6 +49,10 @@ TRAINING_MODE = (
 #: numbers of an entry by which models are told apart
 FEW = 1000
 NO_STEP = "the loop took no step of a torch.optim.Optimizer, so nothing was obeyed"
+LATE = (
+    "%s begins to learn after the first step of an optimizer, and what the strategy asks for began "
+    "without it: set requires_grad before"
+)
 NOTHING = "nothing in training mode (model.compile() hides a model, torch.compile(model) does not)"
 SECOND = (
     "two models began with what was received, and the second one was trained to be sent, without "
@@ -134,6 +138,8 @@ class OwnLoop:
         self._first_step = ExitStack()
         #: by the id of a parameter, how often an optimizer has stepped with it
         self._updates = Counter[int]()
+        #: ids of the parameters that learned when an optimizer first stepped
+        self._first_learned = set[int]()
         #: samples of the first mini-batch, 0 before it
         self.first_batch_size = 0
         #: the first module that trained and is not the model, in words, for the error message
@@ -321,8 +327,7 @@ class OwnLoop:
             return
         _unscale(optimizer)
         self._session.optimizer = optimizer
-        while self._ahead:
-            self._ahead.pop(0).begin(self._session)
+        self._begin_rules(self._session, held)
         self._updates.update(held)
         self._session.steps = max(self._updates.values())
         others = [value for value in self._session.model.parameters() if id(value) not in held]
@@ -335,6 +340,17 @@ class OwnLoop:
             rule.adjust()
         for value, gradient in zip(others, gradients, strict=True):
             value.grad = gradient
+
+    def _begin_rules(self, session: Session, held: set[int]) -> None:
+        """Begin the rules that wait for an optimizer; refuse parameters that learn only later."""
+        learned = session.learned()
+        if not self._updates:
+            self._first_learned = {id(value) for value in learned.values()}
+        for name, value in learned.items():
+            if self._rules and id(value) in held - self._first_learned:
+                raise RuntimeError(LATE % name)
+        while self._ahead:
+            self._ahead.pop(0).begin(session)
 
     def _require_parts(self) -> None:
         """Refuse a second optimizer under a rule that needs all parameters."""

@@ -311,6 +311,17 @@ def two_optimizers(model: nn.Module, batches: Iterator[Batch], lr: float, moment
     return float(loss.detach())
 
 
+def head_first(model: nn.Module, batches: Iterator[Batch], lr: float, momentum: float) -> float:
+    """Train the last layer on one batch, and then all."""
+    *body, _, _ = model.parameters()
+    for value in body:
+        value.requires_grad_(False)
+    plain_loop(model, iter([next(batches)]), lr, momentum)
+    for value in body:
+        value.requires_grad_(True)
+    return plain_loop(model, batches, lr, momentum)
+
+
 @pytest.mark.parametrize("method", ["fedprox", "fedwon", "scaffold", "fedtan"])
 def test_each_of_two_optimizers_steps_with_its_own_gradients(method: str) -> None:
     assert run_both(method, two_optimizers) < EXACT
@@ -645,6 +656,11 @@ MISTAKES: list[tuple[Callable[[], BaseStrategy], FlowerClientApp, str]] = [
             (lambda: FedAvg(momentum_state="local"), "momentum_state"),
         )
     ),
+    (
+        lambda: FedProx(mu=0.5),
+        own_app(head_first, make),
+        "net.0.weight begins to learn after the first step of an optimizer",
+    ),
     (lambda: FedProx(mu=0.5), own_app(no_step, make), NO_OPTIMIZER),
     # statistics would be those of before the step: nothing tells when that ends
     *(
@@ -690,7 +706,7 @@ MISTAKES: list[tuple[Callable[[], BaseStrategy], FlowerClientApp, str]] = [
 
 
 @pytest.mark.parametrize(("strategy", "app", "message"), MISTAKES)
-@pytest.mark.sampled(17)
+@pytest.mark.sampled(18)
 def test_what_cannot_be_obeyed_ends_the_run_by_name(
     strategy: Callable[[], BaseStrategy], app: FlowerClientApp, message: str
 ) -> None:
