@@ -25,6 +25,7 @@ from fedbn_flwr.clientapp import ClientApp, numpy_client_app
 from fedbn_flwr.server.replies import CannotTrainError
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.strategies import (
+    FBN,
     HBN,
     BaseStrategy,
     FedAvg,
@@ -159,6 +160,9 @@ METHODS: dict[str, Callable[[], BaseStrategy]] = {
     "fedtan, carried": lambda: FedTAN(carry=True),
     "local momentum": lambda: FedAvg(momentum_state="local"),
     "global momentum": lambda: FedAvg(momentum_state="global"),
+    "fedbn, global momentum": lambda: FedBN(momentum_state="global"),
+    "fixbn, automatic freeze": lambda: FixBN(freeze_round="auto", window=2),
+    "fbn": FBN,
 }
 
 
@@ -196,6 +200,14 @@ def wanted_of(method: str) -> state.State:
 @pytest.mark.parametrize("method", METHODS)
 def test_a_plain_loop_obeys_every_strategy(method: str) -> None:
     assert run_both(method, plain_loop) < EXACT
+
+
+def test_what_a_rule_reports_reaches_the_strategy() -> None:
+    """Statistics that change as much as they like: BN freezes once the window is full."""
+    strategy = FixBN(freeze_round="auto", window=2, threshold=1e9, latest=1.0)
+    grid = InProcessGrid(own_app(plain_loop, make, **COUNTED), len(SIZES))
+    Federation(make()).run(strategy, 4, grid=grid, lr=0.05)
+    assert strategy.state.frozen_after == 3
 
 
 @pytest.mark.parametrize("method", ["fedtan", "fedtan, carried", "scaffold"])
@@ -278,10 +290,18 @@ class Around(torch.optim.Optimizer):
         return float(loss.detach())
 
 
+STEPS: dict[str, Callable[[torch.optim.Optimizer, Callable[[], Tensor]], Any]] = {
+    "a closure": lambda optimizer, closure: optimizer.step(closure),  # type: ignore[arg-type]  # as torch's own do
+    "a closure by its name": lambda optimizer, closure: optimizer.step(closure=closure),  # type: ignore[arg-type]
+    "an optimizer around it": lambda optimizer, closure: Around(optimizer).step(closure),
+}
+
+
+@pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("method", ["fedprox", "scaffold", "local momentum"])
-def test_a_step_of_two_optimizers_is_one(method: str) -> None:
+def test_a_step_may_compute_the_loss(method: str, step: str) -> None:
     def loop(model: nn.Module, batches: Iterator[Batch], lr: float, momentum: float) -> float:
-        optimizer = Around(torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum))
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
         model.train()
         for inputs, targets in batches:
 
@@ -291,8 +311,8 @@ def test_a_step_of_two_optimizers_is_one(method: str) -> None:
                 loss.backward()
                 return loss
 
-            last: float = optimizer.step(closure)
-        return last
+            last: Any = STEPS[step](optimizer, closure)
+        return float(torch.as_tensor(last).detach())
 
     assert run_both(method, loop) < EXACT
 
