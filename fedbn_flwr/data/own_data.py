@@ -1,6 +1,5 @@
 """A user's own data, as they are in Python: `Data`, or a pair of training and test data."""
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import Tensor
 from fedbn_flwr.data.decoding import DEEPEST
 from fedbn_flwr.data.pixels import Channels, normalize, resize
 from fedbn_flwr.data.splits import Data, Split
+from fedbn_flwr.plugins import warn_once
 
 #: items of a `Dataset` that are read twice, to see whether they change
 READ_TWICE = 8
@@ -110,11 +110,10 @@ def _read(dataset: Any, name: str) -> tuple[Sequence[Any], Sequence[Any]]:
     inputs, labels = zip(*items, strict=True)
     again = [dataset[place][0] for place in range(min(len(items), READ_TWICE))]
     if not torch.equal(_tensor(again), _tensor(inputs[: len(again)])):
-        text = (
-            "the %s data change with each read, and are read once: leave random transforms to "
-            "`augmentation`"
+        warn_once(
+            f"the {name} data change with each read, and are read once: leave random transforms "
+            "to `augmentation`"
         )
-        logging.getLogger(__name__).warning(text, name)
     return inputs, labels
 
 

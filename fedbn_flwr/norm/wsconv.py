@@ -2,7 +2,6 @@
 convolution.
 """
 
-import logging
 import math
 
 import numpy as np
@@ -13,10 +12,9 @@ from torch.nn.modules.conv import _ConvNd
 from fedbn_flwr.norm.convolutions import standardized
 from fedbn_flwr.norm.substitute import Slot, register_norm, substitute, swap_normalizers
 from fedbn_flwr.norm.trace import Activation, Wiring, wiring
+from fedbn_flwr.plugins import warn_once
 
 GAINS = ("constant", "learnable")
-
-log = logging.getLogger(__name__)
 
 
 @register_norm("wsconv")
@@ -94,11 +92,8 @@ def _wiring(model: nn.Module) -> Wiring:
     try:
         return wiring(model)
     except Exception as error:  # torch.fx raises whatever the model's own code does with a proxy
-        log.warning(
-            "residual branches are not scaled: %s cannot be traced (%s)",
-            type(model).__name__,
-            error,
-        )
+        name = type(model).__name__
+        warn_once(f"residual branches are not scaled: {name} cannot be traced ({error})")
         names = (name for name, layer in model.named_modules() if isinstance(layer, _ConvNd))
         return Wiring(activations=dict.fromkeys(names, torch.relu))
 
