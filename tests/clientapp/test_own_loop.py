@@ -633,6 +633,26 @@ def make_bare() -> nn.Module:
     return make_model("gn")
 
 
+def averaged(model: nn.Module, batches: Iterator[Batch], lr: float, momentum: float) -> float:
+    """Train a copy, and send its mean with what was received, as averages of weights do."""
+    trained = deepcopy(model)
+    loss = plain_loop(trained, batches, lr, momentum)
+    with torch.no_grad():
+        for value, other in zip(model.parameters(), trained.parameters(), strict=True):
+            value.lerp_(other, 0.5)
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("strategy", "loop"), [(lambda: FixBN(freeze_round=0), averaged), (FedAvg, own_copy_first)]
+)
+def test_another_model_may_be_sent(strategy: Callable[[], BaseStrategy], loop: Loop) -> None:
+    """One that comes from what was trained; any, where the strategy asks for nothing."""
+    before = make().state_dict()
+    grid = InProcessGrid(own_app(loop, make), len(SIZES))
+    assert distance(Federation(make()).run(strategy(), 1, grid=grid, lr=0.05), before) > 0
+
+
 NO_OPTIMIZER = "the loop took no step of a torch.optim.Optimizer"
 NO_BN = "the method would be another one: the model has no BN layer"
 HELD = "all BN layers are in eval mode in training"
