@@ -114,7 +114,7 @@ class HeadMoments:
         """Return weight and bias of the layer whose largest output is the nearest class mean.
 
         -|x - m|^2 / 2 and m x - |m|^2 / 2 differ by a number that all classes share. A class
-        without samples has an output below the others.
+        without samples has an output below the others, where no feature is negative.
         """
         shares = self.cross[-1]
         means = (self.cross[:-1] / shares.clamp(min=torch.finfo(shares.dtype).tiny)).T
