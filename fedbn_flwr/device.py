@@ -8,7 +8,7 @@ TF32 in `fedbn_flwr/client/training.py`.
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -72,23 +72,43 @@ def set_up_accelerator(device: torch.device, deterministic: bool) -> None:
 
 @contextmanager
 def settings_restored() -> Iterator[None]:
-    """Put torch's settings of this process back at the end of the block, as far as runs change
-    them.
+    """Give the block torch as it is in a new process, as far as runs depend on that, and put the
+    settings of this process back at its end, as far as runs change them.
     """
     threads = torch.get_num_threads()
     mode = torch.get_deterministic_debug_mode()
     index = _current_index()
     tries = torch.backends.cudnn.benchmark
     fills = _MEMORY.fill_uninitialized_memory
+    dtype = torch.get_default_dtype()
     try:
-        yield
+        with _as_in_a_new_process():
+            yield
     finally:
+        torch.set_default_dtype(dtype)
         torch.set_num_threads(threads)
         torch.set_deterministic_debug_mode(mode)
         torch.backends.cudnn.benchmark = tries
         _MEMORY.fill_uninitialized_memory = fills
         if _current_index() != index:
             started().set_device(index)
+
+
+@contextmanager
+def _as_in_a_new_process() -> Iterator[None]:
+    """With gradients and in float32, and without autocast or another default device."""
+    torch.set_default_dtype(torch.float32)
+    found = accelerator()
+    kinds = {"cpu", found.type} if found else {"cpu"}
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        for kind in kinds:
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        if torch.get_default_device().type != "cpu":
+            stack.enter_context(torch.device("cpu"))
+        yield
 
 
 def _current_index() -> int:

@@ -11,6 +11,8 @@ import shutil
 import signal
 import sys
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -505,6 +507,34 @@ def test_the_process_is_as_before(tmp_path: Path) -> None:
     finally:
         torch.set_num_threads(threads)
         matplotlib.use("agg")
+
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """Make floats of 64 bits, unless something else is said."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+SETTINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "another type": in_float64,
+    "another device": lambda: torch.device("meta"),
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "no gradients": torch.inference_mode,
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_what_torch_does_in_this_process_changes_no_run(setting: str) -> None:
+    options = {**SMALL, "model": make_net, "data": DATA, "progress": False}
+    wanted = run("fedtan", **options).curves("train-loss")
+    with SETTINGS[setting]():
+        before = torch.get_default_dtype()
+        assert run("fedtan", **options).curves("train-loss") == wanted
+        assert torch.get_default_dtype() == before
 
 
 def test_the_import_brings_no_torch() -> None:
