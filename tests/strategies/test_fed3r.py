@@ -218,6 +218,19 @@ def test_with_balanced_classes_each_weighs_the_same() -> None:
     assert_head(model, by_scikit_learn(features, labels, weights=weights))
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_number_of_samples_does_not_matter(bias: bool) -> None:
+    """Nor does the sum of their weights, as where a class weighs nothing on the nodes that answer."""
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(20, 5, generator=generator, dtype=torch.float64)
+    features = torch.cat([features, torch.ones(20, 1, dtype=torch.float64)], 1)
+    targets = F.one_hot(torch.arange(20) % 3).double()
+    moments = HeadMoments(features.T @ targets, features.T @ features)
+    smaller = HeadMoments(moments.cross / 7, features.T @ features / 7)
+    for one, other in zip(moments.solve(0.1, bias), smaller.solve(0.1, bias), strict=True):
+        torch.testing.assert_close(one, other, rtol=EXACT, atol=EXACT)
+
+
 def test_the_nearest_class_mean_is_the_largest_output() -> None:
     model = Federation(make_model()).run(FedNCM())
     features, labels = features_of()
