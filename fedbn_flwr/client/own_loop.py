@@ -332,7 +332,7 @@ class OwnLoop:
         self._session.steps = max(self._updates.values())
         others = [value for value in self._session.model.parameters() if id(value) not in held]
         if any(id(value) in self._updates for value in others):
-            self._require_parts()
+            self._refuse_parts()
         gradients = [value.grad for value in others]
         for value in others:
             value.grad = None
@@ -343,16 +343,17 @@ class OwnLoop:
 
     def _begin_rules(self, session: Session, held: set[int]) -> None:
         """Begin the rules that wait for an optimizer; refuse parameters that learn only later."""
-        learned = session.learned()
-        if not self._updates:
-            self._first_learned = {id(value) for value in learned.values()}
-        for name, value in learned.items():
-            if self._rules and id(value) in held - self._first_learned:
-                raise RuntimeError(LATE % name)
+        if any(rule.needs_optimizer for rule in self._rules):
+            learned = session.learned()
+            if not self._updates:
+                self._first_learned = {id(value) for value in learned.values()}
+            for name, value in learned.items():
+                if id(value) in held - self._first_learned:
+                    raise RuntimeError(LATE % name)
         while self._ahead:
             self._ahead.pop(0).begin(session)
 
-    def _require_parts(self) -> None:
+    def _refuse_parts(self) -> None:
         """Refuse a second optimizer under a rule that needs all parameters."""
         for rule in self._rules:
             if rule.needs_all:
