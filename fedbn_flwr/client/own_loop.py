@@ -321,16 +321,21 @@ class OwnLoop:
         return (args[0], adjusted), {}
 
     def _adjust(self, optimizer: torch.optim.Optimizer) -> None:
-        """Change the gradients that this optimizer is about to take, if they are the model's."""
+        """Take note of a step, and let rules change the gradients that it is about to take."""
         held = self._held_by(optimizer)
         if self._session is None or not held or _overflowed(optimizer):
             return
-        _unscale(optimizer)
         self._session.optimizer = optimizer
-        self._begin_rules(self._session, held)
+        if self._rules:
+            self._begin_rules(self._session, held)
+            _unscale(optimizer)
+            self._change_gradients(self._session.model, held)
         self._updates.update(held)
         self._session.steps = max(self._updates.values())
-        others = [value for value in self._session.model.parameters() if id(value) not in held]
+
+    def _change_gradients(self, model: nn.Module, held: set[int]) -> None:
+        """Let rules change the gradients of these parameters, as if others had none."""
+        others = [value for value in model.parameters() if id(value) not in held]
         if any(id(value) in self._updates for value in others):
             self._refuse_parts()
         gradients = [value.grad for value in others]
@@ -347,8 +352,9 @@ class OwnLoop:
             learned = session.learned()
             if not self._updates:
                 self._first_learned = {id(value) for value in learned.values()}
+            late = held - self._first_learned
             for name, value in learned.items():
-                if id(value) in held - self._first_learned:
+                if id(value) in late:
                     raise RuntimeError(LATE % name)
         while self._ahead:
             self._ahead.pop(0).begin(session)
