@@ -326,12 +326,12 @@ class OwnLoop:
         if self._session is None or not held or _overflowed(optimizer):
             return
         self._session.optimizer = optimizer
-        if self._rules:
-            self._begin_rules(self._session, held)
-            _unscale(optimizer)
-            self._change_gradients(self._session.model, held)
+        self._begin_rules(self._session, held)
         self._updates.update(held)
         self._session.steps = max(self._updates.values())
+        if self._rules:
+            _unscale(optimizer)
+            self._change_gradients(self._session.model, held)
 
     def _change_gradients(self, model: nn.Module, held: set[int]) -> None:
         """Let rules change the gradients of these parameters, as if others had none."""
@@ -348,12 +348,11 @@ class OwnLoop:
 
     def _begin_rules(self, session: Session, held: set[int]) -> None:
         """Begin the rules that wait for an optimizer; refuse parameters that learn only later."""
-        if any(rule.needs_optimizer for rule in self._rules):
-            learned = session.learned()
-            if not self._updates:
-                self._first_learned = {id(value) for value in learned.values()}
-            late = held - self._first_learned
-            for name, value in learned.items():
+        if not self._updates:
+            self._first_learned = {id(value) for value in session.learned().values()}
+        late = held - self._first_learned
+        if late and any(rule.needs_optimizer for rule in self._rules):
+            for name, value in session.learned().items():
                 if id(value) in late:
                     raise RuntimeError(LATE % name)
         while self._ahead:

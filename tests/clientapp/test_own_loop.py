@@ -158,6 +158,7 @@ METHODS: dict[str, Callable[[], BaseStrategy]] = {
     "scaffold, bounded gradients": lambda: Scaffold(clip_norm=0.2),
     "fedtan": FedTAN,
     "fedtan, carried": lambda: FedTAN(carry=True),
+    "feddna": FedDNA,
     "local momentum": lambda: FedAvg(momentum_state="local"),
     "global momentum": lambda: FedAvg(momentum_state="global"),
     "fedbn, global momentum": lambda: FedBN(momentum_state="global"),
@@ -258,7 +259,7 @@ def test_rules_change_gradients_that_a_fused_optimizer_would_scale_back(method: 
     assert run_both(method, scaled(fused=True)) < EXACT
 
 
-@pytest.mark.parametrize("method", ["scaffold", "fedtan, carried"])
+@pytest.mark.parametrize("method", ["scaffold", "feddna"])
 def test_a_step_that_a_fused_optimizer_skips_is_none(method: str) -> None:
     """The first one: twice 2 to the power of 127 is no float32."""
     ends = [
