@@ -115,12 +115,10 @@ class Stack(nn.Module):
         layers = self._layers.used(streams, masks, images.shape)
         # the cross entropy of class numbers is computed in one pass over all clients' outputs
         afterwards = loss_function is F.cross_entropy and not labels.is_floating_point()
+        loss_or_logits = loss_function
+        if afterwards:
+            loss_or_logits = _logits
         buffers = list(self._buffers_of_all)
-
-        def loss_or_logits(outputs: Any, targets: Tensor) -> Tensor:
-            if afterwards:
-                return training.logits_of(outputs)
-            return training.output_loss(outputs, targets, loss_function)
 
         def one(
             inputs: Tensor, targets: Tensor, entries: dict[str, Tensor]
@@ -227,6 +225,10 @@ class _Slots:
         entries, key = self._places[name][0]
         value: Tensor = entries[key]
         return value
+
+
+def _logits(outputs: Any, _: Tensor) -> Tensor:
+    return training.logits_of(outputs)
 
 
 def _cross_entropies(outputs: Tensor, targets: Tensor) -> Tensor:
