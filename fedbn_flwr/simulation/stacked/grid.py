@@ -142,8 +142,7 @@ class StackedGrid(InProcessGrid):
             self._stacks.clear()
             size = len(stack)
             reason = f"{size} do not fit into the device's memory: from here on {self._how.most}"
-            self._how.alone.add(reason)
-            warn_once(APART + reason)
+            self._log_once(reason, warns=True)
             raise
 
     def _cut(self, jobs: Sequence[Job], layerwise: bool = False) -> list[list[Job]]:
