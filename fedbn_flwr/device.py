@@ -72,20 +72,17 @@ def set_up_accelerator(device: torch.device, deterministic: bool) -> None:
 
 @contextmanager
 def settings_restored() -> Iterator[None]:
-    """Give the block torch as it is in a new process, as far as runs depend on that, and put the
-    settings of this process back at its end, as far as runs change them.
+    """Put torch's settings of this process back at the end of the block, as far as runs change
+    them.
     """
     threads = torch.get_num_threads()
     mode = torch.get_deterministic_debug_mode()
     index = _current_index()
     tries = torch.backends.cudnn.benchmark
     fills = _MEMORY.fill_uninitialized_memory
-    dtype = torch.get_default_dtype()
     try:
-        with _as_in_a_new_process():
-            yield
+        yield
     finally:
-        torch.set_default_dtype(dtype)
         torch.set_num_threads(threads)
         torch.set_deterministic_debug_mode(mode)
         torch.backends.cudnn.benchmark = tries
@@ -95,12 +92,15 @@ def settings_restored() -> Iterator[None]:
 
 
 @contextmanager
-def _as_in_a_new_process() -> Iterator[None]:
-    """With gradients and in float32, and without autocast or another default device."""
-    torch.set_default_dtype(torch.float32)
+def as_in_a_new_process() -> Iterator[None]:
+    """Give the block torch as a new process has it, as far as runs depend on that: gradients,
+    float32, no autocast, and no default device but the CPU.
+    """
     found = accelerator()
     kinds = {"cpu", found.type} if found else {"cpu"}
     with ExitStack() as stack:
+        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+        torch.set_default_dtype(torch.float32)
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         for kind in kinds:

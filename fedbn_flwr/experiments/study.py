@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import Any
 
 from fedbn_flwr.data.prefetch import serve_parent
-from fedbn_flwr.device import settings_restored
+from fedbn_flwr.device import as_in_a_new_process, settings_restored
 from fedbn_flwr.experiments.checkpoint import AUTOMATIC
 from fedbn_flwr.experiments.checks import check_simulation
 from fedbn_flwr.experiments.choice import SEEDS, Choice, Grid, metric_of
@@ -205,7 +205,7 @@ def quiet(verbose: bool = False) -> Iterator[None]:
     """Hide Flower's lines about every round, and its warnings of what is the normal case here,
     inside the block.
 
-    After the block, torch's settings of the process are as before.
+    The block has torch as in a new process, and after it, the settings of this one are as before.
     """
     logger = logging.getLogger("flwr")
     level = logger.level
@@ -216,7 +216,7 @@ def quiet(verbose: bool = False) -> Iterator[None]:
     logger.setLevel(logging.INFO if verbose else logging.WARNING)
     logger.addFilter(is_news)
     try:
-        with settings_restored():
+        with settings_restored(), as_in_a_new_process():
             yield
     finally:
         logger.removeFilter(is_news)
