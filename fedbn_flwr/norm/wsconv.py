@@ -92,8 +92,8 @@ def _wiring(model: nn.Module) -> Wiring:
     try:
         return wiring(model)
     except Exception as error:  # torch.fx raises whatever the model's own code does with a proxy
-        name = type(model).__name__
-        warn_once(f"residual branches are not scaled: {name} cannot be traced ({error})")
+        kind = type(model).__name__
+        warn_once(f"residual branches are not scaled: {kind} cannot be traced ({error})")
         names = (name for name, layer in model.named_modules() if isinstance(layer, _ConvNd))
         return Wiring(activations=dict.fromkeys(names, torch.relu))
 
