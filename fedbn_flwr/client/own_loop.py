@@ -121,7 +121,7 @@ class OwnLoop:
         exchange: Exchange | None = None,
     ) -> None:
         self._structure = structure
-        self._entries = list(structure.state_dict())
+        self._entries = _names_of(structure)
         self._instruction = instruction
         self._received = received
         self._memory = memory
@@ -261,7 +261,7 @@ class OwnLoop:
         return None
 
     def _is_model(self, module: nn.Module) -> bool:
-        return list(module.state_dict()) == self._entries
+        return _names_of(module) == self._entries
 
     def _begins_as_received(self, model: nn.Module) -> bool:
         """Return whether a model learns, and half of its weights or more are what was received, as
@@ -402,6 +402,16 @@ class OwnLoop:
                 f"cannot obey {', '.join(keys)}: the handler trained {trained}; it must train, "
                 "from what it received, a model with the entries of the ClientApp's `model`"
             )
+
+
+def _names_of(model: nn.Module) -> list[str]:
+    """Return what tells models apart.
+
+    A wrapper, as of Lightning's Fabric, may have the entries of the model that it wraps, but its
+    parameters have names of its own.
+    """
+    parameters = [name for name, _ in model.named_parameters()]
+    return [*model.state_dict(), *parameters]
 
 
 def _overflowed(optimizer: torch.optim.Optimizer) -> bool:

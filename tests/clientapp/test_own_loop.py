@@ -375,6 +375,24 @@ def compiled(model: nn.Module, batches: Iterator[Batch], lr: float, momentum: fl
     return plain_loop(model, batches, lr, momentum, graph.__call__)
 
 
+class Wrapper(nn.Module):
+    """Has the entries of the model in it, as Lightning's Fabric makes it, but other parameters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: Tensor) -> Any:
+        return self.model(inputs)
+
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        return self.model.state_dict(*args, **options)
+
+
+def wrapped(model: nn.Module, batches: Iterator[Batch], lr: float, momentum: float) -> float:
+    return plain_loop(model, batches, lr, momentum, Wrapper(model).train())
+
+
 @pytest.mark.filterwarnings("ignore:Using .torch.compile.module.. when there are global hooks")
 @pytest.mark.parametrize(
     ("method", "loop"),
@@ -386,6 +404,7 @@ def compiled(model: nn.Module, batches: Iterator[Batch], lr: float, momentum: fl
         ),
         ("fixbn, statistics and affine", compiled),
         ("scaffold", compiled),
+        ("scaffold", wrapped),
     ],
 )
 @pytest.mark.sampled(6)
