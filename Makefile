@@ -14,9 +14,9 @@ demo: $(VENV)/installed
 	$(BIN)/fedbn-flwr compare --methods fedavg,fedavg+gn,fixbn,fedbn,fedtan,fedtan:carry=true,centralized \
 		--model small-cnn --local-steps 1 --rounds 200 --results-dir results/demo
 
-# three processes for two cores: tests of deployments wait for most of their time
+# as many processes as cores: a third one only imports and collects once more
 test: $(VENV)/installed
-	$(BIN)/python -m pytest -m "not slow" -n 3 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder
 
 test-all: $(VENV)/installed
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
@@ -25,7 +25,7 @@ test-all: $(VENV)/installed
 newest: $(VENV)/installed
 	$(BIN)/pip install --upgrade $(PRE) flwr torch torchvision
 	$(BIN)/pip list | grep -E "^(flwr|torch|torchvision) " | tee newest.txt
-	$(BIN)/python -m pytest -m "not slow" -n 3 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder
 
 # the compose file's services as plain processes, without Docker
 test-deploy: $(VENV)/installed
