@@ -274,9 +274,10 @@ class OwnLoop:
             learns |= parameter.requires_grad
             if name in given:
                 here = parameter.detach().reshape(-1)[:FEW]
-                same = here == given[name].reshape(-1)[:FEW].to(here)
-                total += len(same)
-                equal += int(same.sum())
+                total += len(here)
+                if parameter.shape == given[name].shape:
+                    same = here == given[name].reshape(-1)[:FEW].to(here)
+                    equal += int(same.sum())
         return learns and 2 * equal >= total
 
     def _is_another(self, module: nn.Module, model: nn.Module) -> bool:
@@ -379,8 +380,8 @@ class OwnLoop:
                 SHARED,
                 self._passes,
                 type(optimizer).__name__,
-                len(held),
-                len(self._session.learned()),
+                len(held & self._first_learned),
+                len(self._first_learned),
             )
 
     def _held_by(self, optimizer: torch.optim.Optimizer) -> set[int]:
