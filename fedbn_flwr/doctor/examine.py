@@ -319,9 +319,12 @@ def _source(visit: Visit, network: Network, layer: str, end: Arrays) -> str:
         return "kept"
     if not _is_new(network.start, layer):
         return "made of others"
-    weight = entry_of(layer, "weight")
-    is_trained_on = weight in received and same_numbers(
-        visit.received[received[weight]], network.start[weight]
+    # a layer's weights may be those of a new one by chance: all such layers tell together
+    new = [entry_of(name, "weight") for name in network.layers if _is_new(network.start, name)]
+    weights = [name for name in new if name in network.start]
+    is_trained_on = weights and all(
+        name in received and same_numbers(visit.received[received[name]], network.start[name])
+        for name in weights
     )
     return "set back" if is_trained_on else "made anew"
 

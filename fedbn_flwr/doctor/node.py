@@ -60,10 +60,11 @@ def answer(folder: Path, reference: str, message: Message, context: Context) -> 
             reply = app(message, context)
         except Exception as error:
             return Answer(None, RecordDict(), None, in_one_line(error))
-        network = main_network(observer.take())
+        networks = observer.take()
     sent: Arrays = {}
     if reply.has_content():
         sent = message_arrays(reply.content)
+    network = main_network(networks, received, sent)
     if network:
         network.received = match(received, network.start, network.parameters)
         network.sent = match(sent, network.end, network.parameters)

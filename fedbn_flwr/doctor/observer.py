@@ -89,6 +89,11 @@ class Network:
         """Whether BN layers of it were called with gradients."""
         return any(layer.learning or layer.fixed for layer in self.layers.values())
 
+    @property
+    def trained(self) -> bool:
+        """Whether BN layers of it were called with gradients in training mode."""
+        return any(layer.learning for layer in self.layers.values())
+
     def of_layers(self) -> "Network":
         """Return it with the entries of BN layers only."""
         return replace(self, start=self._entries(self.start), end=self._entries(self.end))
@@ -102,11 +107,37 @@ def layer_of(entry: str) -> str:
     return entry.rpartition(".")[0]
 
 
+@dataclass
+class _Root:
+    """A module that was called by itself, and its state before it first learned.
+
+    What was received may be loaded after a first call without gradients, or in evaluation mode.
+    """
+
+    module: nn.Module
+    start: Arrays = field(default_factory=dict)
+    #: of the call before which the state was taken: 1 with gradients, 2 in training mode, too
+    rank: int = -1
+    #: whether BN layers in it were called with gradients in training mode
+    trains: bool = False
+
+    def before_call(self) -> None:
+        """Take the state, if this call is the first of its rank."""
+        rank = 0
+        if torch.is_grad_enabled():
+            rank = 1 + self.module.training
+        if rank > self.rank:
+            self.rank = rank
+            self.start = state_of(self.module)
+
+
 class Observer:
     """While active, watches all networks of the process."""
 
     def __init__(self) -> None:
-        self._roots: dict[int, tuple[nn.Module, Arrays]] = {}
+        self._roots: dict[int, _Root] = {}
+        #: the one that is being called
+        self._called: _Root | None = None
         self._layers: dict[int, LayerSeen] = {}
         self._depth = 0
         self._handles: list[RemovableHandle] = []
@@ -122,8 +153,9 @@ class Observer:
             handle.remove()
 
     def _before(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        if self._depth == 0 and id(module) not in self._roots and _has_parameters(module):
-            self._roots[id(module)] = (module, state_of(module))
+        if self._depth == 0 and _has_parameters(module):
+            self._called = self._roots.setdefault(id(module), _Root(module))
+            self._called.before_call()
         self._depth += 1
         if isinstance(module, _BatchNorm):
             seen = self._layers.get(id(module))
@@ -133,16 +165,28 @@ class Observer:
                 seen.note(len(inputs[0]), module.training)
                 if torch.is_grad_enabled() and module.weight is not None:
                     seen.learns = module.weight.requires_grad
+            if self._called:
+                self._called.trains |= module.training and torch.is_grad_enabled()
 
     def _after(self, module: nn.Module, inputs: object, outputs: object) -> None:
         self._depth -= 1
 
     def take(self) -> list[Network]:
-        """Return the networks that were called since the last time."""
+        """Return the networks that were called since the last time.
+
+        A part of another one, such as a layer of which a detector measures the stride when it is
+        made, is a network of its own only if it was trained.
+        """
+        parts = set[int]()
+        for root in self._roots.values():
+            parts |= {id(part) for part in root.module.modules() if part is not root.module}
         networks = [
-            describe_network(root, start, self._layers) for root, start in self._roots.values()
+            describe_network(root.module, root.start, self._layers)
+            for key, root in self._roots.items()
+            if root.trains or key not in parts
         ]
         self._roots = {}
+        self._called = None
         self._layers = {}
         self._depth = 0
         return networks
@@ -196,16 +240,37 @@ def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-def main_network(networks: Iterable[Network]) -> Network | None:
+def main_network(networks: Iterable[Network], *messages: Arrays) -> Network | None:
     """Return the network that learns, or the one with the most layers if none does.
 
-    Parts that are called one by one, such as a backbone and a head, are one network.
+    Parts that are called one by one, such as a backbone and a head, are one network. One that was
+    never in training mode, beside others that were, is a part only if the messages have its
+    numbers: detectors that were made and not used have been called, too.
     """
     every = list(networks)
     learning = [network for network in every if network.learned]
+    if any(network.trained for network in learning):
+        exchanged = {_digest(array) for arrays in messages for array in arrays.values()}
+        learning = [
+            network for network in learning if network.trained or _is_among(network, exchanged)
+        ]
     if len(learning) > 1:
         return _joined(learning)
     return max(learning or every, key=lambda network: len(network.layers), default=None)
+
+
+def _is_among(network: Network, exchanged: set[bytes | None]) -> bool:
+    """Return whether at least half of a network's arrays have numbers that were exchanged."""
+    own = [_digest(array) for array in network.start.values()]
+    telling = [digest for digest in own if digest]
+    return 2 * sum(digest in exchanged for digest in telling) >= len(telling)
+
+
+def _digest(array: NDArray[Any]) -> bytes | None:
+    """Return what tells numbers apart in any precision; None of those that are all alike."""
+    if not array.size or (array == array.flat[0]).all():
+        return None
+    return array.astype(np.float32).tobytes()
 
 
 def network_of(layer: str) -> str:
