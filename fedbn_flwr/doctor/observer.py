@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -139,6 +140,8 @@ class Observer:
         #: the one that is being called
         self._called: _Root | None = None
         self._layers: dict[int, LayerSeen] = {}
+        #: whether modules are wrappers, of those that were called
+        self._wrappers: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
         self._depth = 0
         self._handles: list[RemovableHandle] = []
 
@@ -152,7 +155,18 @@ class Observer:
         for handle in self._handles:
             handle.remove()
 
+    def _is_wrapper(self, module: nn.Module) -> bool:
+        """Return whether a module has the state of the one that it wraps, as Lightning's Fabric
+        makes it, and so other names than its layers have.
+        """
+        if module not in self._wrappers:
+            names = {name for name, _ in module.named_parameters()}
+            self._wrappers[module] = bool(names) and names.isdisjoint(module.state_dict())
+        return self._wrappers[module]
+
     def _before(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if self._is_wrapper(module):
+            return
         if self._depth == 0 and _has_parameters(module):
             self._called = self._roots.setdefault(id(module), _Root(module))
             self._called.before_call()
@@ -169,7 +183,8 @@ class Observer:
                 self._called.trains |= module.training and torch.is_grad_enabled()
 
     def _after(self, module: nn.Module, inputs: object, outputs: object) -> None:
-        self._depth -= 1
+        if not self._is_wrapper(module):
+            self._depth -= 1
 
     def take(self) -> list[Network]:
         """Return the networks that were called since the last time.
