@@ -285,7 +285,10 @@ def _digest(array: NDArray[Any]) -> bytes | None:
     """Return what tells numbers apart in any precision; None of those that are all alike."""
     if not array.size or (array == array.flat[0]).all():
         return None
-    return array.astype(np.float32).tobytes()
+    if array.dtype.kind == "f":
+        with np.errstate(over="ignore"):
+            array = array.astype(np.float32)
+    return array.tobytes()
 
 
 def network_of(layer: str) -> str:

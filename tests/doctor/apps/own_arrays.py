@@ -1,7 +1,10 @@
-"""A strategy that sends each node arrays of its own: BN is the same, the head is not."""
+"""A strategy that sends each node arrays of its own: BN is the same, the head is not, and one has
+words.
+"""
 
+import numpy as np
 from common import plain_client, plain_server
-from flwr.app import ArrayRecord
+from flwr.app import Array, ArrayRecord
 from flwr.serverapp.strategy import FedAvg
 
 
@@ -13,6 +16,7 @@ class OwnHeads(FedAvg):
             state["head.bias"] = state["head.bias"] + shift
             message.content = message.content.copy()
             message.content["arrays"] = ArrayRecord(state)
+            message.content["words"] = ArrayRecord({"names": Array(np.array(["cat", "dog"]))})
         return messages
 
 
