@@ -296,8 +296,9 @@ def _note_returns(history: History, fates: dict[str, LayerFate]) -> None:
             if network is None:
                 continue
             if visit.node in ends:
+                of_new = _source_of_new(visit, network)
                 for name, fate in fates.items():
-                    source = _source(visit, network, name, ends[visit.node])
+                    source = _source(visit, network, name, ends[visit.node], of_new)
                     seen = (source, fate.came_back)
                     worst = next((each for each in STANDS if each in seen), "")
                     fate.came_back = worst or source or fate.came_back
@@ -305,7 +306,7 @@ def _note_returns(history: History, fates: dict[str, LayerFate]) -> None:
                 ends[visit.node] = network.end
 
 
-def _source(visit: Visit, network: Network, layer: str, end: Arrays) -> str:
+def _source(visit: Visit, network: Network, layer: str, end: Arrays, of_new: str) -> str:
     names = statistics_of(layer)
     if any(name not in network.start for name in names):
         return ""
@@ -319,14 +320,25 @@ def _source(visit: Visit, network: Network, layer: str, end: Arrays) -> str:
         return "kept"
     if not _is_new(network.start, layer):
         return "made of others"
-    # a layer's weights may be those of a new one by chance: all such layers tell together
+    return of_new
+
+
+def _source_of_new(visit: Visit, network: Network) -> str:
+    """Return where statistics of new layers come from: with the weights that were received, they
+    were set back.
+
+    All such layers tell together: the weights of one may be those of a new layer by chance.
+    """
     new = [entry_of(name, "weight") for name in network.layers if _is_new(network.start, name)]
     weights = [name for name in new if name in network.start]
-    is_trained_on = weights and all(
+    received = network.received
+    are_received = [
         name in received and same_numbers(visit.received[received[name]], network.start[name])
         for name in weights
-    )
-    return "set back" if is_trained_on else "made anew"
+    ]
+    if weights and all(are_received):
+        return "set back"
+    return "made anew"
 
 
 def _of_rounds(

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -137,11 +136,9 @@ class Observer:
 
     def __init__(self) -> None:
         self._roots: dict[int, _Root] = {}
-        #: the one that is being called
+        #: the one that is being called, or was the last
         self._called: _Root | None = None
         self._layers: dict[int, LayerSeen] = {}
-        #: whether modules are wrappers, of those that were called
-        self._wrappers: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
         self._depth = 0
         self._handles: list[RemovableHandle] = []
 
@@ -155,21 +152,14 @@ class Observer:
         for handle in self._handles:
             handle.remove()
 
-    def _is_wrapper(self, module: nn.Module) -> bool:
-        """Return whether a module has the state of the one that it wraps, as Lightning's Fabric
-        makes it, and so other names than its layers have.
-        """
-        if module not in self._wrappers:
-            names = {name for name, _ in module.named_parameters()}
-            self._wrappers[module] = bool(names) and names.isdisjoint(module.state_dict())
-        return self._wrappers[module]
-
     def _before(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        if self._is_wrapper(module):
-            return
-        if self._depth == 0 and _has_parameters(module):
-            self._called = self._roots.setdefault(id(module), _Root(module))
-            self._called.before_call()
+        if self._depth == 0:
+            if id(module) not in self._roots and _is_wrapper(module):
+                return
+            self._called = None
+            if _has_parameters(module):
+                self._called = self._roots.setdefault(id(module), _Root(module))
+                self._called.before_call()
         self._depth += 1
         if isinstance(module, _BatchNorm):
             seen = self._layers.get(id(module))
@@ -183,7 +173,7 @@ class Observer:
                 self._called.trains |= module.training and torch.is_grad_enabled()
 
     def _after(self, module: nn.Module, inputs: object, outputs: object) -> None:
-        if not self._is_wrapper(module):
+        if self._depth:  # a wrapper has not been counted
             self._depth -= 1
 
     def take(self) -> list[Network]:
@@ -253,6 +243,14 @@ def as_arrays(state: Mapping[str, Any]) -> Arrays:
 
 def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    """Return whether a module has the state of the one that it wraps, as Lightning's Fabric makes
+    it, and so other names than its layers have.
+    """
+    names = {name for name, _ in module.named_parameters()}
+    return bool(names) and names.isdisjoint(module.state_dict())
 
 
 def main_network(networks: Iterable[Network], *messages: Arrays) -> Network | None:

@@ -1,0 +1,105 @@
+"""Which of the networks that a process calls is the one that trains, and what it began with."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedbn_flwr.doctor.observer import Network, Observer, main_network, same_numbers, state_of
+
+IMAGES = torch.arange(128.0).view(2, 1, 8, 8)
+
+
+class Measured(nn.Module):
+    """Calls its layers one by one when it is made, as a detector that measures its strides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4))
+        self.head = nn.Conv2d(4, 2, 1)
+        self.eval()
+        self.head(self.backbone(IMAGES))
+        self.train()
+
+    def forward(self, images: Tensor) -> Tensor:
+        features: Tensor = self.head(self.backbone(images))
+        return features
+
+
+class Wrapper(nn.Module):
+    """Has the state of the network in it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, images: Tensor) -> Any:
+        return self.module(images)
+
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        return self.module.state_dict(*args, **options)
+
+
+def begins_as(network: Network | None, received: dict[str, Any]) -> bool:
+    """Return whether a network is the whole one, and began with these numbers."""
+    assert network is not None
+    assert list(network.layers) == ["backbone.1"]
+    return network.start.keys() == received.keys() and all(
+        same_numbers(value, network.start[name]) for name, value in received.items()
+    )
+
+
+@pytest.fixture
+def given() -> Measured:
+    """Return the network whose state was received."""
+    return Measured()
+
+
+def test_networks_that_were_made_and_not_used_are_none(given: Measured) -> None:
+    received = state_of(given)
+    with Observer() as observer:
+        Measured()
+        net = Measured()
+        with torch.no_grad():
+            net(IMAGES)  # before anything is loaded
+        net.load_state_dict(given.state_dict())
+        net(IMAGES)
+        networks = observer.take()
+    assert begins_as(main_network(networks, received), received)
+
+
+def test_a_layer_without_parameters_trains_no_part_that_was_called_before(given: Measured) -> None:
+    received = state_of(given)
+    with Observer() as observer:
+        given.backbone.eval()(IMAGES)
+        nn.BatchNorm2d(1, affine=False)(IMAGES)
+        given.train()(IMAGES)
+        networks = observer.take()
+    assert begins_as(main_network(networks, received), received)
+
+
+def test_a_frozen_backbone_that_is_called_by_itself_is_a_part(given: Measured) -> None:
+    received = state_of(given)
+    head = nn.Sequential(given.head, nn.BatchNorm2d(2))
+    with Observer() as observer:
+        head(given.backbone.eval()(IMAGES))
+        networks = observer.take()
+    network = main_network(networks, received)
+    assert network is not None
+    assert list(network.layers) == ["network 1.1", "network 2.1"]
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_wrapper_is_looked_through(given: Measured, times: int) -> None:
+    received = state_of(given)
+    wrapper: nn.Module = given
+    for _ in range(times):
+        wrapper = Wrapper(wrapper)
+    another = Measured()
+    with Observer() as observer:
+        wrapper(IMAGES)
+        another(IMAGES)
+        first, second = observer.take()
+    assert begins_as(first, received)
+    assert second.learned
