@@ -121,7 +121,7 @@ class OwnLoop:
         exchange: Exchange | None = None,
     ) -> None:
         self._structure = structure
-        self._entries = _names_of(structure)
+        self._names = _names_of(structure)
         self._instruction = instruction
         self._received = received
         self._memory = memory
@@ -261,7 +261,7 @@ class OwnLoop:
         return None
 
     def _is_model(self, module: nn.Module) -> bool:
-        return _names_of(module) == self._entries
+        return _names_of(module) == self._names
 
     def _begins_as_received(self, model: nn.Module) -> bool:
         """Return whether a model learns, and half of its weights or more are what was received, as
