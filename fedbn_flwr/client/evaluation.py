@@ -222,11 +222,11 @@ def shares(
 ) -> tuple[Tensor, Tensor]:
     """Return the shares of a node's samples in the domains and in the classes.
 
-    Float targets count as one class.
+    Targets that are no classes of samples count as one class.
     """
     chosen = torch.from_numpy(indices)
     labels = split.labels
-    if labels.is_floating_point():
+    if split.targets:
         labels = torch.zeros(len(labels), dtype=torch.int64)
     classes = torch.bincount(labels[chosen].cpu(), minlength=num_classes).double()
     if split.domains is None:

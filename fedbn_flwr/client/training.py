@@ -277,12 +277,17 @@ def output_loss(outputs: Any, targets: Tensor, loss_function: LossFunction) -> T
 
 def logits_of(outputs: Any) -> Tensor:
     """Return the logits among a model's outputs: these themselves, or what an object of outputs
-    calls `logits`.
+    calls `logits`, or a dictionary `logits` or (as torchvision's) `out`.
     """
-    logits = outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", None)
+    if isinstance(outputs, Tensor):
+        return outputs
+    if isinstance(outputs, Mapping):
+        logits = outputs.get("logits", outputs.get("out"))
+    else:
+        logits = getattr(outputs, "logits", None)
     if not isinstance(logits, Tensor):
         raise ValueError(
-            f"the model returns a {type(outputs).__name__}, not logits or an object that has "
-            "`logits`"
+            f"the model returns a {type(outputs).__name__}, not logits, or an object or a "
+            "dictionary that has `logits`"
         )
     return logits

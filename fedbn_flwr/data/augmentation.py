@@ -9,7 +9,7 @@ decoded.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -124,6 +124,13 @@ class RandomCrop(ImageAugmentation):
         with `IGNORED`.
         """
         return _transforms().RandomCrop(size, pad_if_needed=True, fill=_fill())
+
+
+def label_map(classes: Tensor) -> Tensor:
+    """Return a label map, H x W, as one that transforms of torchvision know as such."""
+    from torchvision import tv_tensors
+
+    return cast(Tensor, tv_tensors.Mask(classes))
 
 
 def _fill() -> dict[type, Any]:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedbn_flwr.data.augmentation import ImageAugmentation, Size
+from fedbn_flwr.data.augmentation import ImageAugmentation, Size, label_map
 from fedbn_flwr.plugins import extra
 
 if TYPE_CHECKING:
@@ -68,8 +68,6 @@ class DecodeRequest:
         return pixels(image)
 
     def _map(self, source: Source, raw: bool) -> Tensor:
-        from torchvision import tv_tensors
-
         image = _opened(source)
         assert self.classes is not None
         if len(image.getbands()) > 1:
@@ -77,8 +75,7 @@ class DecodeRequest:
         if not raw:
             image = fitted(image, source, self.size, self.fit, smooth=False)
         values = np.asarray(image)
-        classes: Tensor = tv_tensors.Mask(self.classes[torch.from_numpy(values.astype(np.int64))])
-        return classes
+        return label_map(self.classes[torch.from_numpy(values.astype(np.int64))])
 
 
 def read_image(source: Source) -> "Image":

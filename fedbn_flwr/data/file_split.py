@@ -15,7 +15,7 @@ from fedbn_flwr.data.augmentation import Edits, Size
 from fedbn_flwr.data.decoding import DecodeRequest, Fit, Source
 from fedbn_flwr.data.pixels import Channels, mapped, measure_bytes, normalize, pick_rows
 from fedbn_flwr.data.prefetch import decode
-from fedbn_flwr.data.splits import Batch, Split
+from fedbn_flwr.data.splits import LABEL_MAPS, Batch, Split
 from fedbn_flwr.randomness import numpy_generator
 
 #: processes that decode ahead, unless an option says otherwise
@@ -95,6 +95,13 @@ class FileSplit(Split):
             rows=torch.arange(len(labels)),
             **fields,
         )
+
+    @property
+    def targets(self) -> str:
+        """What the targets are in words, if they are no classes of samples."""
+        if self.maps is not None:
+            return LABEL_MAPS
+        return super().targets
 
     @property
     def size(self) -> Size:

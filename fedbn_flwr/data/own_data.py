@@ -7,13 +7,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedbn_flwr.data.augmentation import IGNORED
 from fedbn_flwr.data.decoding import DEEPEST
 from fedbn_flwr.data.pixels import Channels, normalize, resize
-from fedbn_flwr.data.splits import Data, Split
+from fedbn_flwr.data.splits import FLOATS, LABEL_MAPS, Data, Split
 from fedbn_flwr.plugins import warn_once
 
 #: items of a `Dataset` that are read twice, to see whether they change
 READ_TWICE = 8
+#: in label maps of bytes the mark of pixels without a class, or of the foreground
+WHITE = 255
 #: `Data`, a function that returns them, or a pair of training and test data: each a `Split`,
 #: tensors or arrays (inputs, labels), or a torch `Dataset` of such pairs
 OwnData = Data | Callable[[], Data] | tuple[Any, Any]
@@ -35,18 +38,26 @@ def own_data(given: Any) -> Data:
     train, test = (
         _split(part, name) for part, name in zip(made, ("training", "test"), strict=True)
     )
-    if train.labels.is_floating_point():
+    if train.targets == FLOATS:
         return Data("own data", train, test, train.labels.shape[1:].numel(), task="regression")
-    labels = torch.cat([train.labels, test.labels])
-    if len(labels):
-        lowest = int(labels.min())
-        if lowest > 0:
-            shown = f"labels are {lowest} to {int(labels.max())}, but classes are numbered from 0"
-            raise ValueError(
-                f"{shown}: give labels - {lowest}, or fedbn_flwr.data.Data if class 0 has no "
-                "samples"
-            )
-    return Data("own data", train, test, int(labels.max()) + 1 if len(labels) else 0)
+    classes = torch.cat([train.counted, test.counted])
+    if len(classes) == 0:
+        return Data("own data", train, test, 0)
+    lowest = int(classes.min())
+    highest = int(classes.max())
+    if lowest > 0:
+        shown = f"labels are {lowest} to {highest}, but classes are numbered from 0"
+        raise ValueError(
+            f"{shown}: give labels - {lowest}, or fedbn_flwr.data.Data if class 0 has no samples"
+        )
+    if train.targets != LABEL_MAPS:
+        return Data("own data", train, test, highest + 1)
+    if highest == WHITE and not (classes == WHITE - 1).any():
+        raise ValueError(
+            f"label maps have the value {WHITE} and not {WHITE - 1}: number the classes from 0, "
+            f"and give {IGNORED} to pixels without a class"
+        )
+    return Data("own data", train, test, highest + 1, task="segmentation")
 
 
 def preprocess(
@@ -150,4 +161,6 @@ def _checked(inputs: Tensor, labels: Tensor) -> Split:
             "labels must be integers, the numbers of classes from 0, or float targets, not "
             f"{labels.dtype}"
         )
+    if labels.dim() == 4 and labels.shape[1] == 1 and len(shape) == 4:
+        labels = labels.squeeze(1)  # label maps with a channel
     return Split(inputs, labels.to(torch.float32 if labels.is_floating_point() else torch.int64))

@@ -11,7 +11,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fedbn_flwr.data.splits import UNCLASSED, Data
+from fedbn_flwr.data.splits import Data
 from fedbn_flwr.plugins import add, did_you_mean
 from fedbn_flwr.randomness import numpy_generator
 
@@ -44,7 +44,7 @@ class PartitionRequest:
         """The class of every row; images with label maps have none of their own, and float targets
         are none.
         """
-        targets = UNCLASSED.get(self.data.task)
+        targets = self.data.train.targets
         if targets:
             raise ValueError(
                 f"{self.data.name} has {targets} and no labels: take iid, city, domain or union"

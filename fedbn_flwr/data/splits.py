@@ -11,10 +11,11 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedbn_flwr.data.augmentation import Edits
+from fedbn_flwr.data.augmentation import IGNORED, Edits, label_map
 from fedbn_flwr.data.pixels import Channels, measure, normalize, pick_rows, resize
 from fedbn_flwr.device import total_memory
 from fedbn_flwr.randomness import numpy_generator
@@ -30,8 +31,12 @@ MOST_NAMES = 20
 
 #: inputs and targets
 Batch = tuple[Tensor, Tensor]
-#: the tasks whose targets are no classes of samples, and what they are in words
-UNCLASSED = {"segmentation": "label maps", "regression": "float targets"}
+#: targets that are no classes of samples, in words
+LABEL_MAPS = "label maps"
+FLOATS = "float targets"
+#: which of these a task may have; those that are registered have classes of samples or of pixels
+TARGETS = {"classification": {""}, "segmentation": {LABEL_MAPS}, "regression": {FLOATS}}
+WITH_CLASSES = {"", LABEL_MAPS}
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,9 +45,10 @@ class Split:
 
     The inputs are N x C x H x W, or of another shape that starts with N x C; uint8 (0 to 255),
     float32, or int64 for ids, in memory or memory-mapped (`torch.from_file`). Domains are int64,
-    and so are labels, or for regression float32 of N or N x K. Only images can be resized or
-    augmented. `mean` and `std` hold one number a channel, for inputs scaled to [0, 1]; where they
-    are empty, batches are not normalized. Ids never are.
+    and so are labels, or for regression float32 of N or N x K. Images may have label maps, N x H x
+    W, whose pixels without a class are `IGNORED`. Only images can be resized or augmented. `mean`
+    and `std` hold one number a channel, for inputs scaled to [0, 1]; where they are empty, batches
+    are not normalized. Ids never are.
     """
 
     inputs: Tensor
@@ -59,20 +65,42 @@ class Split:
                 f"inputs must be N x C [x H x W], uint8, float32 or (for ids) int64, not {shape}, "
                 f"{dtype}"
             )
+        size = shape[:1]
+        if self.labels.dim() == 3 and len(shape) == 4:
+            size = (shape[0], *shape[2:])
         is_float = self.labels.dtype == torch.float32 and self.labels.dim() <= 2
         if is_float and self.labels.shape[:1] == shape[:1]:
             classes = None
         else:
             classes = self.labels
-        for name, column in (("labels", classes), ("domains", self.domains)):
-            if column is not None and (column.dtype != torch.int64 or column.shape != shape[:1]):
-                actual = f"{tuple(column.shape)}, {column.dtype}"
+        columns = (("labels", classes, size), ("domains", self.domains, shape[:1]))
+        for name, column, wanted in columns:
+            if column is not None and (column.dtype != torch.int64 or column.shape != wanted):
+                able = f"one int64 for each of {shape[0]} samples"
+                if wanted != shape[:1]:
+                    able = f"int64 for each pixel, {wanted}"
                 raise ValueError(
-                    f"{name} must be one int64 for each of {shape[0]} samples, not {actual}"
+                    f"{name} must be {able}, not {tuple(column.shape)}, {column.dtype}"
                 )
 
     def __len__(self) -> int:
         return len(self.inputs)
+
+    @property
+    def targets(self) -> str:
+        """What the targets are in words, if they are no classes of samples."""
+        if self.labels.is_floating_point():
+            return FLOATS
+        if self.labels.dim() == 3:
+            return LABEL_MAPS
+        return ""
+
+    @property
+    def counted(self) -> Tensor:
+        """The class of every sample, or of every pixel that has one."""
+        if self.targets == LABEL_MAPS:
+            return self.labels[self.labels != IGNORED]
+        return self.labels
 
     @property
     def has_ids(self) -> bool:
@@ -132,14 +160,18 @@ class Split:
             start = end
 
     def _edited(self, indices: Tensor, device: torch.device | str, edits: Edits) -> Batch:
-        images = [(image,) for image in pick_rows(self.inputs, indices, torch.device("cpu"))]
+        near = torch.device("cpu")
+        columns: list[Sequence[Tensor]] = [[*pick_rows(self.inputs, indices, near)]]
+        labels = pick_rows(self.labels, indices, near)
+        if self.targets == LABEL_MAPS:
+            columns.append([label_map(values) for values in labels])
         size = self.inputs.shape[-2], self.inputs.shape[-1]
-        edited = torch.stack(
-            [image for (image,) in edits.augmentation.edit(images, edits.seeds.tolist(), size)]
-        )
-        return normalize(edited.to(device), self.mean, self.std), pick_rows(
-            self.labels, indices, torch.device(device)
-        )
+        samples = [*zip(*columns, strict=True)]
+        edited = edits.augmentation.edit(samples, edits.seeds.tolist(), size)
+        images, *maps = (torch.stack(column) for column in zip(*edited, strict=True))
+        if maps:
+            labels = maps[0].as_subclass(Tensor)
+        return normalize(images.to(device), self.mean, self.std), labels.to(device)
 
     def select(self, indices: NDArray[np.int64]) -> Self:
         """Return a new split with copies of the chosen samples."""
@@ -159,7 +191,11 @@ class Split:
                 "image-size is for images, not for inputs of the shape "
                 f"{tuple(self.inputs.shape[1:])}"
             )
-        return replace(self, inputs=resize(self.inputs, side))
+        labels = self.labels
+        if self.targets == LABEL_MAPS:
+            one = F.interpolate(labels[:, None].double(), size=(side, side), mode="nearest-exact")
+            labels = one.squeeze(1).long()
+        return replace(self, inputs=resize(self.inputs, side), labels=labels)
 
     def measured(self) -> tuple[Channels, Channels]:
         """Return mean and standard deviation of every channel, for pixels from 0 to 1; of ids there
@@ -220,14 +256,16 @@ class Data:
                 "type"
             )
         for split in (self.train, self.test):
-            is_float = split.labels.is_floating_point()
+            able = TARGETS.get(self.task, WITH_CLASSES)
+            is_float = split.targets == FLOATS
             width = split.labels.shape[1:].numel()
-            if is_float != (self.task == "regression") or (is_float and width != self.num_classes):
+            if split.targets not in able or (is_float and width != self.num_classes):
                 actual = f"{tuple(split.labels.shape)}, {split.labels.dtype}"
                 raise ValueError(
                     f"{self.name}: labels of {self.num_classes} for {self.task} cannot be {actual}"
                 )
-            _check_range(f"{self.name}: labels", split.labels, self.num_classes)
+            if not is_float:
+                _check_range(f"{self.name}: labels", split.counted, self.num_classes)
             if (split.domains is None) == bool(self.domain_names):
                 raise ValueError(
                     f"{self.name}: domain names and the domains of both splits go together"
@@ -238,7 +276,7 @@ class Data:
     def __str__(self) -> str:
         sizes = f"{len(self.train):,} training and {len(self.test):,} test samples"
         unit = "classes"
-        if self.task == "regression":
+        if self.train.targets == FLOATS:
             unit = "targets"
         classes = f"{self.num_classes} {unit}{_listed(self.class_names)}"
         if self.train.domains is None:
@@ -345,7 +383,7 @@ def _validation_split(data: Data, fraction: float, seed: int) -> Data:
         raise ValueError(
             f"{data.name}: a share of {fraction} of {len(split)} samples leaves one side empty"
         )
-    if data.task == "regression":
+    if split.targets:
         strata = np.zeros(len(split), np.int64)
     else:
         strata = split.labels.numpy(force=True)
@@ -366,7 +404,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _check_range(what: str, values: Tensor, count: int) -> None:
-    if len(values) == 0 or values.is_floating_point():
+    if len(values) == 0:
         return
     lowest = int(values.min())
     highest = int(values.max())
@@ -378,8 +416,11 @@ def renumbered(data: Data, class_names: Sequence[str]) -> Data:
     """Return the data with each class's number its position in a list, which may name further
     classes.
 
-    A class that the list does not name is a ValueError, and so are classes without names.
+    A class that the list does not name is a ValueError, and so are classes without names, or of
+    pixels.
     """
+    if data.train.targets == LABEL_MAPS:
+        raise ValueError(f"{data.name}: classes of {LABEL_MAPS} cannot be numbered by name")
     if not data.class_names:
         raise ValueError(
             f"{data.name}: its classes have no names, so they cannot be numbered by name"

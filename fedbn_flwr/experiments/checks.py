@@ -10,7 +10,6 @@ from fedbn_flwr import data, models, norm
 from fedbn_flwr.client.learning_task import OBJECTIVES, task_of
 from fedbn_flwr.client.training import logits_of
 from fedbn_flwr.data.partition import about_absent
-from fedbn_flwr.data.splits import UNCLASSED
 from fedbn_flwr.device import pick_device
 from fedbn_flwr.experiments.config import Config, EngineOptions, NetworkOptions
 from fedbn_flwr.experiments.experiment import Experiment
@@ -88,7 +87,7 @@ def check_task(config: Config, loaded: data.Data) -> None:
     if task.has_classes and loaded.num_classes == 1:
         raise UsageError(f"{loaded.name} has one class only, {', '.join(loaded.class_names) or 0}")
     if config.results.class_metrics:
-        targets = UNCLASSED.get(loaded.task)
+        targets = loaded.train.targets
         if targets:
             raise UsageError(f"class-metrics are of labels, and {loaded.name} has {targets}")
     task.check_augmentation(config.training.augmentation)
@@ -180,6 +179,11 @@ def _check_inputs(material: Material, split: data.Split, role: str) -> bool:
         raise UsageError(
             f"model {config.model.model!r} has {logits.numel()} outputs for {loaded.num_classes} "
             "targets"
+        )
+    if material.task.placed and logits.shape[2:] != shape[1:]:
+        raise UsageError(
+            f"model {config.model.model!r} has outputs of the shape {tuple(logits.shape[1:])} for "
+            f"{role}label maps of the shape {shape[1:]}"
         )
     if config.model.objective:
         targets = split.batch(torch.zeros(1, dtype=torch.int64), logits.device)[1]

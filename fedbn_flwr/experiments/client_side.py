@@ -74,6 +74,9 @@ def describe_data(context: Context) -> SiteData:
         raise UsageError(
             f"the site's data {own.data.dataset!r} have no class names: `Data` takes `class_names`"
         )
+    if data.train.targets:
+        what = f"the site's data {own.data.dataset!r} have {data.train.targets}"
+        raise UsageError(f"{what}, and the data of sites have classes")
     mean, deviations = data.train.measured()
     # a deviation of 0 is measured as 1; that of pixels from 0 to 1 is at most 1/2
     variance = tuple(0.0 if deviation == 1 else deviation**2 for deviation in deviations)

@@ -310,7 +310,7 @@ def _with_clients(config: Config, federation: bool) -> Config:
     else:
         domains = len(train.domains.unique())
     classed = "classes"
-    if train is not None and train.labels.is_floating_point():
+    if train is not None and train.targets:
         classed = "iid"
     partition = config.data.partition or ("domain" if domains else classed)
     clients = (
@@ -320,7 +320,7 @@ def _with_clients(config: Config, federation: bool) -> Config:
 
 
 def data_here(options: DataOptions) -> Data | None:
-    """Return the data if they may have domains or float targets, and are here."""
+    """Return the data if they may have domains, or targets that are no classes, and are here."""
     if options.dataset in (SITES, *TORCHVISION):
         return None
     with refusing(), suppress(OSError):  # said when the data are needed

@@ -182,7 +182,7 @@ COMMANDS: list[tuple[str, str, str]] = [
     (
         "run",
         f"--model {HERE}:with_features",
-        "the model returns a tuple, not logits or an object that has `logits`",
+        "the model returns a tuple, not logits, or an object or a dictionary that has `logits`",
     ),
     ("run", f"--model {HERE}:with_names", "the model returns a dict, not logits"),
     (

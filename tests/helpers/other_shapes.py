@@ -190,5 +190,5 @@ def with_features(num_classes: int, in_channels: int, image_size: int) -> nn.Mod
 
 
 def with_names(num_classes: int, in_channels: int, image_size: int) -> nn.Module:
-    """Return a network that returns a dictionary, as torchvision's for segmentation do."""
-    return _Packed(in_channels * image_size**2, num_classes, lambda logits: {"out": logits})
+    """Return a network that returns a dictionary without logits."""
+    return _Packed(in_channels * image_size**2, num_classes, lambda logits: {"scores": logits})

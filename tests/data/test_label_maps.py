@@ -1,0 +1,199 @@
+"""Label maps in memory: the batches of the same images and maps in files, and runs of a user's
+own images.
+"""
+
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from fedbn_flwr import compare, run
+from fedbn_flwr.client.batch_plan import BatchLoader
+from fedbn_flwr.client.evaluation import shares
+from fedbn_flwr.data import Data, Split, partition, renumbered
+from fedbn_flwr.data.augmentation import IGNORED
+from fedbn_flwr.data.file_split import EncodedImages, FileSplit
+from fedbn_flwr.data.own_data import own_data
+from fedbn_flwr.data.sets.cityscapes import class_of_value
+from fedbn_flwr.experiments import UsageError
+
+COUNT, HEIGHT, WIDTH, CLASSES = 12, 10, 14, 3
+
+
+def pictures(count: int = COUNT, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Images whose pixels are bright where the class is high; a corner has no class."""
+    generator = torch.Generator().manual_seed(seed)
+    maps = torch.randint(CLASSES, (count, HEIGHT, WIDTH), generator=generator)
+    noise = torch.randint(40, (count, 3, HEIGHT, WIDTH), generator=generator)
+    images = (60 * maps[:, None] + noise).to(torch.uint8)
+    maps[:, :2, :3] = IGNORED
+    return images, maps
+
+
+def encoded(images: Tensor) -> EncodedImages:
+    """The images as files of PNG."""
+    files = []
+    for values in images.to(torch.uint8).numpy():
+        file = BytesIO()
+        Image.fromarray(values).save(file, "PNG")
+        files.append(file.getvalue())
+    return EncodedImages(files)
+
+
+def in_files(images: Tensor, maps: Tensor) -> FileSplit:
+    """The same images and maps as files, where 255 is what has no class."""
+    values = maps.where(maps != IGNORED, 255)
+    return FileSplit.of(
+        encoded(images.permute(0, 2, 3, 1)),
+        [0] * len(images),
+        (HEIGHT, WIDTH),
+        maps=encoded(values),
+        classes=class_of_value(range(CLASSES)),
+        workers=0,
+    )
+
+
+@pytest.mark.parametrize(
+    "augmentation", ["none", "flip-rotate:degrees=45", "resized-crop-flip", "random-crop"]
+)
+def test_batches_are_those_of_the_files(augmentation: str) -> None:
+    images, maps = pictures()
+    samples = torch.tensor([4, 1, 1, 11, 0, 7])
+    both = []
+    for split in (Split(images, maps), in_files(images, maps)):
+        generator = torch.Generator().manual_seed(3)
+        device = torch.device("cpu")
+        loaded = BatchLoader(split, device, augmentation, samples, [4, 2], generator)
+        both.append([*loaded])
+    for (own_images, own_maps), (their_images, their_maps) in zip(*both, strict=True):
+        assert torch.equal(own_images, their_images)
+        assert torch.equal(own_maps, their_maps)
+        assert type(own_maps) is Tensor
+
+
+def test_maps_are_resized_with_their_images() -> None:
+    corners = torch.tensor([[0, 1], [2, IGNORED]])
+    maps = corners.repeat_interleave(6, 0).repeat_interleave(6, 1)[None]
+    images = maps.clamp(min=0).to(torch.float32)[:, None]
+    split = Split(images, maps).resized(4)
+    assert torch.equal(split.labels[0], corners.repeat_interleave(2, 0).repeat_interleave(2, 1))
+    assert split.inputs.shape == (1, 1, 4, 4)
+
+
+def pixelwise(num_classes: int) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, num_classes, 1)
+    )
+
+
+def test_a_pair_with_maps_is_segmentation_and_is_learnt() -> None:
+    data = pictures(), pictures(4, seed=1)
+    results = compare(
+        ["fedavg", "fedbn", "fixbn:freeze-round=2"],
+        model=pixelwise,
+        data=data,
+        clients=2,
+        rounds=4,
+        local_steps=4,
+        batch_size=6,
+        lr=0.1,
+        optimizer="adam",
+        augmentation="flip-rotate:degrees=10",
+        progress=False,
+    )
+    assert not results.failures
+    table = results.to_pandas().set_index("method")
+    # a third by chance
+    assert table.loc["fedavg", "mean-iou"] > 0.6
+    assert table.loc["fedbn", "mean-iou-personal"] > 0.6
+
+
+class Fcn(nn.Module):
+    """A network that returns a dictionary, as torchvision's for segmentation do."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.layers = pixelwise(num_classes)
+
+    def forward(self, inputs: Tensor) -> dict[str, Tensor]:
+        logits = self.layers(inputs)
+        return {"out": logits, "aux": logits}
+
+
+def half(num_classes: int) -> nn.Module:
+    return nn.Sequential(pixelwise(num_classes), nn.MaxPool2d(2))
+
+
+def test_models_of_torchvision_return_a_dictionary() -> None:
+    data = pictures(), pictures(4, seed=1)
+    options: dict[str, Any] = {
+        "data": data,
+        "clients": 2,
+        "rounds": 1,
+        "local_steps": 2,
+        "progress": False,
+    }
+    named = run("fedtan", model=Fcn, **options).model("fedtan").state_dict()
+    plain = run("fedtan", model=pixelwise, **options).model("fedtan").state_dict()
+    for key, values in plain.items():
+        torch.testing.assert_close(named[f"layers.{key}"], values, atol=1e-6, rtol=0)
+
+
+def test_a_model_of_another_size_than_the_maps_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"outputs of the shape \(3, 5, 7\) for label maps of the"):
+        run("fedavg", model=half, data=(pictures(), pictures(4)), clients=2, rounds=1)
+
+
+def test_maps_with_a_channel_and_of_truth_values_are_read() -> None:
+    images, maps = pictures()
+    data = own_data(((images, maps[:, None] == 1), (images, maps[:, None].numpy() == 1)))
+    assert data.task == "segmentation"
+    assert data.num_classes == 2
+    assert torch.equal(data.train.labels, (maps == 1).long())
+
+
+def test_maps_are_no_classes_of_samples() -> None:
+    data = own_data((pictures(), pictures()))
+    assert data.train.targets == "label maps"
+    assert data.validation_split(0.25, 0).test.labels.shape == (3, HEIGHT, WIDTH)
+    with pytest.raises(ValueError, match="own data has label maps and no labels: take iid"):
+        partition("dirichlet:1", data, clients=2, seed=0)
+    domains, classes = shares(data.train, np.arange(5), CLASSES)
+    assert domains.tolist() == [1.0]
+    assert classes.tolist() == [1.0, 0.0, 0.0]
+    named = Data("named", data.train, data.test, 3, (), ("a", "b", "c"), "segmentation")
+    with pytest.raises(ValueError, match="named: classes of label maps cannot be numbered by name"):
+        renumbered(named, ("c", "b", "a"))
+
+
+def wrong_maps() -> list[tuple[Tensor, str]]:
+    _, maps = pictures()
+    white = maps.where(maps != IGNORED, 255)
+    return [
+        (maps[:, 1:], r"labels must be int64 for each pixel, \(12, 10, 14\), not \(12, 9, 14\)"),
+        (maps.double(), "not .*, torch.float32"),
+        (white, "have the value 255 and not 254: number the classes from 0, and give -100 to"),
+        (maps.where(maps == IGNORED, maps + 1), "labels are 1 to 3, .* give labels - 1"),
+        (maps - 1, "labels must be from 0 to 1, not -101 to 1"),
+    ]
+
+
+@pytest.mark.parametrize(("maps", "words"), wrong_maps())
+def test_what_is_no_label_map_is_said(maps: Tensor, words: str) -> None:
+    images, _ = pictures()
+    with pytest.raises(ValueError, match=words):
+        own_data(((images, maps), (images, maps)))
+
+
+def test_maps_are_for_tasks_that_have_them() -> None:
+    images, maps = pictures()
+    split = Split(images, maps)
+    with pytest.raises(ValueError, match="labels of 3 for classification cannot be"):
+        Data("mine", split, split, CLASSES)
+    plain = Split(images, torch.arange(COUNT) % CLASSES)
+    with pytest.raises(ValueError, match="labels of 3 for segmentation cannot be"):
+        Data("mine", plain, plain, CLASSES, task="segmentation")
