@@ -2,7 +2,6 @@
 
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import closing, nullcontext
-from dataclasses import replace
 from functools import cached_property
 from weakref import WeakKeyDictionary
 
@@ -18,12 +17,13 @@ from fedbn_flwr.client.batch_plan import BatchLoader
 from fedbn_flwr.client.captured import Captured
 from fedbn_flwr.client.evaluation import evaluate, mean_loss, shares
 from fedbn_flwr.client.image_order import channels_last
-from fedbn_flwr.client.learning_task import CLASSIFICATION, LearningTask
+from fedbn_flwr.client.learning_task import TASKS, LearningTask
 from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.client.passes import Pass, make_pass
 from fedbn_flwr.client.reply import Metrics, Reply
 from fedbn_flwr.client.rules import Session, obeyed_keys, rules_for
 from fedbn_flwr.data import Split
+from fedbn_flwr.data.splits import usual_task
 from fedbn_flwr.device import pick_device
 from fedbn_flwr.layerwise import Exchange, shared_statistics
 from fedbn_flwr.randomness import OwnRandomness, derive, torch_generator
@@ -36,9 +36,10 @@ class BNClient:
 
     `memory` is the node's `Context.state`, and all that lasts from one message to the next. The
     clients of a process may share one model, because every message overwrites its whole state.
-    `loss_function`, in place of the task's, takes what the model returns, and the labels.
-    `make_optimizer` takes the model and the instruction, whose `lr` is the round's. On an
-    accelerator, steps are captured and replayed: `captured` says of which layers.
+    `task` is what the split's targets are for, unless another one is given. `loss_function`, in
+    place of the task's, takes what the model returns, and the labels. `make_optimizer` takes the
+    model and the instruction, whose `lr` is the round's. On an accelerator, steps are captured and
+    replayed: `captured` says of which layers.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class BNClient:
         partition_id: int = 0,
         memory: RecordDict | None = None,
         device: str = "auto",
-        task: LearningTask = CLASSIFICATION,
+        task: LearningTask | None = None,
         loss_function: training.LossFunction | None = None,
         make_optimizer: training.MakeOptimizer = training.make_optimizer,
         captured: Captured = "auto",
@@ -69,10 +70,9 @@ class BNClient:
             self.indices = indices
         self.partition_id = partition_id
         self.memory = Memory(RecordDict() if memory is None else memory)
+        self.task = task or TASKS[usual_task(train.targets)]
         if loss_function:
-            self.task = replace(task, loss=loss_function)
-        else:
-            self.task = task
+            self.task = self.task.with_loss(loss_function)
         self.loss_function = self.task.loss
         self.make_optimizer = make_optimizer
         self.captured = captured

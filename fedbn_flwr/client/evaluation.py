@@ -66,9 +66,9 @@ class Evaluation:
 
     def accuracy_for(self, domain_share: Tensor, class_share: Tensor) -> float:
         """The expected accuracy on a node's own distribution: of its domains, or without domains of
-        its classes.
+        its classes, if there are any.
         """
-        if len(domain_share) > 1 or not self.has_classes:
+        if len(domain_share) > 1 or len(class_share) == 0:
             return self.score_for(self._measure, domain_share)
         matrix = self.confusion.sum(0).double()
         recall = matrix.diagonal() / matrix.sum(1).clamp(min=1)
@@ -222,13 +222,12 @@ def shares(
 ) -> tuple[Tensor, Tensor]:
     """Return the shares of a node's samples in the domains and in the classes.
 
-    Targets that are no classes of samples count as one class.
+    Targets that are no classes of samples have no shares.
     """
     chosen = torch.from_numpy(indices)
-    labels = split.labels
-    if split.targets:
-        labels = torch.zeros(len(labels), dtype=torch.int64)
-    classes = torch.bincount(labels[chosen].cpu(), minlength=num_classes).double()
+    classes = torch.zeros(0, dtype=torch.float64)
+    if not split.targets:
+        classes = torch.bincount(split.labels[chosen].cpu(), minlength=num_classes).double()
     if split.domains is None:
         return torch.ones(1, dtype=torch.float64), classes / classes.sum()
     domains = torch.bincount(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedbn_flwr.client.training import LossFunction, logits_of
 from fedbn_flwr.data.augmentation import AUGMENTATIONS, IGNORED, Crop, parse_augmentation
-from fedbn_flwr.plugins import Own, add, extra, import_function
+from fedbn_flwr.plugins import Own, add, import_function
 
 #: of a confusion matrix, true class x predicted class; a last column counts predictions of none, if
 #: there are any
@@ -49,6 +49,11 @@ class LearningTask:
         if self.has_classes:
             return "accuracy"
         return self.metric
+
+    def with_loss(self, loss: LossFunction, name: str = "loss") -> "LearningTask":
+        """Return the task with another loss, which without classes is the error by this name."""
+        metric = self.metric if self.has_classes else name
+        return replace(self, loss=loss, metric=metric)
 
     def check_augmentation(self, spec: str) -> None:
         """Refuse an augmentation that would change the images and leave their targets where they
@@ -118,8 +123,7 @@ def task_of(name: str, objective: str | Own = "") -> LearningTask:
         error = objective
     else:
         function = import_function("objective", objective, OBJECTIVES)
-    metric = task.metric if task.has_classes else error
-    return replace(task, loss=Objective(function), metric=metric)
+    return task.with_loss(Objective(function), error)
 
 
 def pixel_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -135,23 +139,16 @@ def pixel_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def mean_iou(confusion: Tensor) -> float:
-    """Return the mean over classes of intersection over union, by torchmetrics.
-
-    Classes without a pixel do not count.
+    """Return the mean over classes of intersection over union; classes that are neither there nor
+    predicted do not count.
 
     The pixels are those of the whole test set, as the Cityscapes benchmark counts.
     """
-    with extra("cli"):
-        from torchmetrics.classification import (
-            MulticlassJaccardIndex,  # imported here because it takes seconds
-        )
-
-    classes, width = confusion.shape
-    nothing = torch.zeros(0, dtype=torch.int64)
-    metric = MulticlassJaccardIndex(width, ignore_index=classes)
-    metric.update(nothing, nothing)  # one that has never been updated warns
-    metric.merge_state({"confmat": F.pad(confusion, (0, 0, 0, width - classes))})
-    return float(metric.compute())
+    hits = confusion.diagonal().double()
+    predicted = confusion[:, : len(confusion)].sum(0)
+    union = confusion.sum(1) + predicted - hits
+    there = union > 0
+    return float((hits[there] / union[there]).sum()) / max(int(there.sum()), 1)
 
 
 CLASSIFICATION = register_task("classification", LearningTask())

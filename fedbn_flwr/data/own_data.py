@@ -10,7 +10,7 @@ from torch import Tensor
 from fedbn_flwr.data.augmentation import IGNORED
 from fedbn_flwr.data.decoding import DEEPEST
 from fedbn_flwr.data.pixels import Channels, normalize, resize
-from fedbn_flwr.data.splits import FLOATS, LABEL_MAPS, Data, Split
+from fedbn_flwr.data.splits import FLOATS, LABEL_MAPS, Data, Split, usual_task
 from fedbn_flwr.plugins import warn_once
 
 #: items of a `Dataset` that are read twice, to see whether they change
@@ -39,10 +39,10 @@ def own_data(given: Any) -> Data:
         _split(part, name) for part, name in zip(made, ("training", "test"), strict=True)
     )
     if train.targets == FLOATS:
-        return Data("own data", train, test, train.labels.shape[1:].numel(), task="regression")
+        return _data(train, test, train.labels.shape[1:].numel())
     classes = torch.cat([train.counted, test.counted])
     if len(classes) == 0:
-        return Data("own data", train, test, 0)
+        return _data(train, test, 0)
     lowest = int(classes.min())
     highest = int(classes.max())
     if lowest > 0:
@@ -50,14 +50,17 @@ def own_data(given: Any) -> Data:
         raise ValueError(
             f"{shown}: give labels - {lowest}, or fedbn_flwr.data.Data if class 0 has no samples"
         )
-    if train.targets != LABEL_MAPS:
-        return Data("own data", train, test, highest + 1)
-    if highest == WHITE and not (classes == WHITE - 1).any():
+    is_mark = train.targets == LABEL_MAPS and highest == WHITE
+    if is_mark and not (classes == WHITE - 1).any():
         raise ValueError(
             f"label maps have the value {WHITE} and not {WHITE - 1}: number the classes from 0, "
             f"and give {IGNORED} to pixels without a class"
         )
-    return Data("own data", train, test, highest + 1, task="segmentation")
+    return _data(train, test, highest + 1)
+
+
+def _data(train: Split, test: Split, num_classes: int) -> Data:
+    return Data("own data", train, test, num_classes, task=usual_task(train.targets))
 
 
 def preprocess(

@@ -39,6 +39,11 @@ TARGETS = {"classification": {""}, "segmentation": {LABEL_MAPS}, "regression": {
 WITH_CLASSES = {"", LABEL_MAPS}
 
 
+def usual_task(targets: str) -> str:
+    """Return the task that has such targets, in the words of `Split.targets`."""
+    return next(name for name, able in TARGETS.items() if targets in able)
+
+
 @dataclass(frozen=True, eq=False)
 class Split:
     """Samples with labels and, where the data have domains, each sample's domain.

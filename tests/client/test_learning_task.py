@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchmetrics.functional.classification import multiclass_accuracy, multiclass_jaccard_index
 
+from fedbn_flwr import wire
+from fedbn_flwr.client import BNClient
 from fedbn_flwr.client.evaluation import evaluate, mean_loss
 from fedbn_flwr.client.learning_task import (
     CLASSIFICATION,
@@ -19,8 +21,10 @@ from fedbn_flwr.client.learning_task import (
     register_task,
     task_of,
 )
-from fedbn_flwr.data import load
+from fedbn_flwr.client.training import LossFunction
+from fedbn_flwr.data import Split, load
 from fedbn_flwr.data.augmentation import IGNORED
+from fedbn_flwr.wire import Instruction
 from tests.helpers.registered import registries_restored
 
 CLASSES = 4
@@ -148,3 +152,21 @@ def test_a_registered_task_is_found_by_its_name() -> None:
         match="unknown task 'of-a-test'; there are: classification, regression, segmentation",
     ):
         task_of("of-a-test")
+
+
+def distance(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs[:, 0] - targets).abs().mean()
+
+
+@pytest.mark.parametrize(("loss", "name", "power"), [(None, "mse", 2), (distance, "loss", 1)])
+def test_a_client_with_float_targets_reports_its_error(
+    loss: LossFunction | None, name: str, power: int
+) -> None:
+    images = torch.rand(12, 3, 4, 5)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(60, 1))
+    split = Split(images, torch.rand(12))
+    client = BNClient(model, split, test=split, num_classes=1, loss_function=loss)
+    metrics = client.test({wire.ARRAYS: model.state_dict()}, Instruction()).metrics
+    with torch.no_grad():
+        error = model(images)[:, 0] - split.labels
+    assert metrics[name] == pytest.approx(float(error.abs().pow(power).mean()))

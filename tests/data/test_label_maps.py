@@ -10,8 +10,10 @@ import pytest
 import torch
 from PIL import Image
 from torch import Tensor, nn
+from torchmetrics.functional.classification import multiclass_jaccard_index
 
-from fedbn_flwr import compare, run
+from fedbn_flwr import compare, run, wire
+from fedbn_flwr.client import BNClient
 from fedbn_flwr.client.batch_plan import BatchLoader
 from fedbn_flwr.client.evaluation import shares
 from fedbn_flwr.data import Data, Split, partition, renumbered
@@ -20,6 +22,7 @@ from fedbn_flwr.data.file_split import EncodedImages, FileSplit
 from fedbn_flwr.data.own_data import own_data
 from fedbn_flwr.data.sets.cityscapes import class_of_value
 from fedbn_flwr.experiments import UsageError
+from fedbn_flwr.wire import Instruction
 
 COUNT, HEIGHT, WIDTH, CLASSES = 12, 10, 14, 3
 
@@ -156,6 +159,24 @@ def test_maps_with_a_channel_and_of_truth_values_are_read() -> None:
     assert torch.equal(data.train.labels, (maps == 1).long())
 
 
+def test_a_client_knows_its_task_by_its_targets() -> None:
+    """Without domains, its own images are like all others."""
+    images, maps = pictures()
+    client = BNClient(
+        pixelwise(CLASSES), Split(images, maps), test=Split(images, maps), num_classes=CLASSES
+    )
+    received = {wire.ARRAYS: client.model.state_dict()}
+    metrics = client.test(received, Instruction()).metrics
+    with torch.no_grad():
+        predicted = client.model.eval()(images / 255).argmax(1)
+    wanted = multiclass_jaccard_index(predicted, maps, CLASSES, ignore_index=IGNORED)
+    accuracy = (predicted == maps).sum() / (maps != IGNORED).sum()
+    assert metrics["accuracy"] == pytest.approx(float(accuracy))
+    assert metrics["accuracy-personal"] == metrics["accuracy"]
+    assert metrics[wire.SCORE + "mean-iou"] == pytest.approx(float(wanted))
+    assert metrics[wire.SCORE + "mean-iou-personal"] == pytest.approx(float(wanted))
+
+
 def test_maps_are_no_classes_of_samples() -> None:
     data = own_data((pictures(), pictures()))
     assert data.train.targets == "label maps"
@@ -164,7 +185,7 @@ def test_maps_are_no_classes_of_samples() -> None:
         partition("dirichlet:1", data, clients=2, seed=0)
     domains, classes = shares(data.train, np.arange(5), CLASSES)
     assert domains.tolist() == [1.0]
-    assert classes.tolist() == [1.0, 0.0, 0.0]
+    assert len(classes) == 0
     named = Data("named", data.train, data.test, 3, (), ("a", "b", "c"), "segmentation")
     with pytest.raises(ValueError, match="named: classes of label maps cannot be numbered by name"):
         renumbered(named, ("c", "b", "a"))
