@@ -35,7 +35,8 @@ from fedbn_flwr.experiments.study import (
     quiet,
     write_study,
 )
-from fedbn_flwr.plugins import Own
+from fedbn_flwr.models import refuse_unmade
+from fedbn_flwr.plugins import Own, described
 from fedbn_flwr.plugins.options import UsageError, as_given, option_key, refusing, whole_number
 
 #: a name, a function or class that makes a model, or a model
@@ -196,8 +197,17 @@ def model_of(given: Model) -> str | Own:
     if isinstance(given, str):
         return given
     if isinstance(given, nn.Module):
-        held = deepcopy(given)
-        return Own(type(held).__name__, lambda: deepcopy(held))
+        name = type(given).__name__
+        with refusing():
+            refuse_unmade(name, given)
+        try:
+            held = deepcopy(given)
+        except Exception as error:  # of whatever kind a user's class raises
+            raise UsageError(
+                f"model {name!r} cannot be copied, so give a function that makes it: "
+                f"{described(error)}"
+            ) from error
+        return Own(name, lambda: deepcopy(held))
     if not callable(given):
         raise UsageError(
             "model must be a name, a function or class that makes a torch.nn.Module, or a "

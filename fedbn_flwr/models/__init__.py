@@ -111,7 +111,7 @@ def build(
         # Only the CPU's generator: torch.manual_seed would reseed the accelerators' too.
         torch.default_generator.manual_seed(derive(seed, "weights"))
         model = make(num_classes, in_channels, image_size)
-        _refuse_lazy(name, model)
+        refuse_unmade(name, model)
         if init_from not in (None, PRETRAINED):
             weights = read_weights(Path(str(init_from)).expanduser(), model)
             with suppress(
@@ -128,13 +128,16 @@ def build(
     return model
 
 
-def _refuse_lazy(name: str | Own, model: nn.Module) -> None:
+def refuse_unmade(name: str | Own, model: nn.Module) -> None:
+    """Refuse a model of which an entry has no shape or no values yet."""
     for entry, value in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(value):
             raise ValueError(
                 f"model {name!r} has lazy layers ({entry!r} has no shape yet): call it once, on "
                 "inputs like the data's, in the function that makes it"
             )
+        if value.is_meta:
+            raise ValueError(f"model {name!r} has no values yet ({entry!r} is on the meta device)")
 
 
 def _choose(model: nn.Module, patterns: Sequence[str]) -> None:

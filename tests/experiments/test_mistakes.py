@@ -7,12 +7,14 @@ and checkpoints that cannot be used in `test_resume.py`.
 
 import re
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import pandas as pd
 import pytest
 import torch
 from PIL import Image
+from torch import nn
 from torch.utils.data import Dataset
 
 from fedbn_flwr import compare
@@ -389,6 +391,15 @@ FRAME = pd.DataFrame(X.flatten(1).numpy())
 BYTES = (X * 30 + 100).to(torch.uint8)
 
 
+class Locked(nn.Module):
+    """A network that cannot be copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(192, 3)
+        self.lock = Lock()
+
+
 class Items(Dataset[Any]):
     """Six times the same item."""
 
@@ -481,6 +492,17 @@ CALLS: list[tuple[Any, dict[str, Any], str]] = [
         {"model": None},
         "model must be a name, a function or class that makes a torch.nn.Module, or",
     ),
+    (
+        ["fedavg"],
+        {"model": nn.LazyLinear(3)},
+        "model 'LazyLinear' has lazy layers ('weight' has no",
+    ),
+    (
+        ["fedavg"],
+        {"model": nn.Linear(192, 3, device="meta")},
+        "model 'Linear' has no values yet ('weight' is on the meta device)",
+    ),
+    (["fedavg"], {"model": Locked()}, "model 'Locked' cannot be copied, so give a function that"),
     (["fedavg"], {"model": lambda: 3}, "model '<lambda>' returned a int, not a torch.nn.Module"),
     (["fedavg"], {"dataset": "digits"}, "data and dataset mean the same"),
 ]
