@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache, partial
-from inspect import Parameter, signature
+from inspect import Parameter, getdoc, signature
 from typing import Any
 
 import pytest
@@ -433,7 +433,7 @@ def test_only_a_newcomer_gets_entries_that_nodes_keep() -> None:
 
 def documented() -> list[str]:
     """Return the methods that `BaseStrategy` lists, in their order."""
-    listed = re.findall(r"^    - `(\w+)`:", BaseStrategy.__doc__ or "", re.MULTILINE)
+    listed = re.findall(r"^- `(\w+)`:", getdoc(BaseStrategy) or "", re.MULTILINE)
     return [name for name in listed if hasattr(BaseStrategy, name)]
 
 
