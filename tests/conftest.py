@@ -21,8 +21,8 @@ torch.set_num_threads(1)
 NEEDED = ["benchmarks.engines", "tests.helpers.concurrent_nodes"]
 
 
-def _preload(modules: Sequence[str], before: Callable[[list[str]], None]) -> None:
-    before([*modules, *NEEDED])
+def _preload(modules: Sequence[str], before: Callable[..., None], **options: str) -> None:
+    before([*modules, *NEEDED], **options)
 
 
 # whoever starts the process that others are forked from: it is the same one until this process ends
