@@ -112,7 +112,7 @@ mutants: $(VENV)/installed
 	cd build/mutants && $(abspath $(BIN))/mutmut run && $(abspath $(BIN))/mutmut results
 
 # the plug-in part of the wheel, without extras, under other versions of Python and Flower: make matrix CELLS="3.13:1.38.0"
-CELLS ?= 3.11:1.22.0 3.11:1.30.0 3.11:1.35.0 3.11:1.38.0 3.11:1.41.0 3.11:1.42.0 3.12:1.22.0 3.12:1.38.0 3.12:1.41.0 3.12:1.42.0 3.13:1.22.0 3.13:1.38.0 3.13:1.41.0 3.13:1.42.0
+CELLS ?= 3.11:1.22.0 3.11:1.30.0 3.11:1.35.0 3.11:1.38.0 3.11:1.41.0 3.11:1.42.0 3.12:1.22.0 3.12:1.38.0 3.12:1.41.0 3.12:1.42.0 3.13:1.22.0 3.13:1.38.0 3.13:1.41.0 3.13:1.42.0 3.14:1.35.0 3.14:1.38.0 3.14:1.41.0 3.14:1.42.0 3.15:1.38.0 3.15:1.42.0
 matrix: $(VENV)/installed
 	$(BIN)/python -m tests.matrix $(CELLS)
 
