@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 # uv leaves it to Python to keep compiled modules: without them, an import of torch takes 3.0 s instead of 1.6
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-deploy test-docker test-gpu newest faults smoke-all check format docs dist lock licences bench bench-deploy bench-gpu bench-kernels bench-quick mutants matrix clean
+.PHONY: demo test test-all test-deploy test-docker test-gpu newest oldest faults smoke-all check format docs dist lock licences bench bench-deploy bench-gpu bench-kernels bench-quick mutants matrix clean
 
 demo: $(VENV)/installed
 	$(BIN)/fedbn-flwr compare --methods fedavg,fedavg+gn,fixbn,fedbn,fedtan,fedtan:carry=true,centralized \
@@ -25,6 +25,11 @@ test-all: $(VENV)/installed
 newest: $(VENV)/installed
 	$(BIN)/pip install --upgrade $(PRE) flwr torch torchvision
 	$(BIN)/pip list | grep -E "^(flwr|torch|torchvision) " | tee newest.txt
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder
+
+# with the oldest torch that pyproject.toml allows
+oldest: $(VENV)/installed
+	$(BIN)/pip install torch==2.6.0 torchvision==0.21.0
 	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder
 
 # the compose file's services as plain processes, without Docker
