@@ -4,6 +4,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from importlib.util import find_spec
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import IO
@@ -16,6 +17,9 @@ from fedbn_flwr.plugins import warn_once
 
 # tests run side by side, one a core, and compare bits
 torch.set_num_threads(1)
+
+# Ray has no version for the newest Python until months later
+collect_ignore = [] if find_spec("ray") else ["simulation/test_ray.py"]
 
 #: modules that processes need which tests start, and whose import takes seconds
 NEEDED = ["benchmarks.engines", "tests.helpers.concurrent_nodes"]
