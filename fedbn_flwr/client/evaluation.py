@@ -68,7 +68,8 @@ class Evaluation:
         """The expected accuracy on a node's own distribution: of its domains, or without domains of
         its classes, if there are any.
         """
-        if len(domain_share) > 1 or len(class_share) == 0:
+        by_class = self.has_classes and len(class_share) > 0
+        if len(domain_share) > 1 or not by_class:
             return self.score_for(self._measure, domain_share)
         matrix = self.confusion.sum(0).double()
         recall = matrix.diagonal() / matrix.sum(1).clamp(min=1)

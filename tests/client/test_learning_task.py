@@ -170,3 +170,16 @@ def test_a_client_with_float_targets_reports_its_error(
     with torch.no_grad():
         error = model(images)[:, 0] - split.labels
     assert metrics[name] == pytest.approx(float(error.abs().pow(power).mean()))
+
+
+def test_a_task_without_classes_may_have_whole_numbers() -> None:
+    images = torch.rand(12, 3, 4, 5)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(60, 1))
+    split = Split(images, torch.arange(12) % 3)
+    task = LearningTask(distance, metric="error", has_classes=False)
+    client = BNClient(model, split, test=split, num_classes=3, task=task)
+    metrics = client.test({wire.ARRAYS: model.state_dict()}, Instruction()).metrics
+    with torch.no_grad():
+        error = (model(images)[:, 0] - split.labels).abs().mean()
+    assert metrics["error"] == pytest.approx(float(error))
+    assert metrics["error-personal"] == metrics["error"]
