@@ -23,7 +23,7 @@ from fedbn_flwr.client.passes import Pass, make_pass
 from fedbn_flwr.client.reply import Metrics, Reply
 from fedbn_flwr.client.rules import Session, obeyed_keys, rules_for
 from fedbn_flwr.data import Split
-from fedbn_flwr.data.splits import usual_task
+from fedbn_flwr.data.splits import USUAL_TASKS
 from fedbn_flwr.device import pick_device
 from fedbn_flwr.layerwise import Exchange, shared_statistics
 from fedbn_flwr.randomness import OwnRandomness, derive, torch_generator
@@ -70,7 +70,7 @@ class BNClient:
             self.indices = indices
         self.partition_id = partition_id
         self.memory = Memory(RecordDict() if memory is None else memory)
-        self.task = task or TASKS[usual_task(train.targets)]
+        self.task = task or TASKS[USUAL_TASKS[train.targets]]
         if loss_function:
             self.task = self.task.with_loss(loss_function)
         self.loss_function = self.task.loss

@@ -58,8 +58,7 @@ class DecodeRequest:
             ]
         if self.augmentation is not None:
             samples = self.augmentation.edit(samples, self.seeds, self.size)
-        images, *maps = (torch.stack(_alike(parts)) for parts in zip(*samples, strict=True))
-        return images.contiguous(), maps[0].as_subclass(Tensor) if maps else None
+        return stacked(samples)
 
     def _image(self, source: Source, raw: bool) -> Tensor:
         image = read_image(source)
@@ -124,6 +123,14 @@ def pixels(image: "Image") -> Tensor:
     if image.mode == "F":
         return values.expand(3, -1, -1)
     return values.permute(2, 0, 1)
+
+
+def stacked(samples: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, Tensor | None]:
+    """Return the images of samples as one tensor, and their label maps, where there are any."""
+    images, *maps = (torch.stack(_alike(parts)) for parts in zip(*samples, strict=True))
+    if maps:
+        return images.contiguous(), maps[0].as_subclass(Tensor)
+    return images.contiguous(), None
 
 
 def _alike(images: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from fedbn_flwr.data.augmentation import IGNORED
 from fedbn_flwr.data.decoding import DEEPEST
 from fedbn_flwr.data.pixels import Channels, normalize, resize
-from fedbn_flwr.data.splits import FLOATS, LABEL_MAPS, Data, Split, usual_task
+from fedbn_flwr.data.splits import FLOATS, LABEL_MAPS, USUAL_TASKS, Data, Split
 from fedbn_flwr.plugins import warn_once
 
 #: items of a `Dataset` that are read twice, to see whether they change
@@ -60,7 +60,7 @@ def own_data(given: Any) -> Data:
 
 
 def _data(train: Split, test: Split, num_classes: int) -> Data:
-    return Data("own data", train, test, num_classes, task=usual_task(train.targets))
+    return Data("own data", train, test, num_classes, task=USUAL_TASKS[train.targets])
 
 
 def preprocess(

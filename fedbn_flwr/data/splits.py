@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedbn_flwr.data.augmentation import IGNORED, Edits, label_map
+from fedbn_flwr.data.decoding import stacked
 from fedbn_flwr.data.pixels import Channels, measure, normalize, pick_rows, resize
 from fedbn_flwr.device import total_memory
 from fedbn_flwr.randomness import numpy_generator
@@ -34,14 +35,8 @@ Batch = tuple[Tensor, Tensor]
 #: targets that are no classes of samples, in words
 LABEL_MAPS = "label maps"
 FLOATS = "float targets"
-#: which of these a task may have; those that are registered have classes of samples or of pixels
-TARGETS = {"classification": {""}, "segmentation": {LABEL_MAPS}, "regression": {FLOATS}}
-WITH_CLASSES = {"", LABEL_MAPS}
-
-
-def usual_task(targets: str) -> str:
-    """Return the task that has such targets, in the words of `Split.targets`."""
-    return next(name for name, able in TARGETS.items() if targets in able)
+#: the task of targets, unless data name one that is registered
+USUAL_TASKS = {"": "classification", LABEL_MAPS: "segmentation", FLOATS: "regression"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,17 +161,19 @@ class Split:
 
     def _edited(self, indices: Tensor, device: torch.device | str, edits: Edits) -> Batch:
         near = torch.device("cpu")
-        columns: list[Sequence[Tensor]] = [[*pick_rows(self.inputs, indices, near)]]
-        labels = pick_rows(self.labels, indices, near)
+        columns = [[*pick_rows(self.inputs, indices, near)]]
         if self.targets == LABEL_MAPS:
-            columns.append([label_map(values) for values in labels])
+            columns.append(
+                [label_map(classes) for classes in pick_rows(self.labels, indices, near)]
+            )
         size = self.inputs.shape[-2], self.inputs.shape[-1]
         samples = [*zip(*columns, strict=True)]
-        edited = edits.augmentation.edit(samples, edits.seeds.tolist(), size)
-        images, *maps = (torch.stack(column) for column in zip(*edited, strict=True))
-        if maps:
-            labels = maps[0].as_subclass(Tensor)
-        return normalize(images.to(device), self.mean, self.std), labels.to(device)
+        images, maps = stacked(edits.augmentation.edit(samples, edits.seeds.tolist(), size))
+        if maps is None:
+            labels = pick_rows(self.labels, indices, torch.device(device))
+        else:
+            labels = maps.to(device)
+        return normalize(images.to(device), self.mean, self.std), labels
 
     def select(self, indices: NDArray[np.int64]) -> Self:
         """Return a new split with copies of the chosen samples."""
@@ -261,10 +258,12 @@ class Data:
                 "type"
             )
         for split in (self.train, self.test):
-            able = TARGETS.get(self.task, WITH_CLASSES)
             is_float = split.targets == FLOATS
+            is_usual = self.task == USUAL_TASKS[split.targets]
+            # those that are registered have classes, of samples or of pixels
+            is_registered = self.task not in USUAL_TASKS.values() and not is_float
             width = split.labels.shape[1:].numel()
-            if split.targets not in able or (is_float and width != self.num_classes):
+            if not (is_usual or is_registered) or (is_float and width != self.num_classes):
                 actual = f"{tuple(split.labels.shape)}, {split.labels.dtype}"
                 raise ValueError(
                     f"{self.name}: labels of {self.num_classes} for {self.task} cannot be {actual}"
