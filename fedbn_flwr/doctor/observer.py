@@ -125,7 +125,9 @@ class _Root:
         """Take the state, if this call is the first of its rank."""
         rank = 0
         if torch.is_grad_enabled():
-            rank = 1 + self.module.training
+            rank = 1
+            if self.module.training:
+                rank = 2
         if rank > self.rank:
             self.rank = rank
             self.start = state_of(self.module)
@@ -262,7 +264,8 @@ def main_network(networks: Iterable[Network], *messages: Arrays) -> Network | No
     """
     every = list(networks)
     learning = [network for network in every if network.learned]
-    if any(network.trained for network in learning):
+    trained = [network for network in learning if network.trained]
+    if trained and len(trained) < len(learning):
         exchanged = {_digest(array) for arrays in messages for array in arrays.values()}
         learning = [
             network for network in learning if network.trained or _is_among(network, exchanged)
