@@ -25,12 +25,12 @@ test-all: $(VENV)/installed
 newest: $(VENV)/installed
 	$(BIN)/pip install --upgrade $(PRE) flwr torch torchvision
 	$(BIN)/pip list | grep -E "^(flwr|torch|torchvision) " | tee newest.txt
-	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder
+	$(MAKE) test
 
 # with the oldest torch that pyproject.toml allows
 oldest: $(VENV)/installed
 	$(BIN)/pip install torch==2.6.0 torchvision==0.21.0
-	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder
+	$(MAKE) test
 
 # the compose file's services as plain processes, without Docker
 test-deploy: $(VENV)/installed

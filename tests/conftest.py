@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -18,8 +19,10 @@ from fedbn_flwr.plugins import warn_once
 # tests run side by side, one a core, and compare bits
 torch.set_num_threads(1)
 
-# Ray has no version for the newest Python until months later
-collect_ignore = [] if find_spec("ray") else ["simulation/test_ray.py"]
+#: files that are no tests here: Ray has no version for Python 3.15 yet
+collect_ignore: list[str] = []
+if sys.version_info >= (3, 15) and find_spec("ray") is None:
+    collect_ignore.append("simulation/test_ray.py")
 
 #: modules that processes need which tests start, and whose import takes seconds
 NEEDED = ["benchmarks.engines", "tests.helpers.concurrent_nodes"]
