@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 from fedbn_flwr.experiments import main as run_experiments
 
             code = run_experiments(words, others=COMMANDS)
-            sys.stdout.flush()
+            print(end="", flush=True)  # there may be no output at all
             return code
         options = vars(parser().parse_args(words))
         act: Callable[..., Iterable[object]] = options.pop("act")

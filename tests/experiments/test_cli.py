@@ -227,3 +227,8 @@ def test_a_reader_that_stops_reading_is_no_error(
         monkeypatch.setattr(sys, "stdout", pipe)
         assert console_command(["list", "--json"]) == 141
     assert capsys.readouterr().err == ""
+
+
+def test_a_closed_output_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)  # as Python has it under `>&-`
+    assert console_command(["list", "--json"]) == 0
