@@ -94,7 +94,8 @@ def _split(part: Any, name: str) -> Split:
                 f"a {type(part).__name__} has no labels: data is ((inputs, labels), (inputs, "
                 "labels))"
             )
-        inputs, labels = part if isinstance(part, tuple | list) else _read(part, name)
+        is_pair = isinstance(part, tuple | list) and len(part) == 2
+        inputs, labels = part if is_pair else _read(part, name)
         return _checked(_inputs(_tensor(inputs)), _tensor(labels))
     except (TypeError, ValueError, LookupError, RuntimeError) as error:
         able = (
@@ -137,9 +138,12 @@ def _tensor(values: Any) -> Tensor:
             raise ValueError(f"column {column!r} holds no numbers")
     if isinstance(values, tuple | list) and any(isinstance(value, Tensor) for value in values):
         return torch.stack([torch.as_tensor(value) for value in values])
-    return torch.as_tensor(
-        np.array(values) if hasattr(values, "to_numpy") else values
-    )  # data frames are read-only
+    if isinstance(values, np.ndarray):
+        # torch takes neither negative strides nor the byte order of other machines
+        values = np.ascontiguousarray(values, values.dtype.newbyteorder("="))
+    elif hasattr(values, "to_numpy"):  # data frames are read-only
+        values = np.array(values)
+    return torch.as_tensor(values)
 
 
 def _inputs(values: Tensor) -> Tensor:

@@ -183,6 +183,21 @@ def test_ids_reach_the_model_as_they_are() -> None:
     assert (found.summaries[0]["mean"], found.summaries[0]["std"]) == ((), ())
 
 
+def test_arrays_of_any_order_and_lists_of_pairs_are_taken() -> None:
+    images, labels = pair(12, 1)
+    array = images.numpy()
+    forms: list[Any] = [
+        (array[:, ::-1][:, ::-1], labels.numpy()[::-1][::-1]),
+        (array[..., ::-1].copy()[..., ::-1], labels.tolist()),
+        (array.astype(">f4"), labels.numpy().astype(">i8")),
+        list(zip(images, labels.tolist(), strict=True)),
+    ]
+    for form in forms:
+        train = own_data((form, (images, labels))).train
+        assert torch.equal(train.inputs, images)
+        assert torch.equal(train.labels, labels)
+
+
 def test_a_data_frame_of_inputs_is_an_array() -> None:
     images, labels = pair(40, 1)
     frame = pd.DataFrame(images.flatten(1).numpy())
