@@ -2,6 +2,8 @@
 
 from typing import Annotated, Any, ClassVar
 
+import torch
+
 from fedbn_flwr.client.rules import Rule, Session, register_rule
 from fedbn_flwr.plugins.options import Range
 from fedbn_flwr.wire import Instruction
@@ -56,6 +58,12 @@ class Proximal(Rule):
 
     def adjust(self) -> None:
         """Add mu (w - w_0)."""
-        for parameter, anchor in self._anchored:
-            if parameter.grad is not None:
-                parameter.grad.add_(parameter.detach() - anchor, alpha=self.proximal_mu)
+        moved = [
+            (value.grad, value.detach(), anchor)
+            for value, anchor in self._anchored
+            if value.grad is not None
+        ]
+        if moved:
+            gradients, values, anchors = zip(*moved, strict=True)
+            ways = torch._foreach_sub(values, anchors)
+            torch._foreach_add_(gradients, ways, alpha=self.proximal_mu)

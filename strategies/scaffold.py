@@ -30,7 +30,7 @@ from fedbn_flwr import wire
 from fedbn_flwr.client.rules import Rule, Session, on_device, register_rule
 from fedbn_flwr.server.method_state import BY_NODE, MethodState
 from fedbn_flwr.server.pooling import Pooled, PooledGroup, Sent, name_dominant
-from fedbn_flwr.state import Arrays, arrays_to_record
+from fedbn_flwr.state import Arrays, State, arrays_to_record
 from fedbn_flwr.wire import Instruction
 
 from .fedavg import FedAvg
@@ -156,13 +156,13 @@ class ControlVariates(Rule):
         shared = {
             name: value for name, value in session.learned().items() if name not in session.stays
         }
-        zeros = {name: torch.zeros_like(value) for name, value in shared.items()}
+        zeros = _zeros_like(shared)
         server = {**zeros, **on_device(session.received.get(wire.CONTROL_VARIATES, {}), zeros)}
         self._own = {**zeros, **on_device(session.memory.recall(wire.CONTROL_VARIATES), zeros)}
-        self._sums = {name: torch.zeros_like(value) for name, value in shared.items()}
+        self._sums = _zeros_like(shared)
+        corrections = _differences(server, self._own)
         self._corrected = [
-            (value, self._sums[name], server[name] - self._own[name])
-            for name, value in shared.items()
+            (value, self._sums[name], corrections[name]) for name, value in shared.items()
         ]
 
     def adjust(self) -> None:
@@ -179,9 +179,21 @@ class ControlVariates(Rule):
         """Store c_i+ and send its change."""
         after = {name: total / _steps(session, total) for name, total in self._sums.items()}
         session.memory.store(wire.CONTROL_VARIATES, after)
-        session.records[wire.CONTROL_VARIATES] = {
-            name: value - self._own[name] for name, value in after.items()
-        }
+        session.records[wire.CONTROL_VARIATES] = _differences(after, self._own)
+
+
+def _zeros_like(values: Mapping[str, Tensor]) -> State:
+    zeros = {name: torch.empty_like(value) for name, value in values.items()}
+    if zeros:
+        torch._foreach_zero_(list(zeros.values()))
+    return zeros
+
+
+def _differences(values: State, others: State) -> State:
+    if not values:
+        return {}
+    each = torch._foreach_sub(list(values.values()), [others[name] for name in values])
+    return dict(zip(values, each, strict=True))
 
 
 def _steps(session: Session, like: Tensor) -> int | Tensor:

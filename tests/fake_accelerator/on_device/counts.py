@@ -15,7 +15,7 @@ from fedbn_flwr.client import BNClient
 from fedbn_flwr.client.evaluation import evaluate, mean_loss
 from fedbn_flwr.device import pins, total_memory
 from fedbn_flwr.simulation.in_process import InProcessGrid
-from fedbn_flwr.strategies import BaseStrategy, FedAvg, FedTAN, FedWon, Scaffold
+from fedbn_flwr.strategies import BaseStrategy, FedAvg, FedProx, FedTAN, FedWon, Scaffold
 from tests.fake_accelerator.tally import KINDS, Tally, counting
 from tests.helpers.engine_comparison import SIZES_APART, Stacked
 from tests.helpers.harness import Federation, make_float32_model, make_split
@@ -45,6 +45,7 @@ CASES: dict[str, tuple[Callable[[], BaseStrategy], str, dict[str, Any], tuple[in
         {"optimizer": "adam", "lr": 0.01},
         (3 + 1, 3 + 1),
     ),
+    "FedProx": (FedProx, "bn", {}, (3, 3)),
     # there are no counters
     "FedWon": (partial(FedWon, agc="off"), "wsconv", {}, (2, 2)),
     "FedWon, clipping": (partial(FedWon, agc="on"), "wsconv", {}, (2, 2)),
@@ -114,7 +115,7 @@ def test_rules_launch_few_kernels() -> None:
     def kernels(case: str) -> float:
         return measured(case, Stacked)[0]["kernel"]
 
-    assert kernels("SCAFFOLD") == kernels("FedAvg") + 2
+    assert kernels("SCAFFOLD") == kernels("FedProx") == kernels("FedAvg") + 2
     # two norms for each of four parameters that are not the classifier's, and five kernels for all
     assert kernels("FedWon, clipping") == kernels("FedWon") + 2 * 4 + 5
 
