@@ -24,6 +24,7 @@ ENGINES = ("stacked", "inprocess")
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "FedAvg": ("fedavg", {}),
     "FedTAN": ("fedtan", {}),
+    "FedTAN, carried": ("fedtan:carry=true", {}),
     "SCAFFOLD": ("scaffold", {}),
     "FedWon, clipping": ("fedwon:agc=on", {}),
     "kept Adam": ("fedavg", {"optimizer": "adam", "momentum_state": "local"}),

@@ -129,12 +129,14 @@ def gradients(
     tensors_of: Callable[[B], tuple[Hashable, Tensors]],
     batch_of: Callable[[B, Tensors], B],
     asks_nobody: bool = False,
+    written: Callable[[], Sequence[Tensor]] = tuple,
 ) -> Gradients[B]:
     """Return what makes the gradients of a session's steps: replays on an accelerator, where these
     are on and can be.
 
     `tensors_of` returns what kind of batch one is, and its tensors; `batch_of` makes a batch of
-    this kind of others. A layer-wise step is taken by autograd, unless it `asks_nobody`.
+    this kind of others. A layer-wise step is taken by autograd, unless it `asks_nobody`. Beside
+    gradients and the model's buffers, steps write what `written` returns.
     """
     optimized = [
         parameter for group in session.optimizer.param_groups for parameter in group["params"]
@@ -165,6 +167,7 @@ def gradients(
         known,
         asks_nobody,
         wanted == "always",
+        written,
     )
 
 
@@ -187,6 +190,7 @@ class _Replaying(Generic[B]):
     known: _Captures
     asks_nobody: bool
     doubts: bool
+    written: Callable[[], Sequence[Tensor]]
 
     def __post_init__(self) -> None:
         #: what makes the next step unlike the others: its layer-wise mode
@@ -255,7 +259,7 @@ class _Replaying(Generic[B]):
 
         Return what it returns, and what is known now.
         """
-        buffers = list(self.session.model.buffers())
+        buffers = self._buffers()
         device = tensors[0].device
         module = torch.get_device_module(device)
         stream = _stream(device)
@@ -297,7 +301,7 @@ class _Replaying(Generic[B]):
 
     def _check(self, batch: B, tensors: Tensors, step: CapturedStep) -> tuple[Tensor, int | Tensor]:
         """Take a step by autograd, and compare it with the replay."""
-        buffers = list(self.session.model.buffers())
+        buffers = self._buffers()
         before = _copies(buffers)
         loss, count = self.eager(batch)
         made = [parameter.grad for parameter in self.learned]
@@ -310,17 +314,20 @@ class _Replaying(Generic[B]):
             log(WARNING, CHANGED, step.taken)
         return loss, count
 
+    def _buffers(self) -> list[Tensor]:
+        """Return what passes write beside gradients."""
+        return [*self.session.model.buffers(), *self.written()]
+
     def _ends_at(self, step: CapturedStep, tensors: Tensors, wanted: Sequence[Tensor]) -> bool:
         """Replay a step, and compare the loss, the gradients and the buffers."""
         for value in (step.loss, *_present(step.gradients)):
             value.fill_(nan)  # what is not written must not pass
         found, _ = step.replay(tensors, self.learned)
-        buffers = self.session.model.buffers()
-        return self._agree(wanted, [found, *_present(step.gradients), *buffers])
+        return self._agree(wanted, [found, *_present(step.gradients), *self._buffers()])
 
     def _put_back(self, gradients: Sequence[Tensor | None], buffers: Sequence[Tensor]) -> None:
         """Go on as after the step by autograd."""
-        _put(self.session.model.buffers(), buffers)
+        _put(self._buffers(), buffers)
         for parameter, gradient in zip(self.learned, gradients, strict=True):
             parameter.grad = gradient
 

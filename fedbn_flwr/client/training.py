@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fedbn_flwr import norm, wire
 from fedbn_flwr.device import started
 from fedbn_flwr.layerwise import Exchange, Mode
-from fedbn_flwr.layerwise.carried import Corrected, pack_values, read_corrections
+from fedbn_flwr.layerwise.carried import CorrectedClients
 from fedbn_flwr.state import State
 from fedbn_flwr.wire import Instruction
 
@@ -192,23 +192,25 @@ def frozen_parts(freeze: str) -> dict[str, bool]:
     return {"statistics": freeze in ("statistics", "both"), "affine": freeze in ("affine", "both")}
 
 
-def carried_exchange(received: Mapping[str, State], instruction: Instruction) -> Corrected | None:
+def carried_exchange(
+    received: Mapping[str, State], instruction: Instruction
+) -> CorrectedClients | None:
     """Return a client's exchange under received corrections; None if the instruction asks for
     none.
     """
     if instruction.layerwise not in wire.CARRIED_MODES:
         return None
     entries = received.get(wire.CARRIED, {})
-    return Corrected(
-        read_corrections({name: value.unsqueeze(0) for name, value in entries.items()})
-    )
+    alone = CorrectedClients()
+    alone.begin({name: value.unsqueeze(0) for name, value in entries.items()})
+    return alone
 
 
 def carried_records(exchange: Exchange | None) -> dict[str, State]:
     """Return the group of a client's reply with its local values, after the step."""
     values = {}
-    if isinstance(exchange, Corrected):
-        values = pack_values(exchange.requests)
+    if isinstance(exchange, CorrectedClients):
+        values = exchange.local_values()
     if values:
         return {wire.CARRIED: {name: rows[0] for name, rows in values.items()}}
     return {}

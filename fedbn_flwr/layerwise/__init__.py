@@ -3,8 +3,8 @@ without Flower.
 
 The client: `SharedBatchNorm` normalizes one layer, and reaches the other clients through an
 `Exchange`; `shared_statistics` puts it in the place of a model's BN layers while a step lasts. A
-`SuspendedStep` stops at each exchange until its answer comes. `Corrected` in `carried.py` answers
-at once, by corrections from earlier rounds.
+`SuspendedStep` stops at each exchange until its answer comes. `CorrectedClients` in `carried.py`
+answers at once, by corrections from earlier rounds.
 
 The server: `take_step` answers the exchanges of all clients, which a `Transport` brings as batches
 of `Requests`. `lockstep` takes clients of this process through a step. Transports of Flower's nodes

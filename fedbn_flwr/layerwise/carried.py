@@ -71,9 +71,9 @@ full batches and M = 0: after l rounds the statistics of l layers are exact, aft
 as many rounds the gradients from the last layer to the first, so that from round 2 L + 1 on the
 gradient is FedTAN's, unless the trust region cuts it. With M > 0, it comes arbitrarily close.
 
-Both halves are in this file: `Corrected` and `CorrectedClients` are the client's, `CarriedValues`
-is the server's. They meet in the group `carried` of an ordinary training message: a node's
-corrections on the way to it, its local values on the way back. Its entries are
+Both halves are in this file: `CorrectedClients` is the clients', `CarriedValues` the server's. They
+meet in the group `carried` of an ordinary training message: a node's corrections on the way to it,
+its local values on the way back. Its entries are
 
 - `statistics` and `gradients`, (2, C) each (see `Requests`), with the channels of all layers side
   by side, in the layers' alphabetical order,
@@ -86,13 +86,13 @@ They are few, because Flower sends each by a request of its own.
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedbn_flwr.device import Rows, index_on
+from fedbn_flwr.device import Rows, constant, index_on
 from fedbn_flwr.layerwise.exchange import (
     MOST,
     Answer,
@@ -167,71 +167,97 @@ def correct(kind: Kind, values: Tensor, correction: Tensor) -> Tensor:
 # ---- the client ----------------------------------------------------------------------------------
 
 
-class Corrected:
-    """An exchange on the client that answers at once, by the received corrections, and keeps the
-    requests.
+class CorrectedClients:
+    """The first step of clients that received corrections, with a row for each: an exchange that
+    answers at once, by the corrections, and keeps what it is asked, the clients' local values.
+
+    It reads and writes the same tensors in every step, so that a captured step may ask it.
     """
 
-    def __init__(self, corrections: Corrections) -> None:
-        self._corrections = corrections
-        #: by kind and layer, the requests so far: the clients' local values, in the order of their
-        #: pass
-        self.requests: dict[Kind, dict[str, Requests]] = {kind: {} for kind in KINDS}
+    def __init__(self, clients: int = 1, device: torch.device | str = "cpu") -> None:
+        self._clients = clients
+        self._device = device
+        #: as they were received, those of numbers on the device
+        self._received: dict[str, Tensor] = {}
+        self._corrections: Corrections = {}
+        #: by kind and layer, the local values, and of how many numbers; 0 where nothing was asked
+        self._asked: dict[tuple[Kind, str], tuple[Tensor, Tensor]] = {}
 
-    def __call__(self, requests: Requests) -> Answer:
-        """Return the clients' values, corrected where there is a correction of the layer."""
-        correction = self._corrections.get(requests.kind, {}).get(requests.layer)
+    def begin(self, received: Mapping[str, Tensor]) -> None:
+        """Begin a step of clients that received these entries, stacked; there may be none."""
+        before = self._received
+        self._received = dict(received)
+        for kind in KINDS:
+            if kind in received:
+                kept = before.get(kind)
+                if kept is None or _kind_of(kept) != _kind_of(received[kind]):
+                    kept = torch.empty_like(received[kind], device=self._device)
+                self._received[kind] = kept.copy_(received[kind])
+        self._corrections = read_corrections(self._received)
+        if self._asked:
+            torch._foreach_zero_([counts for _, counts in self._asked.values()])
+
+    def form(self) -> Hashable:
+        """Return what a captured step depends on, beside the numbers that it reads."""
+        read = [
+            (kind, layer, answer.tensor.data_ptr(), answer.count)
+            for kind, by_layer in self._corrections.items()
+            for layer, answer in by_layer.items()
+        ]
+        return tuple(read), tuple(tensor.data_ptr() for tensor in self.written())
+
+    def written(self) -> list[Tensor]:
+        """Return the tensors that a step writes."""
+        return [tensor for kept in self._asked.values() for tensor in kept]
+
+    def __call__(self, requests: Requests, rows: Rows = slice(None)) -> Answer:
+        """Return the values of the clients in these rows, corrected where there is a correction of
+        the layer.
+
+        Clients with equal mini-batch sizes go through the model together.
+        """
         values = requests.tensor
-        added = torch.zeros_like(requests.tensor)
+        added = torch.zeros_like(values)
         if requests.kind == "statistics":
             added[:, 1] = max(requests.eps, _LEAST)
-        self.requests[requests.kind][requests.layer] = replace(requests, tensor=values + added)
+        self._keep(requests, rows, values + added)
+        correction = self._corrections.get(requests.kind, {}).get(requests.layer)
         if correction is None:
             return Answer(values, requests.counts[0])
-        corrected = correct(requests.kind, values + added, correction.tensor) - added
+        own = correction.tensor[index_on(rows, correction.tensor.device)]
+        corrected = correct(requests.kind, values + added, own) - added
         if requests.kind == "statistics":
             corrected[:, 1].clamp_(min=0)
         return Answer(corrected, correction.count)
 
-
-class CorrectedClients:
-    """The first step of clients that received corrections: their entries, stacked, with a row for
-    each client.
-
-    Clients with equal mini-batch sizes are a part, and go through the model together, one part
-    after another.
-    """
-
-    def __init__(self, received: Mapping[str, Tensor], clients: int) -> None:
-        self._received = read_corrections(received)
-        self._clients = clients
-        self._parts: list[tuple[Rows, Corrected]] = []
-
-    def exchange(self, rows: Rows = slice(None)) -> Corrected:
-        """Return the exchange of the clients in these rows."""
-        own: dict[Kind, dict[str, Answer]] = {}
-        for kind, by_layer in self._received.items():
-            own[kind] = {}
-            for layer, answer in by_layer.items():
-                part = answer.tensor[index_on(rows, answer.tensor.device)]
-                own[kind][layer] = Answer(part, answer.count)
-        exchange = Corrected(own)
-        self._parts.append((rows, exchange))
-        return exchange
+    def _keep(self, requests: Requests, rows: Rows, values: Tensor) -> None:
+        key = requests.kind, requests.layer
+        if key not in self._asked or _kind_of(self._asked[key][0][:1]) != _kind_of(values[:1]):
+            kept = values.new_zeros((self._clients, *values.shape[1:]))
+            self._asked[key] = kept, kept.new_zeros(self._clients, dtype=torch.int64)
+        kept, counts = self._asked[key]
+        kept[index_on(rows, kept.device)] = values
+        if isinstance(rows, slice):
+            counts[rows].fill_(requests.counts[0])
+        else:
+            counts.index_fill_(0, constant(rows, torch.int64, counts.device), requests.counts[0])
 
     def local_values(self) -> dict[str, Tensor]:
         """Return the entries of the clients' replies after the step, stacked; none for a model
         without BN layers.
         """
-        whole: dict[str, Tensor] = {}
-        for rows, exchange in self._parts:
-            for name, value in pack_values(exchange.requests).items():
-                shape = self._clients, *value.shape[1:]
-                entry = whole.setdefault(
-                    name, torch.empty(shape, dtype=value.dtype, device=value.device)
-                )
-                entry[index_on(rows, value.device)] = value
-        return whole
+        requests: dict[Kind, dict[str, Requests]] = {kind: {} for kind in KINDS}
+        if self._asked:
+            counted = torch.stack([counts for _, counts in self._asked.values()]).tolist()
+            for (key, (values, _)), counts in zip(self._asked.items(), counted, strict=True):
+                if all(counts):
+                    kind, layer = key
+                    requests[kind][layer] = Requests(kind, layer, values, tuple(counts))
+        return pack_values(requests)
+
+
+def _kind_of(values: Tensor) -> tuple[torch.Size, torch.dtype]:
+    return values.shape, values.dtype
 
 
 def pack_values(requests: Mapping[Kind, Mapping[str, Requests]]) -> dict[str, Tensor]:
@@ -244,15 +270,17 @@ def pack_values(requests: Mapping[Kind, Mapping[str, Requests]]) -> dict[str, Te
     layers = sorted(statistics)
     clients = len(statistics[layers[0]].counts)
     values: dict[str, Tensor] = {}
-    sizes = [[statistics[layer].counts[0] for layer in layers]]
+    #: by layer, and of the first by client
+    sizes = [torch.tensor([statistics[layer].counts for layer in layers]).T]
     for kind in KINDS:
         tensors = {layer: own.tensor for layer, own in requests[kind].items()}
-        sizes.append([tensors[layer].shape[-1] if layer in tensors else 0 for layer in layers])
+        widths = [tensors[layer].shape[-1] if layer in tensors else 0 for layer in layers]
+        sizes.append(torch.tensor(widths).expand(clients, -1))
         if tensors:
             values[kind] = torch.cat([tensors[layer] for layer in layers if layer in tensors], -1)
     names = bytearray("\n".join(layers).encode())
     values[LAYERS] = torch.frombuffer(names, dtype=torch.uint8).expand(clients, -1)
-    values[SIZES] = torch.tensor(sizes).expand(clients, -1, -1)
+    values[SIZES] = torch.stack(sizes, 1)
     return values
 
 

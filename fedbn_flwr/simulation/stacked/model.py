@@ -17,6 +17,7 @@ from torch.func import vmap
 from fedbn_flwr.client import training
 from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.device import Rows, index_on
+from fedbn_flwr.layerwise.carried import CorrectedClients
 from fedbn_flwr.randomness import OwnRandomness
 from fedbn_flwr.simulation.stacked.layers import CannotStackError, StackedLayers
 from fedbn_flwr.state import State
@@ -61,6 +62,9 @@ class Stack(nn.Module):
             for name, value in structure.named_parameters()
         }
         self._buffers_of_all = {name: rows[name] for name, _ in structure.named_buffers()}
+        device = next((value.device for value in rows.values()), torch.device("cpu"))
+        #: the exchange of steps under corrections
+        self.corrected = CorrectedClients(self.clients, device)
         self.load(states)
 
     @torch.no_grad()

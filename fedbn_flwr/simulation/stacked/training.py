@@ -121,7 +121,8 @@ def _learn(
     plans = [client.plan(instruction) for client in clients]
     carried = None
     if instruction.layerwise in wire.CARRIED_MODES:
-        carried = CorrectedClients(session.received.get(wire.CARRIED, {}), len(clients))
+        carried = stack.corrected
+        carried.begin(session.received.get(wire.CARRIED, {}))
     batches = StackedBatches(clients, stack, session, plans, exchange, carried)
     session.steps = batches.steps
     rules = rules_for(instruction)
@@ -134,7 +135,8 @@ def _learn(
         clients[0].captured,
         batches.tensors_of,
         batches.batch_of,
-        asks_nobody=isinstance(exchange, OneStackExchange),
+        asks_nobody=carried is not None or isinstance(exchange, OneStackExchange),
+        written=stack.corrected.written,
     )
     batches.draws_ahead = captured.replays(gradients)
     losses = training.train(batches, gradients, session.optimizer, [rule.adjust for rule in rules])
@@ -218,7 +220,8 @@ class StackedBatches:
     def tensors_of(self, groups: list[BatchGroup]) -> tuple[Hashable, captured.Tensors]:
         """Return which clients take a step, and what they take it on."""
         rows = tuple(str(group.rows) for group in groups)
-        return rows, tuple(value for group in groups for value in group.batch)
+        form = self.carried.form() if self.carried and self.first_step else ()
+        return (rows, form), tuple(value for group in groups for value in group.batch)
 
     def batch_of(self, groups: list[BatchGroup], tensors: captured.Tensors) -> list[BatchGroup]:
         """Return a step of the same clients on other tensors."""
@@ -251,7 +254,9 @@ class StackedBatches:
         # when it ends, and only `vmap` has them.
         if not self.first_step:
             return nullcontext
-        exchange = self.carried.exchange(rows) if self.carried else self.exchange
+        exchange = self.exchange
+        if self.carried:
+            exchange = partial(self.carried, rows=rows)
         if not exchange:
             return nullcontext
         mode = training.layerwise_mode(self.session.instruction)

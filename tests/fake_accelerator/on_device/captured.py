@@ -10,10 +10,11 @@ from torch import nn
 
 from benchmarks.bare import BareLoop, CapturedLoop
 from fedbn_flwr.client import BNClient, captured
+from fedbn_flwr.layerwise.carried import CorrectedClients
 from fedbn_flwr.models import build
 from fedbn_flwr.simulation.in_process import InProcessGrid, OneByOneGrid
 from fedbn_flwr.simulation.stacked.layers import StackedLayers
-from fedbn_flwr.strategies import BaseStrategy, FedAvg, FedTAN, FixBN
+from fedbn_flwr.strategies import BaseStrategy, FedAvg, FedDNA, FedTAN, FixBN
 from tests.fake_accelerator.on_device.methods import CASES
 from tests.helpers.engine_comparison import Stacked, Watch, watching
 from tests.helpers.harness import (
@@ -116,9 +117,8 @@ def test_replayed_steps_have_the_bits_of_eager_ones(name: str, grid: type[InProc
         assert replays == 0
         return
     # two rounds at least with three steps, of which the first is not replayed where clients ask
-    # others, or use what they were sent
-    layerwise = name.startswith(("fedtan", "feddna"))
-    asks = layerwise and (grid is InProcessGrid or "carried" in name)
+    # others
+    asks = name.startswith(("fedtan", "feddna")) and grid is InProcessGrid
     sides = len(SIZES) if grid is InProcessGrid else 1
     assert replays >= 2 * sides * (2 if asks else 3)
 
@@ -330,6 +330,44 @@ def test_steps_of_several_sizes_are_captured(monkeypatch: pytest.MonkeyPatch) ->
     apart, replays, watch = ends(FedAvg, make_model, Stacked, rounds=4, batch_size=8, local_steps=3)
     assert (apart, said(watch)) == (0, [])
     assert replays == 3 * 3
+
+
+@pytest.mark.parametrize("make", [FedTAN, pytest.param(FedDNA, marks=pytest.mark.slow)])
+def test_first_steps_under_corrections_are_replayed(
+    make: Callable[..., BaseStrategy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the replays leave of clients with unlike batches makes the next round's corrections."""
+    monkeypatch.setattr(f"{__name__}.SIZES", (5, 13, 9, 16))
+    options: dict[str, Any] = {"batch_size": 8, "local_steps": 2}
+    found = [
+        ends(lambda: make(carry=True), make_model, Stacked, rounds, **options) for rounds in (4, 5)
+    ]
+    assert [(apart, said(watch)) for apart, _, watch in found] == [(0, [])] * 2
+    assert found[1][1] - found[0][1] == 2
+
+
+def test_a_replay_that_leaves_other_values_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep = CorrectedClients._keep
+    replayed = fake_accelerator._Graph.replay
+
+    def spoiled(graph: Any) -> None:
+        replayed(graph)
+        for kept, _ in carried[-1:][0]._asked.values() if carried else ():
+            kept.add_(1)
+
+    carried: list[CorrectedClients] = []
+
+    def noted(self: CorrectedClients, *args: Any) -> None:
+        carried.append(self)
+        keep(self, *args)
+
+    monkeypatch.setattr(CorrectedClients, "_keep", noted)
+    monkeypatch.setattr(fake_accelerator._Graph, "replay", spoiled)
+    monkeypatch.setattr(f"{__name__}.SIZES", (8, 8))
+    apart, _, watch = ends(
+        lambda: FedTAN(carry=True), make_model, Stacked, rounds=4, batch_size=8, local_steps=1
+    )
+    assert (apart, said(watch)) == (0, [captured.OTHER_VALUES])
 
 
 def test_the_captured_yardstick_ends_as_the_plain_one() -> None:
