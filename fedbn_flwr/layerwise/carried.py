@@ -200,7 +200,7 @@ class CorrectedClients:
     def form(self) -> Hashable:
         """Return what a captured step depends on, beside the numbers that it reads."""
         read = [
-            (kind, layer, answer.tensor.data_ptr(), answer.count)
+            (kind, layer, answer.tensor.data_ptr(), answer.tensor.dtype, answer.count)
             for kind, by_layer in self._corrections.items()
             for layer, answer in by_layer.items()
         ]
