@@ -23,6 +23,7 @@ from fedbn_flwr.data import Split
 from fedbn_flwr.layerwise import Kind, Requests
 from fedbn_flwr.layerwise.carried import (
     CarriedValues,
+    CorrectedClients,
     correct,
     correction,
     pack_values,
@@ -716,6 +717,22 @@ def test_names_that_are_no_text_are_those_of_no_layer() -> None:
     )
     found = read_corrections({**packed, "layers": torch.tensor([[255, 254]], dtype=torch.uint8)})
     assert list(found["statistics"]) == ["\ufffd\ufffd"]
+
+
+def test_what_a_later_step_does_not_ask_is_not_sent_again() -> None:
+    def ask(layer: str, *values: float) -> None:
+        tensor = torch.tensor(values).view(2, 2, 1)
+        clients(Requests("statistics", layer, tensor, (6, 6), eps=0.5))
+
+    clients = CorrectedClients(2)
+    for layers in (("a", "b"), ("a",)):
+        clients.begin({})
+        for layer in layers:
+            ask(layer, 1.0, 2.0, 3.0, 4.0)
+    sent = clients.local_values()
+    assert sent["layers"].tolist() == [[ord("a")]] * 2
+    assert sent["statistics"].tolist() == [[[1.0], [2.5]], [[3.0], [4.5]]]
+    assert sent["sizes"].tolist() == [[[6], [1], [0]]] * 2
 
 
 @pytest.mark.parametrize("kind", ["statistics", "gradients"])

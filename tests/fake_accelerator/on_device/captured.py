@@ -16,7 +16,7 @@ from fedbn_flwr.simulation.in_process import InProcessGrid, OneByOneGrid
 from fedbn_flwr.simulation.stacked.layers import StackedLayers
 from fedbn_flwr.strategies import BaseStrategy, FedAvg, FedDNA, FedTAN, FixBN
 from tests.fake_accelerator.on_device.methods import CASES
-from tests.helpers.engine_comparison import Stacked, Watch, watching
+from tests.helpers.engine_comparison import EXACT, Stacked, Watch, watching
 from tests.helpers.harness import (
     ALONE,
     ClientWrapper,
@@ -344,6 +344,13 @@ def test_first_steps_under_corrections_are_replayed(
     ]
     assert [(apart, said(watch)) for apart, _, watch in found] == [(0, [])] * 2
     assert found[1][1] - found[0][1] == 2
+    ended = [
+        Federation(make_model(), SIZES, grid=Stacked, device=device).run(
+            make(carry=True), 5, **options
+        )
+        for device in ("cpu", "fake")
+    ]
+    assert distance(*ended) <= EXACT
 
 
 def test_a_replay_that_leaves_other_values_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
