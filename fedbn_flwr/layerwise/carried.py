@@ -92,7 +92,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedbn_flwr.device import Rows, constant, index_on
+from fedbn_flwr.device import Rows, index_on
 from fedbn_flwr.layerwise.exchange import (
     MOST,
     Answer,
@@ -174,26 +174,29 @@ class CorrectedClients:
     It reads and writes the same tensors in every step, so that a captured step may ask it.
     """
 
-    def __init__(self, clients: int = 1, device: torch.device | str = "cpu") -> None:
+    def __init__(self, clients: int = 1) -> None:
         self._clients = clients
-        self._device = device
-        #: as they were received, those of numbers on the device
-        self._received: dict[str, Tensor] = {}
+        #: by kind, where the numbers of the corrections lie in every step
+        self._numbers: dict[Kind, Tensor] = {}
         self._corrections: Corrections = {}
         #: by kind and layer, the local values, and of how many numbers; 0 where nothing was asked
         self._asked: dict[tuple[Kind, str], tuple[Tensor, Tensor]] = {}
 
-    def begin(self, received: Mapping[str, Tensor]) -> None:
-        """Begin a step of clients that received these entries, stacked; there may be none."""
-        before = self._received
-        self._received = dict(received)
+    def begin(self, received: Mapping[str, Tensor], device: torch.device | str = "cpu") -> None:
+        """Begin a step of clients that received these entries, stacked; there may be none.
+
+        The corrections are brought to the device.
+        """
+        entries = dict(received)
         for kind in KINDS:
             if kind in received:
-                kept = before.get(kind)
-                if kept is None or _kind_of(kept) != _kind_of(received[kind]):
-                    kept = torch.empty_like(received[kind], device=self._device)
-                self._received[kind] = kept.copy_(received[kind])
-        self._corrections = read_corrections(self._received)
+                new = received[kind]
+                kept = self._numbers.get(kind)
+                if kept is None or (kept.shape, kept.dtype) != (new.shape, new.dtype):
+                    kept = torch.empty_like(new, device=device)
+                    self._numbers[kind] = kept
+                entries[kind] = kept.copy_(new)
+        self._corrections = read_corrections(entries)
         if self._asked:
             torch._foreach_zero_([counts for _, counts in self._asked.values()])
 
@@ -232,15 +235,13 @@ class CorrectedClients:
 
     def _keep(self, requests: Requests, rows: Rows, values: Tensor) -> None:
         key = requests.kind, requests.layer
-        if key not in self._asked or _kind_of(self._asked[key][0][:1]) != _kind_of(values[:1]):
+        if key not in self._asked:
             kept = values.new_zeros((self._clients, *values.shape[1:]))
             self._asked[key] = kept, kept.new_zeros(self._clients, dtype=torch.int64)
         kept, counts = self._asked[key]
-        kept[index_on(rows, kept.device)] = values
-        if isinstance(rows, slice):
-            counts[rows].fill_(requests.counts[0])
-        else:
-            counts.index_fill_(0, constant(rows, torch.int64, counts.device), requests.counts[0])
+        index = index_on(rows, kept.device)
+        kept[index] = values
+        counts[index] = counts.new_full((len(values),), requests.counts[0])
 
     def local_values(self) -> dict[str, Tensor]:
         """Return the entries of the clients' replies after the step, stacked; none for a model
@@ -256,10 +257,6 @@ class CorrectedClients:
         return pack_values(requests)
 
 
-def _kind_of(values: Tensor) -> tuple[torch.Size, torch.dtype]:
-    return values.shape, values.dtype
-
-
 def pack_values(requests: Mapping[Kind, Mapping[str, Requests]]) -> dict[str, Tensor]:
     """Return the entries for clients' requests, given by kind and layer, with a row for each
     client.
@@ -270,7 +267,7 @@ def pack_values(requests: Mapping[Kind, Mapping[str, Requests]]) -> dict[str, Te
     layers = sorted(statistics)
     clients = len(statistics[layers[0]].counts)
     values: dict[str, Tensor] = {}
-    #: by layer, and of the first by client
+    # (clients, layers) each: what values are computed from, then the channels of each kind
     sizes = [torch.tensor([statistics[layer].counts for layer in layers]).T]
     for kind in KINDS:
         tensors = {layer: own.tensor for layer, own in requests[kind].items()}

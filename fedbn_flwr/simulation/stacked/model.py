@@ -62,9 +62,8 @@ class Stack(nn.Module):
             for name, value in structure.named_parameters()
         }
         self._buffers_of_all = {name: rows[name] for name, _ in structure.named_buffers()}
-        device = next((value.device for value in rows.values()), torch.device("cpu"))
         #: the exchange of steps under corrections
-        self.corrected = CorrectedClients(self.clients, device)
+        self.corrected = CorrectedClients(self.clients)
         self.load(states)
 
     @torch.no_grad()

@@ -122,7 +122,7 @@ def _learn(
     carried = None
     if instruction.layerwise in wire.CARRIED_MODES:
         carried = stack.corrected
-        carried.begin(session.received.get(wire.CARRIED, {}))
+        carried.begin(session.received.get(wire.CARRIED, {}), clients[0].device)
     batches = StackedBatches(clients, stack, session, plans, exchange, carried)
     session.steps = batches.steps
     rules = rules_for(instruction)
@@ -220,7 +220,9 @@ class StackedBatches:
     def tensors_of(self, groups: list[BatchGroup]) -> tuple[Hashable, captured.Tensors]:
         """Return which clients take a step, and what they take it on."""
         rows = tuple(str(group.rows) for group in groups)
-        form = self.carried.form() if self.carried and self.first_step else ()
+        form: Hashable = ()
+        if self.carried and self.first_step:
+            form = self.carried.form()
         return (rows, form), tuple(value for group in groups for value in group.batch)
 
     def batch_of(self, groups: list[BatchGroup], tensors: captured.Tensors) -> list[BatchGroup]:

@@ -356,17 +356,17 @@ def test_first_steps_under_corrections_are_replayed(
 def test_a_replay_that_leaves_other_values_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     keep = CorrectedClients._keep
     replayed = fake_accelerator._Graph.replay
+    carried = set[CorrectedClients]()
+
+    def noted(self: CorrectedClients, *args: Any) -> None:
+        carried.add(self)
+        keep(self, *args)
 
     def spoiled(graph: Any) -> None:
         replayed(graph)
-        for kept, _ in carried[-1:][0]._asked.values() if carried else ():
-            kept.add_(1)
-
-    carried: list[CorrectedClients] = []
-
-    def noted(self: CorrectedClients, *args: Any) -> None:
-        carried.append(self)
-        keep(self, *args)
+        for clients in carried:
+            for kept, _ in clients._asked.values():
+                kept.add_(1)
 
     monkeypatch.setattr(CorrectedClients, "_keep", noted)
     monkeypatch.setattr(fake_accelerator._Graph, "replay", spoiled)
