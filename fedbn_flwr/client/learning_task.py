@@ -20,6 +20,8 @@ from fedbn_flwr.plugins import Own, add, import_function
 #: of a confusion matrix, true class x predicted class; a last column counts predictions of none, if
 #: there are any
 Measure = Callable[[Tensor], float]
+#: the scores of which less is better; all others are shares
+LOWER_IS_BETTER = ("mse", "mae", "loss", "error")
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,13 @@ class LearningTask:
     #: whether targets have the places of the image, so that an augmentation must change both
     #: together
     placed: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.has_classes and self.metric not in LOWER_IS_BETTER:
+            raise ValueError(
+                f"a task without classes is scored by its error: metric {self.metric!r} is none "
+                f"of {', '.join(LOWER_IS_BETTER)}"
+            )
 
     @property
     def basic_score(self) -> str:

@@ -29,6 +29,7 @@ COMMANDS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; 0 is success, 2 bad input, 1 any other failure."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    _open_closed_streams()
     try:
         if words[:1] == ["--version"]:
             print(f"fedbn-flwr {__version__}")
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 from fedbn_flwr.experiments import main as run_experiments
 
             code = run_experiments(words, others=COMMANDS)
-            print(end="", flush=True)  # there may be no output at all
+            sys.stdout.flush()
             return code
         options = vars(parser().parse_args(words))
         act: Callable[..., Iterable[object]] = options.pop("act")
@@ -58,6 +59,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # flushes at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
+
+
+def _open_closed_streams() -> None:
+    """Open streams that were closed (`>&-`), in this order, so that no file gets their numbers."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
 
 
 class _Parser(argparse.ArgumentParser):

@@ -7,14 +7,13 @@ from pathlib import Path
 import torch
 
 from fedbn_flwr import data, models, norm
-from fedbn_flwr.client.learning_task import OBJECTIVES, task_of
+from fedbn_flwr.client.learning_task import LOWER_IS_BETTER, OBJECTIVES, task_of
 from fedbn_flwr.client.training import logits_of
 from fedbn_flwr.data.partition import about_absent
 from fedbn_flwr.device import pick_device
 from fedbn_flwr.experiments.config import Config, EngineOptions, NetworkOptions
 from fedbn_flwr.experiments.experiment import Experiment
 from fedbn_flwr.experiments.material import Material, absent_classes, load_data
-from fedbn_flwr.experiments.output.scoring import LOWER_IS_BETTER
 from fedbn_flwr.experiments.output.sinks import check_sinks
 from fedbn_flwr.layerwise.shared_statistics import check_layers
 from fedbn_flwr.norm.detect import FunctionalBatchNorm
@@ -193,7 +192,7 @@ def _check_inputs(material: Material, split: data.Split, role: str) -> bool:
             raise UsageError(
                 f"objective {config.model.objective!r} fails for the outputs of the model: {error}"
             ) from error
-    if loaded.task != "regression" and logits.dim() > 1 and logits.shape[1] != loaded.num_classes:
+    if material.task.has_classes and logits.dim() > 1 and logits.shape[1] != loaded.num_classes:
         about = (
             f"model {config.model.model!r} has {logits.shape[1]} outputs for "
             f"{loaded.num_classes} classes"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 from argparse import _SubParsersAction
 from inspect import Parameter, Signature
@@ -229,6 +230,21 @@ def test_a_reader_that_stops_reading_is_no_error(
     assert capsys.readouterr().err == ""
 
 
-def test_a_closed_output_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdout", None)  # as Python has it under `>&-`
+def test_closed_streams_are_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("stdin", "stdout", "stderr"):  # as Python has them under `<&- >&- 2>&-`
+        monkeypatch.setattr(sys, name, None)
     assert console_command(["list", "--json"]) == 0
+    assert console_command(["doctor", str(tmp_path)]) == 2
+
+
+def test_no_file_gets_the_number_of_a_closed_stream(tmp_path: Path) -> None:
+    """What a node's process prints would be written into a file of the run."""
+    code = (
+        "import os, sys\n"
+        "from fedbn_flwr.deployment.cli import main\n"
+        "main(['--version'])\n"
+        f"file = open({str(tmp_path / 'rows')!r}, 'w')\n"
+        "os._exit(file.fileno())\n"
+    )
+    closed = subprocess.run(f'exec {sys.executable} -c "{code}" <&- >&- 2>&-', shell=True)
+    assert closed.returncode > 2

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from fedbn_flwr.client.learning_task import task_of
 from fedbn_flwr.data import Data
 
 console = Console()
@@ -73,7 +74,7 @@ class Bars:
             text = label
             if score is not None:
                 text = f"{label}: {percent(score)} %"
-            if score is not None and self._data.task == "regression":
+            if score is not None and not task_of(self._data.task).has_classes:
                 text = f"{label}: {score:.4g}"
             # a tenth of the rounds, or one more, was complete in this round
             is_tenth = server_round * 10 // rounds > (server_round - 1) * 10 // rounds

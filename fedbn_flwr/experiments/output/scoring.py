@@ -13,6 +13,7 @@ from flwr.app import ArrayRecord
 
 from fedbn_flwr import state, wire
 from fedbn_flwr.client.evaluation import evaluate, mean_loss
+from fedbn_flwr.client.learning_task import LOWER_IS_BETTER
 from fedbn_flwr.experiments.material import Material, unlabeled_inputs
 from fedbn_flwr.norm import adapt
 from fedbn_flwr.server.grids import PassingGrid
@@ -20,8 +21,6 @@ from fedbn_flwr.server.replies import RefusedError, log_refused, read_each
 from fedbn_flwr.strategies import BaseStrategy, NodeReply
 
 Score = dict[str, Any]
-#: the scores of which less is better
-LOWER_IS_BETTER = ("mse", "mae", "loss")
 
 
 def merit(metric: str, score: float) -> float:

@@ -8,7 +8,7 @@ from math import inf, nan
 from statistics import fmean, stdev
 from typing import Any
 
-from fedbn_flwr.experiments.output.scoring import LOWER_IS_BETTER
+from fedbn_flwr.client.learning_task import LOWER_IS_BETTER
 from fedbn_flwr.experiments.recipes.paper import COUNTED, QUANTITIES
 from fedbn_flwr.experiments.results.rows import Frame, column, finished, pd
 from fedbn_flwr.plugins import extra
