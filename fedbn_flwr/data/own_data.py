@@ -18,7 +18,7 @@ READ_TWICE = 8
 #: in label maps of bytes the mark of pixels without a class, or of the foreground
 WHITE = 255
 #: `Data`, a function that returns them, or a pair of training and test data: each a `Split`,
-#: tensors or arrays (inputs, labels), or a torch `Dataset` of such pairs
+#: tensors or arrays (inputs, labels), or a list or torch `Dataset` of pairs (input, label)
 OwnData = Data | Callable[[], Data] | tuple[Any, Any]
 
 
@@ -99,8 +99,8 @@ def _split(part: Any, name: str) -> Split:
         return _checked(_inputs(_tensor(inputs)), _tensor(labels))
     except (TypeError, ValueError, LookupError, RuntimeError) as error:
         able = (
-            "a fedbn_flwr.data.Split, a pair (inputs, labels) of tensors or arrays, or a torch "
-            "Dataset of such pairs"
+            "a fedbn_flwr.data.Split, a pair (inputs, labels) of tensors or arrays, or a list or "
+            "torch Dataset of pairs (input, label)"
         )
         raise ValueError(f"the {name} data must be {able}: {error}") from error
 
