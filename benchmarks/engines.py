@@ -102,9 +102,8 @@ def run_ray(cases: Sequence[Case], clock: Clock) -> None:
 
     @server.main()
     def main(grid: Grid, context: Context) -> None:
-        while (
-            not ray.is_initialized()
-        ):  # Flower starts this function beside Ray, and no case can begin without
+        # Flower starts this function beside Ray, and no case can begin without
+        while not ray.is_initialized():
             time.sleep(0.05)
         for case in cases:
             _run(case, lambda *_: nullcontext(grid), clock)

@@ -72,9 +72,8 @@ class FedNorm(FedAvg):
         if len(stray) == len(replies):
             raise CannotTrainError(
                 f"FedNorm needs one domain a node, and node {stray[0]} names none: its samples "
-                "must all come from one "
-                "domain of a data set that has domains (for example digits-domains with the "
-                "partition domain:1)"
+                "must all come from one domain of a data set that has domains (for example "
+                "digits-domains with the partition domain:1)"
             )
         for node in stray:
             log(

@@ -15,10 +15,11 @@ from tests.helpers.checkout import ROOT
 
 #: the rooms, from the lowest floor to the highest; rooms on one floor do not know each other
 FLOORS = (
+    # below the first floor: what users add, and the accelerator
     (
         "fedbn_flwr.plugins",
         "fedbn_flwr.device",
-    ),  # below the first floor: what users add, and the accelerator
+    ),
     ("fedbn_flwr.norm", "fedbn_flwr.randomness"),
     ("fedbn_flwr.layerwise", "fedbn_flwr.state", "fedbn_flwr.models", "fedbn_flwr.data"),
     ("fedbn_flwr.wire", "fedbn_flwr.diagnosis"),
@@ -34,6 +35,7 @@ FLOORS = (
 )
 #: the experiments have floors of their own, by what comes after `fedbn_flwr.experiments.`
 INNER_FLOORS = (
+    # what a run is, and its files
     (
         "config",
         "choice",
@@ -42,8 +44,9 @@ INNER_FLOORS = (
         "output.run_folder",
         "recipes.paper",
         "stopping",
-    ),  # what a run is, and its files
+    ),
     ("material", "checks", "output"),
+    # what becomes of it
     (
         "checkpoint",
         "runs",
@@ -52,7 +55,7 @@ INNER_FLOORS = (
         "engines",
         "sites",
         "study",
-    ),  # what becomes of it
+    ),
     ("recipes.schema",),
     ("results", "recipes.findings"),  # what its numbers say
     ("recipes", "laboratory", "diagnose", "doctor", "flower_run", "cli"),  # what users call

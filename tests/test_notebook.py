@@ -41,9 +41,8 @@ def test_the_notebook_runs(
     with registries_restored():
         for cell in json.loads(NOTEBOOK.read_text())["cells"]:
             if cell["cell_type"] == "code":
-                source = re.sub(
-                    r"rounds=\d+", "rounds=8", "".join(cell["source"])
-                )  # enough to be above chance
+                # enough to be above chance
+                source = re.sub(r"rounds=\d+", "rounds=8", "".join(cell["source"]))
                 value = last_value(source, names)
                 # a kernel has a bar, which goes, in place of the lines about data and progress
                 printed = re.sub(

@@ -356,9 +356,8 @@ class _Replaying(Generic[B]):
         pool = next((other.graph.pool() for other in _ALIVE), None)
         _BROKEN.append(step.graph)
         with (
-            module.stream(
-                module.current_stream(loss.device)
-            ),  # older torch does not go back to it after a failure
+            # older torch does not go back to it after a failure
+            module.stream(module.current_stream(loss.device)),
             module.graph(step.graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
             torch.autograd.set_multithreading_enabled(False),
         ):

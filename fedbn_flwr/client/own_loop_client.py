@@ -189,9 +189,8 @@ class OwnLoopClient:
         """
         personal = self.memory.personal(state.group_keys(self.model, instruction.stays))
         whole = {**received[wire.ARRAYS], **personal}
-        if (
-            whole.keys() != self.model.state_dict().keys()
-        ):  # a model that `prepare` has not made may be why
+        # a model that `prepare` has not made may be why
+        if whole.keys() != self.model.state_dict().keys():
             require_bn(self.model, instruction)
         state.check_fit(self.model, whole)
         # the message of an exchange brings no model: the first one did

@@ -143,9 +143,8 @@ def products(instruction: Instruction) -> Iterator[None]:
     try:
         with _LOCK:
             for read, write, *_ in _SETTINGS:
-                with suppress(
-                    RuntimeError
-                ):  # torch does not tell if a user has set the older and the newer ones
+                # torch does not tell if a user has set the older and the newer ones
+                with suppress(RuntimeError):
                     _BEFORE[-1].append((write, read()))
             for _, write, ieee, tf32 in _SETTINGS:
                 write(tf32 if instruction.precision == "tf32" else ieee)
@@ -262,8 +261,8 @@ def model_loss(
         # PyTorch's own message speaks of tensor sizes only
         raise ValueError(
             f"batch normalization cannot train on a mini-batch of {len(targets)} sample(s) that "
-            "leaves one value a "
-            f"channel: use a larger batch-size, frozen statistics or another normalizer ({error})"
+            "leaves one value a channel: use a larger batch-size, frozen statistics or another "
+            f"normalizer ({error})"
         ) from error
 
 

@@ -142,8 +142,8 @@ def numpy_client_app(
         if isinstance(inner, Client):
             raise TypeError(
                 f"client_fn returned a {type(inner).__name__}, which is a flwr.client.Client; "
-                "numpy_client_app takes a "
-                "NumPyClient: make it one, or train in a handler of ClientApp(model=...)"
+                "numpy_client_app takes a NumPyClient: make it one, or train in a handler of "
+                "ClientApp(model=...)"
             )
         return inner
 

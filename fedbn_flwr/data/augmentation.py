@@ -46,9 +46,8 @@ class ImageAugmentation:
         """
         transform = self.transform(size)
         edited = []
-        with torch.random.fork_rng(
-            devices=[]
-        ):  # transforms of torchvision draw from the global stream
+        # transforms of torchvision draw from the global stream
+        with torch.random.fork_rng(devices=[]):
             for sample, seed in zip(samples, seeds, strict=True):
                 torch.default_generator.manual_seed(seed)
                 result = transform(*sample)

@@ -70,9 +70,8 @@ def from_folder(path: Path, side: int | None, workers: int = 0) -> Data:
     files = [listed.split(size, fit, workers=workers) for listed in lists]
     fits = 3 * size * size * sum(map(len, lists)) <= MOST_IN_MEMORY
     splits: list[Split] = [split.in_memory() for split in files] if fits else [*files]
-    if (
-        splits[0].inputs.dtype != splits[1].inputs.dtype
-    ):  # of 8 and of 16 bits; mini-batches from files are floats
+    # of 8 and of 16 bits; mini-batches from files are floats
+    if splits[0].inputs.dtype != splits[1].inputs.dtype:
         splits = [*files]
     train, test = splits
     return Data(path.name, train, test, len(classes), tuple(domains), tuple(classes))
@@ -161,9 +160,8 @@ def _read_split(name: str, root: Path, role: str, download: bool = False) -> tup
     with extra("data"):
         from torchvision import datasets  # imported here because it takes seconds
 
-        dataset = getattr(datasets, kind)(
-            root, **chosen, download=download
-        )  # imports scipy for SVHN
+        # imports scipy for SVHN
+        dataset = getattr(datasets, kind)(root, **chosen, download=download)
     inputs = torch.as_tensor(dataset.data)
     if inputs.dim() == 3:  # one channel
         inputs = inputs.unsqueeze(1)

@@ -204,9 +204,8 @@ def _fill(
     while (missing := size - counts.sum()) > 0:
         open_classes = left > counts
         mix[~open_classes] = 0
-        if (
-            mix.sum() == 0
-        ):  # at first, and where a small alpha gave the other classes nothing at all
+        # at first, and where a small alpha gave the other classes nothing at all
+        if mix.sum() == 0:
             mix[open_classes] = generator.dirichlet(concentrations[open_classes])
         wanted = np.diff(np.rint(missing * np.cumsum(mix) / mix.sum()), prepend=0).astype(np.int64)
         counts = np.minimum(counts + wanted, left)

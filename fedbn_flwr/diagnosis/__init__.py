@@ -114,9 +114,8 @@ def diagnose(
     ]
     shares = normalized(weights)
     measure = partial(_measure, model, shares=shares, loss_function=loss_function, seed=seed)
-    with freeze(
-        model, statistics=False
-    ):  # layers that keep their statistics in training do it here
+    # layers that keep their statistics in training do it here
+    with freeze(model, statistics=False):
         return Diagnosis(shares, sizes, measure(draws), measure(shuffled))
 
 

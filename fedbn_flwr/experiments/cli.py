@@ -73,9 +73,8 @@ def main(arguments: Sequence[str] | None = None, others: Mapping[str, str] | Non
         with quiet(verbose=options.get("verbose", False)):
             return _COMMANDS[command](options) or 0
     except UsageError as error:
-        print(
-            "fedbn-flwr:", *str(error).split(), file=sys.stderr
-        )  # in one line, whatever a library says
+        # in one line, whatever a library says
+        print("fedbn-flwr:", *str(error).split(), file=sys.stderr)
         return 2
     except CannotTrainError as error:
         print(f"fedbn-flwr: {error}", file=sys.stderr)

@@ -189,7 +189,6 @@ def place_of(context: Context) -> tuple[int, int]:
         return int(context.node_config["partition-id"]), int(context.node_config["num-partitions"])
     except KeyError as missing:
         raise ValueError(
-            f"the node has no {missing}: start its SuperNode with "
-            "--node-config 'partition-id=0 num-partitions=5' (its own number, and how many there "
-            "are)"
+            f"the node has no {missing}: start its SuperNode with --node-config 'partition-id=0 "
+            "num-partitions=5' (its own number, and how many there are)"
         ) from None

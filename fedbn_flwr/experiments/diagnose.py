@@ -241,9 +241,8 @@ def suggestion(
     if domains > 1:
         return (
             f"{reason} Each client has one of {domains} domains. This suggests a model for each "
-            "client (fedbn, or "
-            "standalone if clients have many samples) or BN for each domain (fednorm); for one "
-            "model FedWon (fedwon)."
+            "client (fedbn, or standalone if clients have many samples) or BN for each domain "
+            "(fednorm); for one model FedWon (fedwon)."
         )
     if local_steps >= MANY_STEPS:
         best = (
@@ -253,6 +252,6 @@ def suggestion(
         return f"{reason} With {local_steps} local steps this suggests {best}."
     return (
         f"{reason} This suggests FedTAN (fedtan), or at one exchange carried corrections "
-        "(fedtan:carry=true); if "
-        "the layers may change, these with standardized weights (fedtan+bn-ws) or FedWon (fedwon)."
+        "(fedtan:carry=true); if the layers may change, these with standardized weights "
+        "(fedtan+bn-ws) or FedWon (fedwon)."
     )

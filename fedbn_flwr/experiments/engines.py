@@ -336,10 +336,9 @@ def prepare(engine: Engine, experiment: Experiment, elsewhere: bool = False) -> 
     bound = experiment.bound_here
     if bound and (config.engine.workers > 1 or elsewhere or engine is run_on_ray):
         raise UsageError(
-            f"{bound} stays in this process, so workers and side-by-side must be 1, and the "
-            "engine not ray; put it "
-            "into a module, and name it as package.module:function, or the module of a registered "
-            "strategy in plugins"
+            f"{bound} stays in this process, so workers and side-by-side must be 1, and the engine "
+            "not ray; put it into a module, and name it as package.module:function, or the module "
+            "of a registered strategy in plugins"
         )
     if engine is run_on_ray:
         refuse_own_nodes(config.engine)

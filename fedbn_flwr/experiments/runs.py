@@ -245,9 +245,8 @@ class Run:
         except Exception as error:
             log(INFO, "%s failed", self.folder, exc_info=error)
             is_told = isinstance(error, CannotTrainError | UsageError | OSError | MissingExtraError)
-            reason = (
-                str(error) if is_told else described(error)
-            )  # of a user's own code: its kind and its line
+            # of a user's own code: its kind and its line
+            reason = str(error) if is_told else described(error)
             return self.failed(" ".join(reason.split()) or type(error).__name__, diverged(error))
 
     def failed(self, reason: str, more: Mapping[str, Any]) -> Summary:
@@ -321,9 +320,8 @@ def resume(given: Mapping[str, Any], engine: str | None) -> Run:
     before, now = (
         resolve(options, federation=True, read_from=str(folder)) for options in (saved, changed)
     )
-    if asked_of(now, engine) == asked_of(
-        before, asked["engine"]
-    ):  # as it was asked, but with today's files
+    # as it was asked, but with today's files
+    if asked_of(now, engine) == asked_of(before, asked["engine"]):
         try:
             choice = None
             if "choice" in asked:
@@ -351,8 +349,8 @@ def settle(runs: Iterable[Run], reuse: bool = False, anew: bool = False) -> None
         if own and not reuse:
             raise UsageError(
                 f"{run.folder} has results that were made with code or data of your own ({own}), "
-                "which may have "
-                "changed: --reuse takes them, --anew trains again (in Python reuse=True, anew=True)"
+                "which may have changed: --reuse takes them, --anew trains again (in Python "
+                "reuse=True, anew=True)"
             )
 
 
@@ -402,9 +400,8 @@ def alone_in(folder: Path) -> Iterator[None]:
     A new folder in which nothing was written is removed again if the work fails.
     """
     is_new = not folder.exists()
-    if not os.access(
-        make_folder(folder), os.W_OK
-    ):  # what is finished can be read, and whatever writes says so
+    # what is finished can be read, and whatever writes says so
+    if not os.access(make_folder(folder), os.W_OK):
         yield
         return
     try:

@@ -243,9 +243,8 @@ def write_study(
         content = {**about, **more, "runs": listed}
         write_json(make_folder(folder) / STUDY, content)
     except OSError:
-        if any(
-            run.finished() is None for run in runs
-        ):  # what is finished can be read where nothing can be written
+        # what is finished can be read where nothing can be written
+        if any(run.finished() is None for run in runs):
             raise
 
 
@@ -352,10 +351,8 @@ def _with_values(run: Run, choice: Choice) -> Run:
     tried = run.tried[best][0].experiment
     own = run.experiment.config
     config = tried.config.but(seed=own.seed, validation=own.data.validation)
-    asked = {
-        **(run.experiment.asked or {}),
-        "choice": vars(choice),
-    }  # for `resume`, which does not choose again
+    # for `resume`, which does not choose again
+    asked = {**(run.experiment.asked or {}), "choice": vars(choice)}
     return replace(run, experiment=replace(tried, config=config, choice=choice, asked=asked))
 
 

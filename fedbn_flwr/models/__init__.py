@@ -114,9 +114,8 @@ def build(
         refuse_unmade(name, model)
         if init_from not in (None, PRETRAINED):
             weights = read_weights(Path(str(init_from)).expanduser(), model)
-            with suppress(
-                ValueError
-            ):  # said below, if they do not fit the model as it is in the end either
+            # said below, if they do not fit the model as it is in the end either
+            with suppress(ValueError):
                 load_weights(model, weights, str(init_from), num_classes)
                 weights = None
         model = norms.replace(model, norm, groups=groups, **norm_options)

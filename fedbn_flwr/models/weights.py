@@ -151,7 +151,6 @@ def _read_torch(path: Path, limit: Limit) -> object:
         entries = len(members)
     limit.check(path, entries, size)
     others = {Namespace} - {*torch.serialization.get_safe_globals()}
-    with torch.serialization.safe_globals(
-        [*others]
-    ):  # the options of scripts lie beside the weights
+    # the options of scripts lie beside the weights
+    with torch.serialization.safe_globals([*others]):
         return torch.load(path, map_location="cpu", weights_only=True)

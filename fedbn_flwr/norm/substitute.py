@@ -41,11 +41,8 @@ def register_norm(name: str) -> Callable[[S], S]:
     return register
 
 
-NORMALIZERS = (
-    _BatchNorm,
-    _InstanceNorm,
-    nn.GroupNorm,
-)  # not LayerNorm, which belongs to transformers
+#: not LayerNorm, which belongs to transformers
+NORMALIZERS = (_BatchNorm, _InstanceNorm, nn.GroupNorm)
 
 
 @dataclass(frozen=True)

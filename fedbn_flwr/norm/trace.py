@@ -104,9 +104,8 @@ class _Walk:
             if node.target in _ACTIVATION_FUNCTIONS:
                 return _ACTIVATION_FUNCTIONS[node.target]
             if node.op == "placeholder":
-                return (
-                    torch.relu
-                )  # images, whose neighbouring pixels share much that a standardized weight ignores
+                # images, whose neighbouring pixels share much that a standardized weight ignores
+                return torch.relu
             if isinstance(layer, _ConvNd):
                 return None
         return None

@@ -79,9 +79,8 @@ def activation_gain(activation: Activation | None) -> float:
     if activation is None:
         return 1.0
     nodes, weights = np.polynomial.legendre.leggauss(20)
-    points = (
-        np.arange(-10, 10)[:, None] + (nodes + 1) / 2
-    )  # kinks of activations lie at whole numbers
+    # kinks of activations lie at whole numbers
+    points = np.arange(-10, 10)[:, None] + (nodes + 1) / 2
     density = weights / 2 * np.exp(-(points**2) / 2) / math.sqrt(2 * math.pi)
     values = activation(torch.from_numpy(points)).numpy()
     mean = np.sum(density * values)

@@ -201,9 +201,8 @@ class BaseStrategy(FlowerFedAvg):
         statistics: Annotated[
             StatisticsKind | None,
             "BN statistics to evaluate and keep a model with: running (as trained), exact "
-            "(gathered from all nodes by "
-            "the new model) or own (of each node's own data) [running, unless the method has "
-            "others]",
+            "(gathered from all nodes by the new model) or own (of each node's own data) [running, "
+            "unless the method has others]",
         ] = None,
         gather_samples: Annotated[
             int,
@@ -444,9 +443,8 @@ class BaseStrategy(FlowerFedAvg):
             log(INFO, "")
             log(INFO, "[ROUND %s/%s]", number, num_rounds)
             messages = list(self.configure_train(number, arrays, configs[0], grid))
-            if (
-                self.training.number != number
-            ):  # a user's own `configure_train` has made the messages
+            # a user's own `configure_train` has made the messages
+            if self.training.number != number:
                 self._refuse_unsaid()
                 self.training = self.round = Round.begin(number, arrays, configs[0], grid)
             asked = self.ask(grid, messages, timeout) if messages else ()
@@ -607,9 +605,8 @@ class BaseStrategy(FlowerFedAvg):
         # guesses
         raise SystemExit(
             f"{type(self).__name__} cannot run in Flower's older server (`start_simulation`, "
-            "`start_server`, "
-            "`ServerApp(strategy=...)`): call `strategy.start(grid, initial_arrays, num_rounds)` "
-            "in a function with `@server_app.main()`"
+            "`start_server`, `ServerApp(strategy=...)`): call `strategy.start(grid, "
+            "initial_arrays, num_rounds)` in a function with `@server_app.main()`"
         )
 
     # ---- what hooks and results use --------------------------------------------------------------
@@ -700,9 +697,8 @@ class BaseStrategy(FlowerFedAvg):
         if unsaid:
             raise ValueError(
                 f"{type(self).__name__}.configure_train does not call super().configure_train, so "
-                "clients are not told "
-                f"of {', '.join(unsaid)}: change the messages that it returns, or leave the "
-                "option out"
+                f"clients are not told of {', '.join(unsaid)}: change the messages that it "
+                "returns, or leave the option out"
             )
 
     def _make_messages(

@@ -85,9 +85,8 @@ def _end_with_superlink() -> None:
         log(WARNING, "The SuperLink has ended, and so does this run")  # it would go on unseen
         os._exit(1)  # Flower's own way out waits for an answer of the SuperLink
 
-    if sys.argv[0].endswith(
-        "flwr-simulation"
-    ):  # a script's parent is a shell, which may end before the script
+    # a script's parent is a shell, which may end before the script
+    if sys.argv[0].endswith("flwr-simulation"):
         Thread(target=watch, daemon=True).start()
 
 

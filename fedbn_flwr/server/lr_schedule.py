@@ -7,9 +7,8 @@ from math import cos, isfinite, nan, pi
 
 GRAMMAR = (
     "a learning-rate schedule is a comma-separated list of FACTOR@WHEN, =VALUE@WHEN, warmup@WHEN "
-    "or cosine@WHEN, where "
-    "WHEN is a fraction of the rounds (0.5), a number of rounds after which it holds (100) or "
-    "'freeze'"
+    "or cosine@WHEN, where WHEN is a fraction of the rounds (0.5), a number of rounds after which "
+    "it holds (100) or 'freeze'"
 )
 
 

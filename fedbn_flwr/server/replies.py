@@ -234,9 +234,8 @@ def read_reply(node: int, message: Message, expected: Expected) -> NodeReply:
         ]
         raise RefusedError(
             f"it did not acknowledge {', '.join(keys)}: its client does not implement what the "
-            "strategy asked for; "
-            "make the app with fedbn_flwr.clientapp: ClientApp(model=...) around a loop of your "
-            "own, or client_app",
+            "strategy asked for; make the app with fedbn_flwr.clientapp: ClientApp(model=...) "
+            "around a loop of your own, or client_app",
             Why.NOT_OBEYED,
         )
     metrics = read_metrics(content)

@@ -108,9 +108,8 @@ class LocalGrid(Grid):
     def __init__(self) -> None:
         self._run = Run.create_empty(run_id=1)
         self._replies: dict[str, Message] = {}
-        if (
-            getattr(TaskIdentity, "_run_id", 0) is None
-        ):  # Flower reads these when a message is created
+        # Flower reads these when a message is created
+        if getattr(TaskIdentity, "_run_id", 0) is None:
             TaskIdentity.run_id = self._run.run_id
             TaskIdentity.node_id = SUPERLINK_NODE_ID
             TaskIdentity.task_id = 0

@@ -325,9 +325,8 @@ def _certificates() -> tuple[bytes, bytes] | None:
     except OSError as error:
         raise ValueError(
             f"exchange-port needs {CERTIFICATE_VARIABLE} and {KEY_VARIABLE} in the ServerApp's "
-            "environment, the files "
-            f"of its certificate and private key ({CERTIFICATE_VARIABLE}=none where a proxy has "
-            f"them): {error}"
+            "environment, the files of its certificate and private key "
+            f"({CERTIFICATE_VARIABLE}=none where a proxy has them): {error}"
         ) from error
 
 

@@ -222,9 +222,8 @@ def flower(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 @pytest.mark.parametrize("kind", ["before", "after"])
 @pytest.mark.parametrize("project", ALL)
 def test_flwr_run_completes(project: str, kind: str, flower: FlowerCommand, tmp_path: Path) -> None:
-    app = copied(
-        project, tmp_path / project, kind
-    )  # Flower refuses underscores in the app's folder
+    # Flower refuses underscores in the app's folder
+    app = copied(project, tmp_path / project, kind)
     options = ("--federation-config", "num-supernodes=2 client-resources-num-cpus=1")
     config: dict[str, Any] = {"pretrained": False} if project == "lightning" else {}
     best = flower.home / "best_model.pt"

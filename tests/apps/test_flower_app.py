@@ -113,9 +113,8 @@ def test_no_worker_outlives_its_run(end: str, app: Path, tmp_path: Path) -> None
             app, **options, results_dir=str(tmp_path / "run"), lr=1e30 if end == "failure" else 0.1
         )
         assert wait_until(lambda: bool(workers(flower)))
-        if (
-            end == "failure"
-        ):  # Flower's process ends once its Ray has started, however long that takes
+        # Flower's process ends once its Ray has started, however long that takes
+        if end == "failure":
             assert flower.status(run_id) == "finished:failed"
         else:
             assert wait_until(lambda: checkpoint_round(tmp_path / "run") > 1)

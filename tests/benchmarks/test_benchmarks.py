@@ -245,9 +245,8 @@ def test_a_killed_driver_leaves_no_process_behind(tmp_path: Path) -> None:
     ) as started:
         assert started.stdout
         assert started.stdout.readline() == "stopped\n"
-        seen = wait_until(
-            lambda: len(processes_with(MARK, str(tmp_path))) > 2
-        )  # new programs have no environment yet
+        # new programs have no environment yet
+        seen = wait_until(lambda: len(processes_with(MARK, str(tmp_path))) > 2)
         started.kill()
     try:
         assert seen

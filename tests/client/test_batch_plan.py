@@ -130,7 +130,8 @@ def test_a_border_has_a_value_of_the_normalized_data() -> None:
         split, cpu, "crop:padding=4:fill=0", torch.ones(6, dtype=torch.int64), [3, 3], generator
     )
     inputs = torch.cat([batch for batch, _ in loader])
+    # mean and standard deviation of the data are 1/2
     assert set(inputs.flatten().tolist()) == {
         -1.0,
         1.0,
-    }  # mean and standard deviation of the data are 1/2
+    }

@@ -208,9 +208,8 @@ def test_broken_files_of_mnist(
 
 def test_svhn(tmp_path: Path) -> None:
     for role, count in (("train", 5), ("test", 3)):
-        images = pixels(count, 32, 32, 3, seed=count).transpose(
-            1, 2, 3, 0
-        )  # the samples are last on disk
+        # the samples are last on disk
+        images = pixels(count, 32, 32, 3, seed=count).transpose(1, 2, 3, 0)
         labels = np.array([[10], [1], [9], [2], [3]][:count], dtype=np.uint8)
         scipy.io.savemat(tmp_path / f"{role}_32x32.mat", {"X": images, "y": labels})
     data = load("svhn", root=tmp_path)
@@ -405,9 +404,8 @@ def test_images_of_16_bits_keep_all_their_values(
         inputs, _ = split.batch(torch.arange(2))
         wanted = np.repeat((expected - truth[:2].mean())[:, None] / truth[:2].std(), 3, axis=1)
         assert np.allclose(inputs.numpy(), wanted, atol=1e-5)
-    paint(
-        tmp_path / "train/b/9.png", grey=51
-    )  # one of 8 bits beside them: both are shares of white
+    # one of 8 bits beside them: both are shares of white
+    paint(tmp_path / "train/b/9.png", grey=51)
     mixed = load(f"folder:{tmp_path}/.", image_workers=0).train
     inputs, _ = replace(mixed, mean=(), std=()).batch(torch.arange(3))
     assert float(inputs[2].mean()) == pytest.approx(0.2)
@@ -415,9 +413,8 @@ def test_images_of_16_bits_keep_all_their_values(
     paint(tmp_path / "apart/train/a/0.png", grey=51, size=(8, 8))
     paint(tmp_path / "apart/train/b/0.png", grey=102, size=(8, 8))
     shutil.copytree(tmp_path / "test", tmp_path / "apart" / "test")
-    apart = load(
-        f"folder:{tmp_path / 'apart'}", image_workers=0
-    )  # all of 8 bits for training, of 16 for testing
+    # all of 8 bits for training, of 16 for testing
+    apart = load(f"folder:{tmp_path / 'apart'}", image_workers=0)
     inputs, _ = replace(apart.test, mean=(), std=()).batch(torch.arange(2))
     assert np.allclose(inputs[:, 0].numpy(), truth[2:], atol=1e-5)
     assert apart.train.mean == pytest.approx([0.3] * 3)

@@ -261,9 +261,8 @@ def test_classes_give_fedtans_appendix_d(classes: int) -> None:
         for row in APPENDIX_D[classes].strip().splitlines()
     ]
     np.testing.assert_allclose(counts / counts.sum(1, keepdims=True), shares)
-    assert (
-        counts.sum(1).tolist() == [1200] * 5
-    )  # "each client receives an equal number of training samples"
+    # "each client receives an equal number of training samples"
+    assert counts.sum(1).tolist() == [1200] * 5
 
 
 @settings(max_examples=100, deadline=None)

@@ -104,9 +104,8 @@ class SuperNode:
 
 @pytest.fixture(autouse=True)
 def a_process_of_flowers(monkeypatch: pytest.MonkeyPatch) -> None:
-    InProcessGrid(
-        ClientApp(), 0
-    )  # Flower reads the identity of a process when it creates a message
+    # Flower reads the identity of a process when it creates a message
+    InProcessGrid(ClientApp(), 0)
     monkeypatch.setattr(MODULE, "get_fused_config_from_fab", lambda content, run: {})
 
 

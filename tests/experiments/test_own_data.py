@@ -130,9 +130,8 @@ def test_raw_data_on_another_scale_than_in_training_are_refused() -> None:
 
     preprocess = trained_on(raw)
     wanted = preprocess(raw)
-    torch.testing.assert_close(
-        preprocess(raw.numpy() / np.float32(255)), wanted
-    )  # floats from 0 to 1 are the same
+    # floats from 0 to 1 are the same
+    torch.testing.assert_close(preprocess(raw.numpy() / np.float32(255)), wanted)
     for other in (raw.float(), raw.long()):
         message = (
             f"inputs are {other.dtype}, and those of training torch.uint8: give them in that type"

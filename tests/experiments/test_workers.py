@@ -79,9 +79,8 @@ def test_a_long_run_has_a_process_for_every_five_clients_of_a_round(
 def test_a_run_has_one_process_beside_others_and_all_in_a_child_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(
-        "multiprocessing.process._parent_process", Mock()
-    )  # of a benchmark, or a user's own pool
+    # of a benchmark, or a user's own pool
+    monkeypatch.setattr("multiprocessing.process._parent_process", Mock())
     assert count_workers(material()) == 2
     monkeypatch.setattr("fedbn_flwr.experiments.engines.SIDE_BY_SIDE", beside := Event())
     beside.set()

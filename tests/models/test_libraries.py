@@ -68,10 +68,11 @@ def test_images_are_those_that_the_network_was_trained_with_unless_options_say_o
         options_of_run(tmp_path / "usual"),
         timm.models.get_pretrained_cfg("test_efficientnet"),
     )
+    # of images of one channel with 8x8 pixels
     assert (options["image-size"], options["channels"]) == (
         160,
         3,
-    )  # of images of one channel with 8x8 pixels
+    )
     assert options["mean"] == ",".join(map(str, about.mean))
     given = {**SMALL, "mean": "0.4", "std": "0.2", "channels": "1"}
     assert run("run", model=NETWORK, results_dir=str(tmp_path / "given"), **given) == 0

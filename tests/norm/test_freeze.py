@@ -54,9 +54,8 @@ def test_frozen_layers_use_the_running_statistics_and_still_learn() -> None:
     layer.running_mean.copy_(torch.tensor([1.0, -2.0]))
     layer.running_var.copy_(torch.tensor([4.0, 9.0]))
     with freeze(layer):
-        output = layer.train()(
-            torch.tensor([[3.0, 4.0]])
-        )  # one sample, which BN in training refuses
+        # one sample, which BN in training refuses
+        output = layer.train()(torch.tensor([[3.0, 4.0]]))
     assert output.tolist() == [[1.0, 2.0]]
     output.sum().backward()
     assert layer.weight.grad is not None

@@ -96,11 +96,12 @@ def test_the_gain_makes_up_for_what_activations_take_from_the_variance(
         (resnet18, 8, "layer2.0.conv2"),
         (resnet50, 16, "layer3.2.conv3"),
         (mobilenet_v2, 10, "features.3.conv.2"),
+        # squeeze and excitation, computed from its own features
         (
             mobilenet_v3_small,
             6,
             "features.5.block.3.0",
-        ),  # squeeze and excitation, computed from its own features
+        ),
         (densenet121, 0, None),
     ],
 )

@@ -106,9 +106,8 @@ def by_hand(node: Node, rounds: Sequence[int]) -> float:
     return max(ratios)
 
 
-@pytest.mark.parametrize(
-    "seed", [1, 2]
-)  # with 1, a client's change is just outside of its next window
+# with 1, a client's change is just outside of its next window
+@pytest.mark.parametrize("seed", [1, 2])
 def test_an_absent_client_compares_with_its_last_participation_and_windows_are_rounds(
     seed: int,
 ) -> None:

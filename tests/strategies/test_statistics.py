@@ -321,9 +321,8 @@ def test_hbn_gathers_up_to_so_many_samples_of_each_node(
     nodes.run(HBN(min_available_nodes=2, **options), 1)
     records = [reply.content.array_records for reply in nodes.grid.replies]  # type: ignore[attr-defined]
     gathered = [record[wire.MOMENTS] for record in records if wire.MOMENTS in record]
-    assert (
-        sum(float(record["net.1/count"].numpy()) for record in gathered) == counted * 16
-    )  # positions
+    # positions
+    assert sum(float(record["net.1/count"].numpy()) for record in gathered) == counted * 16
 
 
 def large_mean(_: Message, reply: Message) -> Message:
@@ -384,9 +383,8 @@ def test_own_statistics_are_those_of_the_nodes_data_and_are_kept(
         assert nodes.kept(node).keys() >= {"net.1.running_mean", "net.4.running_var"}
         model.load_state_dict(own)
         wanted = evaluate(model, make_split(), CLASSES, "cpu").loss
-        assert reply.metrics[wire.EVAL_LOSS] == pytest.approx(
-            wanted, rel=1e-6
-        )  # losses are added up in float32
+        # losses are added up in float32
+        assert reply.metrics[wire.EVAL_LOSS] == pytest.approx(wanted, rel=1e-6)
 
 
 @pytest.mark.parametrize("strategy", [FedBN, MTFL])
@@ -396,10 +394,11 @@ def test_own_statistics_change_nothing_of_what_nodes_train(
     """A node that is evaluated before it has trained still starts with the mean of what others
     keep.
     """
+    # the mean is sent from round 3 on
     options: dict[str, Any] = {
         "fraction_train": 0.25,
         "min_train_nodes": 1,
-    }  # the mean is sent from round 3 on
+    }
     options |= {"fraction_evaluate": 1.0, "mean_personal": True}
     ends = [
         Federation(make_model()).run(strategy(statistics=name, **options), 6, evaluate_every=1)

@@ -220,9 +220,8 @@ class Fields:
     def _options(self, where: str, given: Any) -> Options:
         given = self.mapping(f"{where} ", given, "options")
         known = [key for key in _all_options() if key not in OUTSIDE]
-        refuse_code(
-            self.where, str(given.get("plugins", "")).split(",")
-        )  # the names of options may be theirs
+        # the names of options may be theirs
+        refuse_code(self.where, str(given.get("plugins", "")).split(","))
         for key, value in given.items():
             if key in OUTSIDE:
                 self.refuse(f"{where}: {key!r} is no option of a recipe")

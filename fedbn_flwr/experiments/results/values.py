@@ -73,9 +73,8 @@ def _columns(ended: Frame, quantity: str, rounds: int) -> dict[str, Any]:
     made = ended["rounds"]
     sent = column(ended, "paper-bytes")
     match quantity:
-        case (
-            "score"
-        ):  # by which methods are compared: accuracy, unless data or objective have another one
+        # by which methods are compared: accuracy, unless data or objective have another one
+        case "score":
             metrics = [*column(ended, "metric").dropna().unique()] or ["accuracy"]
             return {name: scaled(ended, name) for name in metrics}
         case "domain-accuracy":

@@ -332,9 +332,8 @@ def _collect(
 
 def _error_reply(message: Message, reason: str) -> Message:
     identify(message)
-    reply = Message(
-        Error(ErrorCode.UNKNOWN, reason), reply_to=message
-    )  # CLIENT_APP_CRASHED is not in older Flowers
+    # CLIENT_APP_CRASHED is not in older Flowers
+    reply = Message(Error(ErrorCode.UNKNOWN, reason), reply_to=message)
     identify(reply)
     return reply
 

@@ -209,9 +209,8 @@ def preload(modules: Sequence[str]) -> None:
     """
     _processes().set_forkserver_preload(["fedbn_flwr.simulation.processes.worker", *modules])
     resource_tracker.ensure_running()  # which the other one starts, and thereby unblocks signals
-    before = signal.pthread_sigmask(
-        signal.SIG_BLOCK, {signal.SIGINT}
-    )  # a new process inherits what is blocked
+    # a new process inherits what is blocked
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     # it would look for modules where a new Python does, and could find another version of ours
     variables = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"}
     given = {name: os.environ[name] for name in variables if name in os.environ}

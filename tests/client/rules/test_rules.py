@@ -84,9 +84,8 @@ def test_a_learnable_gain_is_one_unit(convolution: type[nn.Module]) -> None:
     gain = dict(model.named_parameters())["0.gain"]
     with torch.no_grad():
         gain.copy_(torch.tensor([3.0, 4.0, 12.0]).reshape(gain.shape))  # the norm is 13
-    gain.grad = torch.tensor([0.1, 0.2, 0.2], dtype=torch.float64).reshape(
-        gain.shape
-    )  # the norm is 0.3
+    # the norm is 0.3
+    gain.grad = torch.tensor([0.1, 0.2, 0.2], dtype=torch.float64).reshape(gain.shape)
     clip_gradients({"0.gain": gain}, 0.1)
     assert gain.grad.flatten().tolist() == [0.1, 0.2, 0.2]
     clip_gradients({"0.gain": gain}, 0.01)
@@ -99,9 +98,8 @@ def test_a_learnable_gain_is_one_unit(convolution: type[nn.Module]) -> None:
 )
 def test_stacked_models_are_clipped_one_by_one(name: str, shape: tuple[int, ...]) -> None:
     generator = torch.Generator().manual_seed(0)
-    sizes = torch.tensor([0.01, 1.0, 100.0]).reshape(
-        3, *[1] * len(shape)
-    )  # the last is not clipped
+    # the last is not clipped
+    sizes = torch.tensor([0.01, 1.0, 100.0]).reshape(3, *[1] * len(shape))
     weights, gradients = (
         torch.randn(3, *shape, generator=generator, dtype=torch.float64) for _ in range(2)
     )

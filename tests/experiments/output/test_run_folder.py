@@ -194,10 +194,11 @@ def test_a_run_that_goes_on_has_each_round_once(tmp_path: Path) -> None:
     arguments = command("run", **SMALL, checkpoint_every="3", results_dir=str(tmp_path))
     with dying(0) as whole:
         assert main([*arguments, "--results-dir", str(whole_path)]) == 0
+    # after the last round, before the model is written
     with (
         dying(whole.count - 9),
         pytest.raises(Death),
-    ):  # after the last round, before the model is written
+    ):
         main(arguments)
     # rounds 4 and 5 are repeated
     assert (run_in(tmp_path) / "checkpoint-3").exists()

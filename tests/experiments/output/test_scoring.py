@@ -326,6 +326,5 @@ def test_stacked_clients_segment_streets_from_files_as_each_does_alone(tmp_path:
     torch.testing.assert_close(models[1], models[0], rtol=1e-4, atol=1e-5)
     assert scores[0]["mean-iou"] == pytest.approx(scores[1]["mean-iou"], abs=0.01)
     assert 0 < scores[0]["mean-iou"] < scores[0]["accuracy"] < 1
-    assert list(scores[0]["domain-accuracy"]) == [
-        "frankfurt"
-    ]  # the cities of training are not tested
+    # the cities of training are not tested
+    assert list(scores[0]["domain-accuracy"]) == ["frankfurt"]

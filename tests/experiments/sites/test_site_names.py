@@ -120,9 +120,8 @@ def test_a_name_is_shown_in_one_line() -> None:
 
 def test_a_record_that_logging_cannot_write_ends_no_run() -> None:
     with sites_by_name(InProcessGrid(app, 1), ()), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            logging, "raiseExceptions", False
-        )  # it would print what is wrong with the record
+        # it would print what is wrong with the record
+        patch.setattr(logging, "raiseExceptions", False)
         patch.setattr(FLOWER_LOGGER, "handlers", [logging.NullHandler()])
         patch.setattr(FLOWER_LOGGER, "propagate", False)
         FLOWER_LOGGER.info("%d nodes", "no")

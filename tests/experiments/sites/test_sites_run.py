@@ -105,9 +105,8 @@ def test_models_have_the_bits_of_runs_on_shared_data(
     monkeypatch.delenv(MODELS_VARIABLE, raising=False)
     monkeypatch.chdir(tmp_path)
     run_at_sites(tmp_path / "sites", sites, method=method)
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "sites"
-    }  # no models, for which the sites name no folder
+    # no models, for which the sites name no folder
+    assert {path.name for path in tmp_path.iterdir()} == {"sites"}
     shared = {**OPTIONS, "dataset": f"folder:{whole}", "partition": PARTITION, "method": method}
     shared["results-dir"] = str(tmp_path / "shared")
     serve(InProcessGrid(app, 3, shared), shared)
@@ -243,9 +242,8 @@ def test_a_run_goes_on_with_what_the_sites_agreed_on(
     monkeypatch.setenv(STATE_VARIABLE, str(tmp_path / "whole-states"))
     for _ in range(2):
         done = run_at_sites(tmp_path / "whole", sites, **options)
-    assert done == json.loads(
-        (tmp_path / "whole" / "summary.json").read_text()
-    )  # with the time of the first
+    # with the time of the first
+    assert done == json.loads((tmp_path / "whole" / "summary.json").read_text())
     monkeypatch.setenv(STATE_VARIABLE, str(tmp_path / "run-states"))
     with monkeypatch.context() as patched:
         patched.setattr(Journal, "record", die)
