@@ -110,9 +110,8 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate with the running statistics that the model holds.
 
-    `metrics` are some of `CLASS_METRICS`.
-
-    There may be more domains than the split has samples of.
+    `metrics` are some of `CLASS_METRICS`, and there may be more domains than the split has samples
+    of.
     """
     if split.domains is None:
         domains = torch.zeros(len(split), dtype=torch.int64)

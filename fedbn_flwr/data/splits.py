@@ -458,9 +458,8 @@ def normalized(data: Data, mean: Channels, std: Channels) -> Data:
 def leave_out(data: Data, domain: str) -> tuple[Data, Split]:
     """Return the data without a domain's training samples, and these.
 
-    The test samples are the domain's alone.
-
-    What was normalized by all training samples is normalized by those that are left.
+    The test samples are the domain's alone. What was normalized by all training samples is
+    normalized by those that are left.
     """
     if domain not in data.domain_names:
         raise ValueError(

@@ -270,12 +270,11 @@ def run_with_grid(
 
 
 def run_on_ray(experiment: Experiment, folder: Path, progress: Progress | None = None) -> Summary:
-    """Flower's simulation engine.
+    """Run in Flower's simulation engine: every client gets one processor, and all share the GPU
+    where there is one.
 
-    Every client gets one processor, and all share the GPU where there is one.
-
-    Of its own on this machine, or with `RAY_ADDRESS` in the environment on the cluster that is
-    there.
+    Ray is started for this run alone, or with `RAY_ADDRESS` in the environment it is the cluster
+    that is there.
     """
     with extra("simulation"):
         import ray  # noqa: F401  # Flower's own error would name no package
@@ -326,9 +325,8 @@ def _cluster() -> str:
 
 
 def prepare(engine: Engine, experiment: Experiment, elsewhere: bool = False) -> None:
-    """Refuse workers where there are none of ours.
-
-    Elsewhere let them import while their run is checked.
+    """Refuse workers that an engine cannot have, and let those that it can have import while the
+    run is checked.
 
     With `elsewhere` the run itself is in another process.
     """

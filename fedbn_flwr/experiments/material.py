@@ -43,9 +43,8 @@ class Form(NamedTuple):
 class Material:
     """What the clients of a run share in a process.
 
-    Worker processes of this machine map the memory of the data.
-
-    The model is one object: each use begins by overwriting its whole state.
+    Worker processes of this machine map the memory of the data. The model is one object: each use
+    begins by overwriting its whole state.
     """
 
     config: Config

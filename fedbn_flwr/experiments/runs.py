@@ -422,9 +422,8 @@ def alone_in(folder: Path) -> Iterator[None]:
 def keeping(
     folder: Path, runs: Sequence[Run], reuse: bool = False, anew: bool = False
 ) -> Iterator[None]:
-    """Hold the folder of these runs.
-
-    Say what it has, and what is kept where the work ends before its end.
+    """Hold the folder of these runs, and say what it has, and what is kept where the work ends
+    before its end.
 
     `reuse` and `anew` are as in `settle`.
     """

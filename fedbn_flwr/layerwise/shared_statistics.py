@@ -114,9 +114,8 @@ class UnlikeBatchNormError(ValueError):
 def check_layers(model: nn.Module) -> dict[str, _BatchNorm]:
     """Return a model's BN layers.
 
-    An UnlikeBatchNormError names one whose statistics cannot be shared.
-
-    So does a model that is to train, and keeps all of these layers in eval mode.
+    An UnlikeBatchNormError names one whose statistics cannot be shared, or a model that is to train
+    and keeps all of these layers in eval mode.
     """
     layers = bn_layers(model)
     if layers and not any(map(_uses_batch_statistics, layers.values())):

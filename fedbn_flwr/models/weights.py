@@ -27,11 +27,10 @@ NESTED = ("state_dict", "model", "model_state_dict")
 def load_weights(
     model: nn.Module, state: Mapping[str, Tensor], source: str, num_classes: int
 ) -> None:
-    """Load weights, which must fit name by name, into a model.
+    """Load weights, which must fit name by name, into a model; a ValueError says what does not fit.
 
-    A head of another number of classes starts at random.
-
-    A log line names the entries that were left out. A ValueError says what does not fit.
+    A head of another number of classes starts at random. A log line names the entries that were
+    left out.
     """
     own = model.state_dict()
     if not own.keys() & state.keys():  # the names of `DataParallel`

@@ -58,9 +58,8 @@ class Slot:
 
 
 def substitute(model: nn.Module, make: Callable[[str, nn.Module], nn.Module]) -> nn.Module:
-    """Put `make(name, layer)` in the place of every layer, and return the root.
-
-    The layer itself stays.
+    """Put `make(name, layer)` in the place of every layer, and return the root; the layer itself
+    stays.
 
     A layer that the model holds under two names is made once, and the two names share what was
     made.

@@ -89,9 +89,8 @@ def log_refused(refused: Sequence[Refusal], outcome: str = "left out of this rou
 def read_each(
     sent: Iterable[tuple[int, SentT]], read: Callable[[int, SentT], ReadT]
 ) -> tuple[dict[int, ReadT], list[Refusal]]:
-    """Read what nodes sent, node by node.
-
-    Return what could be read, and the refusals of the others, for the log.
+    """Read what nodes sent, node by node; return what could be read, and for the log the refusals
+    of the others.
 
     A node may send anything. So whatever fails here is the fault of this node, and costs no other
     one anything.
@@ -353,9 +352,8 @@ def _check_forms(
 def _with_common_entries(
     replies: list[NodeReply], required: Sequence[str], refused: list[Refusal]
 ) -> list[NodeReply]:
-    """Keep the replies that carry the same entries, and lists of metrics, as most do.
-
-    Refuse the others.
+    """Keep the replies that carry the same entries and lists of metrics, as most do, and refuse the
+    others.
 
     Of the other groups that are averaged, a reply may hold nothing.
     """

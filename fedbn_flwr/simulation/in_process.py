@@ -295,9 +295,8 @@ class InProcessGrid(LocalGrid):
     def _train_together(self, messages: Sequence[Message]) -> Replies:
         """Let the trainer answer training messages, and clients those of a pass over their data.
 
-        Return the replies of those that do not fail, by place.
-
-        There is None in the place of a reply that is in the mean at another place.
+        Return the replies of those that do not fail, by place: None where a reply is in the mean at
+        another place.
         """
         if self._trainer is None or not self._hands_to_clients():
             return {}

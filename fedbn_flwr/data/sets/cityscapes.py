@@ -108,9 +108,8 @@ def label_map(name: str) -> str:
 
 
 def class_of_value(values: Sequence[int]) -> torch.Tensor:
-    """Return the class of each byte of a label map, where these are the values of the classes.
-
-    Others are `IGNORED`.
+    """Return the class of each byte of a label map, where these are the values of the classes, and
+    `IGNORED` for all others.
 
     The licence plate's value is -1, which a byte holds as 255.
     """
