@@ -1,7 +1,7 @@
 """Say what becomes of BN in an app that was run: findings, and a table by layer."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fedbn_flwr.doctor.app import AppRound, History, Visit
 from fedbn_flwr.doctor.check import (
@@ -80,7 +80,7 @@ def _as_matched(model: Network, visit: Visit) -> Network:
     sent = match(visit.sent, model.start, model.parameters)
     start = {entry: visit.received[key] for entry, key in received.items()}
     end = {entry: visit.sent[key] for entry, key in sent.items()}
-    return Network(model.layers, model.others, model.parameters, start, end, received, sent)
+    return replace(model, start=start, end=end, received=received, sent=sent)
 
 
 def _unpack(history: History) -> None:
@@ -133,7 +133,9 @@ def _of_errors(history: History) -> Iterator[Finding]:
 
 def _of_kinds(network: Network) -> Iterator[Finding]:
     layers = network.layers
-    if not layers:
+    if network.foreign:
+        yield Finding("foreign", network.foreign)
+    elif not layers:
         yield Finding("no-bn")
     variants: dict[str, int] = {}
     for layer in layers.values():

@@ -208,6 +208,13 @@ KINDS = {
         "",
         "Pass more --rounds.",
     ),
+    "foreign": Kind(
+        "worth knowing",
+        "{layers} has running statistics, and is no BN of torch's",
+        "What finds BN by its type takes it for weights: FedBN shares it, and nothing else here is "
+        "about it.",
+        "Derive its class from torch.nn.modules.batchnorm._BatchNorm.",
+    ),
     "unnamed": Kind(
         "worth knowing",
         "none of the {detail} arrays that a node sends is an entry of the network, by its name, "

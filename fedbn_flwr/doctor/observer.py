@@ -12,6 +12,7 @@ from torch.nn.modules import module as hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
+from fedbn_flwr.norm.detect import foreign_layers
 from fedbn_flwr.state import Arrays
 
 #: classes that are no `_BatchNorm`, and whose names users look for in its place
@@ -70,6 +71,8 @@ class Network:
     layers: dict[str, LayerSeen]
     #: classes of other normalizers, and how many there are of each
     others: dict[str, int]
+    #: layers of other classes that have running statistics
+    foreign: tuple[str, ...]
     parameters: set[str]
     #: all entries of its state, at its first call and at the end
     start: Arrays
@@ -213,7 +216,7 @@ def describe_network(
             others[kind] = others.get(kind, 0) + 1
     parameters = {name for name, _ in root.named_parameters()}
     end = state_of(root)
-    return Network(layers, others, parameters, start or end, end)
+    return Network(layers, others, tuple(foreign_layers(root)), parameters, start or end, end)
 
 
 def describe_layer(layer: _BatchNorm) -> LayerSeen:
@@ -300,12 +303,13 @@ def network_of(layer: str) -> str:
 
 
 def _joined(networks: list[Network]) -> Network:
-    whole = Network({}, {}, set(), {}, {})
+    whole = Network({}, {}, (), set(), {}, {})
     for number, network in enumerate(networks, 1):
         prefix = f"{PREFIX}{number}."
         for kind, count in network.others.items():
             whole.others[kind] = whole.others.get(kind, 0) + count
         whole.layers |= {prefix + name: layer for name, layer in network.layers.items()}
+        whole.foreign += tuple(prefix + name for name in network.foreign)
         whole.parameters |= {prefix + name for name in network.parameters}
         whole.start |= {prefix + name: value for name, value in network.start.items()}
         whole.end |= {prefix + name: value for name, value in network.end.items()}

@@ -1,5 +1,6 @@
 """What cannot work in a run, found before anything is started: one clear line for each mistake."""
 
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from fedbn_flwr.experiments.experiment import Experiment
 from fedbn_flwr.experiments.material import Material, absent_classes, load_data
 from fedbn_flwr.experiments.output.sinks import check_sinks
 from fedbn_flwr.layerwise.shared_statistics import check_layers
-from fedbn_flwr.norm.detect import FunctionalBatchNorm
+from fedbn_flwr.norm.detect import FunctionalBatchNorm, about_foreign
 from fedbn_flwr.plugins import Own, described, warn_once
 from fedbn_flwr.plugins.options import UsageError, refusing
 from fedbn_flwr.strategies import BaseStrategy, Layerwise
@@ -123,8 +124,10 @@ def check_model(material: Material, strategy: BaseStrategy) -> None:
             f"model {config.model.model!r} has no parameter that learns (with requires_grad=True)"
         )
     lacking = norm.lacks(model, strategy.needs)
-    if functional and (strategy.needs != "none" or config.model.norm != "bn"):
-        lacking = "the model's forward calls F.batch_norm, which it finds in layers only"
+    if strategy.needs != "none" or config.model.norm != "bn":
+        lacking = lacking or about_foreign(model)
+        if functional:
+            lacking = "the model's forward calls F.batch_norm, which it finds in layers only"
     if lacking:
         raise UsageError(f"method {config.method!r} would be another one: {lacking}")
     if isinstance(strategy, Layerwise):
@@ -139,8 +142,9 @@ def check_shapes(material: Material) -> bool:
 
     Return whether its forward pass calls `F.batch_norm` by itself. The model stays as it was.
     """
-    # some models write their buffers in every pass
     loaded = material.data
+    before = _shapes(material.model)
+    # some models write their buffers in every pass
     material = replace(material, model=deepcopy(material.model))
     if not len(loaded.test):
         raise UsageError(f"{loaded.name} has no test samples")
@@ -148,7 +152,17 @@ def check_shapes(material: Material) -> bool:
         _check_inputs(material, split, role)
         for role, split in {"": loaded.train, "test ": loaded.test}.items()
     ]
+    growing = before.items() ^ _shapes(material.model).items()
+    if growing:
+        raise UsageError(
+            f"model {material.config.model.model!r} changes its entries in its first pass, such as "
+            f"{min(growing)[0]!r}: hand it over after a pass over a mini-batch in training"
+        )
     return any(functional)
+
+
+def _shapes(model: torch.nn.Module) -> dict[str, torch.Size]:
+    return {name: value.shape for name, value in model.state_dict().items()}
 
 
 def _check_inputs(material: Material, split: data.Split, role: str) -> bool:
@@ -167,9 +181,13 @@ def _check_inputs(material: Material, split: data.Split, role: str) -> bool:
     if split.has_ids:
         kind = "integers (ids: other numbers are float32)"
         dtype = torch.int64
+    inputs = torch.zeros(2, *shape, device=device, dtype=dtype)
+    # layers that make their entries in a first pass do it here; what else fails is found later
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), suppress(Exception):
+        model.train()(inputs)
     try:
         with torch.no_grad(), FunctionalBatchNorm(model) as functional:
-            outputs = model.eval()(torch.zeros(1, *shape, device=device, dtype=dtype))
+            outputs = model.eval()(inputs[:1])
     except Exception as error:  # of whatever kind a user's function raises
         about = f"model {config.model.model!r} cannot take {role}{kind} of the shape {shape}"
         raise UsageError(f"{about}: {described(error)}") from error

@@ -9,6 +9,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.overrides import TorchFunctionMode
 
 
@@ -18,6 +19,30 @@ def bn_layers(model: nn.Module) -> dict[str, _BatchNorm]:
     A layer shared under two names is listed once.
     """
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)}
+
+
+def foreign_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Full dotted path -> layer that learns and keeps running statistics, and is no BN of torch's.
+
+    What such a class computes is not known, so its entries are like all others of the model.
+    """
+    return {
+        name: layer
+        for name, layer in model.named_modules()
+        if not isinstance(layer, _BatchNorm | _InstanceNorm)
+        and {"running_mean", "running_var"} <= layer._buffers.keys()
+        and any(value is not None for value in layer._parameters.values())
+    }
+
+
+def about_foreign(model: nn.Module) -> str:
+    """Say of a model's first foreign layer what it is; nothing if there is none."""
+    for name, layer in foreign_layers(model).items():
+        return (
+            f"layer {name!r}, of the class {type(layer).__name__}, has running statistics and is "
+            "no BN of torch's: derive its class from torch.nn.modules.batchnorm._BatchNorm"
+        )
+    return ""
 
 
 def keeps_statistics(layer: _BatchNorm) -> bool:
@@ -49,6 +74,9 @@ def lacks(model: nn.Module, need: str) -> str:
     """
     if need == "none":
         return ""
+    unknown = about_foreign(model)
+    if unknown:
+        return unknown
     layers = bn_layers(model)
     kinds = {type(layer).__name__ for layer in layers.values()}
     fits = kinds == ({need} - {"no-bn"})

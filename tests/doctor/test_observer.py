@@ -5,8 +5,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torchvision.ops import FrozenBatchNorm2d
 
-from fedbn_flwr.doctor.observer import Network, Observer, main_network, same_numbers, state_of
+from fedbn_flwr.doctor.observer import (
+    Network,
+    Observer,
+    describe_network,
+    main_network,
+    same_numbers,
+    state_of,
+)
+from tests.helpers.other_shapes import OwnNorm
 
 IMAGES = torch.arange(128.0).view(2, 1, 8, 8)
 
@@ -103,3 +112,14 @@ def test_a_wrapper_is_looked_through(given: Measured, times: int) -> None:
         first, second = observer.take()
     assert begins_as(first, received)
     assert second.learned
+
+
+def test_a_layer_of_an_unknown_class_with_running_statistics_is_no_other_normalizer() -> None:
+    """Without it, a network of such layers alone would have no BN, which is fine."""
+    made = describe_network(nn.Sequential(nn.Conv2d(1, 4, 3), OwnNorm(4), nn.GroupNorm(2, 4)))
+    assert (made.foreign, made.layers, made.others) == (("1",), {}, {"GroupNorm": 1})
+    for known in (
+        nn.InstanceNorm2d(4, affine=True, track_running_stats=True),
+        FrozenBatchNorm2d(4),
+    ):
+        assert describe_network(nn.Sequential(known)).foreign == ()

@@ -45,6 +45,7 @@ from fedbn_flwr.wire import Instruction
 from tests.helpers.checkout import ROOT, environment
 from tests.helpers.checkout import run as run_program
 from tests.helpers.image_sets import paint
+from tests.helpers.other_shapes import growing
 from tests.helpers.registered import registries_restored
 from tests.helpers.runs import DATA, OPTIONS, results, rounds, run_in
 from tests.helpers.runs import run as command
@@ -625,3 +626,13 @@ def test_a_notebook_has_a_bar_under_the_cell(
     quick(progress=False)
     assert len(shown) == 7
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_model_that_makes_entries_in_its_first_pass_is_handed_over_after_it() -> None:
+    """As docs/questions.md says of layers that quantize."""
+    size = {"num_classes": 4, "in_channels": 1, "image_size": 8}
+    model = growing(**size)
+    with pytest.raises(UsageError, match="changes its entries in its first pass"):
+        run("fedavg", model=model, data=DATA, **SMALL)
+    model(torch.zeros(2, 1, 8, 8))
+    assert "1.largest" in run("fedavg", model=model, data=DATA, **SMALL).model().state_dict()

@@ -152,6 +152,20 @@ COMMANDS: list[tuple[str, str, str]] = [
     *(
         (
             "run",
+            f"--method {method} --model {HERE}:own_norm",
+            "would be another one: layer '4', of the class OwnNorm, has running statistics and is "
+            "no BN of torch's: derive its class from",
+        )
+        for method in ("fedbn", "fixbn", "fedtan", "fedwon", "fedavg+gn")
+    ),
+    (
+        "run",
+        f"--model {HERE}:growing",
+        f"model '{HERE}:growing' changes its entries in its first pass, such as '1.largest'",
+    ),
+    *(
+        (
+            "run",
             f"--method {method} --model {HERE}:held",
             f"'{method}': all BN layers are in eval mode in training",
         )

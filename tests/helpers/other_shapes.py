@@ -82,6 +82,51 @@ def functional(num_classes: int, in_channels: int) -> nn.Module:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, num_classes))
 
 
+class OwnNorm(nn.Module):
+    """Batch normalization in plain arithmetic, of a class that is none of torch's."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(channels, 1, 1))
+        self.running_mean: Tensor
+        self.running_var: Tensor
+        self.register_buffer("running_mean", torch.zeros(channels, 1, 1))
+        self.register_buffer("running_var", torch.ones(channels, 1, 1))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Normalize."""
+        if self.training:
+            variance, mean = torch.var_mean(inputs, (0, 2, 3), correction=0)
+            self.running_mean.lerp_(mean.detach().view_as(self.running_mean), 0.1)
+            self.running_var.lerp_(variance.detach().view_as(self.running_var), 0.1)
+        else:
+            variance, mean = self.running_var, self.running_mean
+        scale = (variance.view_as(self.weight) + 1e-5).rsqrt() * self.weight
+        return (inputs - mean.view_as(self.weight)) * scale
+
+
+def own_norm(num_classes: int, in_channels: int) -> nn.Module:
+    """Return a network with a BN layer of torch's, and one of a class of its own."""
+    first = nn.Conv2d(in_channels, 8, 3), nn.BatchNorm2d(8), nn.ReLU()
+    second = nn.Conv2d(8, 8, 3), OwnNorm(8), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    return nn.Sequential(*first, *second, nn.Linear(8, num_classes))
+
+
+class Growing(nn.Linear):
+    """Makes an entry in its first pass in training, as layers that quantize do."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Note the largest input, beside what a linear layer does."""
+        if self.training:
+            self.register_buffer("largest", input.detach().amax())
+        return super().forward(input)
+
+
+def growing(num_classes: int, in_channels: int, image_size: int) -> nn.Module:
+    """Return a network of which an entry comes later."""
+    return nn.Sequential(nn.Flatten(), Growing(in_channels * image_size**2, num_classes))
+
+
 class Held(nn.Sequential):
     """Keeps BN in eval mode, whatever mode is asked for."""
 
