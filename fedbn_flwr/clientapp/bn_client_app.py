@@ -55,10 +55,8 @@ class NodeApp(ClientApp):
             received = with_content(message, unpack(message.content))
         try:
             reply = handle(received, context)
-        except (
-            UsageError,
-            UnlikeBatchNormError,
-        ) as error:  # in one line: Flower would show a traceback
+        except (UsageError, UnlikeBatchNormError) as error:
+            # in one line: Flower would show a traceback
             reply = Message(
                 Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, str(error)), reply_to=message
             )

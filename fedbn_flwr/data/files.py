@@ -133,10 +133,8 @@ def _read(
     """Read a split, and download it if it may; an error says that it is in none of the places."""
     try:
         return _read_split(name, root, role)
-    except (
-        RuntimeError,
-        FileNotFoundError,
-    ) as error:  # torchvision raises these where the data set is absent
+    except (RuntimeError, FileNotFoundError) as error:
+        # torchvision raises these where the data set is absent
         reason = " ".join(str(error).split())
     absent = f"{name} is not in {' or '.join(map(str, places))}"
     if not download:

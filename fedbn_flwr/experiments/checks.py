@@ -45,11 +45,8 @@ def checked_material(experiment: Experiment, strategy: BaseStrategy) -> Material
             check_task(config, loaded)
             material = Material.of(config, loaded)
             check_model(material, strategy)
-    except (
-        ValueError,
-        OSError,
-        RuntimeError,
-    ) as error:  # a model's weights may be those of a server
+    except (ValueError, OSError, RuntimeError) as error:
+        # a model's weights may be those of a server
         about = str(error)
         text = str(config.method)
         # another method, or another normalizer, may do

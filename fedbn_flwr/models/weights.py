@@ -72,9 +72,8 @@ def read_weights(path: Path, model: nn.Module | None = None) -> dict[str, Tensor
         state: Any = read(path, limit)
     except (MissingExtraError, TooLargeError):
         raise
-    except (
-        Exception
-    ) as error:  # torch runs the file as a program, and in one that is none anything can go wrong
+    except Exception as error:
+        # torch runs the file as a program, and in one that is none anything can go wrong
         raise ValueError(
             f"{path} is neither safetensors nor a torch state dict: {shorten(str(error), 300)}"
         ) from error

@@ -101,9 +101,8 @@ def _open(name: str, root: Path, subset: str) -> Mapping[str, Any]:
             splits = DatasetDict.load_from_disk(str(saved[0]))
         else:
             splits = load_dataset(name, subset or None)
-    except (
-        Exception
-    ) as error:  # the Hub cannot be reached, knows no such data set, or has another subset
+    except Exception as error:
+        # the Hub cannot be reached, knows no such data set, or has another subset
         reason = " ".join(str(error).split()) or type(error).__name__
         what = "is not on this machine and cannot be downloaded"
         if isinstance(error, ValueError):
