@@ -735,6 +735,17 @@ def test_what_a_later_step_does_not_ask_is_not_sent_again() -> None:
     assert sent["sizes"].tolist() == [[[6], [1], [0]]] * 2
 
 
+def test_a_step_with_corrections_by_other_clients_is_another_one() -> None:
+    """Clients of other processes count, too, and how many there are is no number in a tensor."""
+    clients = CorrectedClients(2)
+    forms = set()
+    for count in (6, 6, 8):
+        request = Requests("statistics", "bn", torch.rand(2, 2, 3), (count, count))
+        clients.begin(pack_values({"statistics": {"bn": request}, "gradients": {}}))
+        forms.add(clients.form())
+    assert len(forms) == 2
+
+
 @pytest.mark.parametrize("kind", ["statistics", "gradients"])
 def test_a_correction_takes_local_values_to_the_global_values(kind: Kind) -> None:
     # the third channel is constant at this client, the fourth everywhere: what is left is the
