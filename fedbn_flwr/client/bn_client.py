@@ -107,7 +107,7 @@ class BNClient:
         if stays:
             self.memory.store(wire.STAYS, state.snapshot(self.model, stays))
         unsent = stays | state.group_keys(self.model, instruction.omit)
-        shared = state.snapshot(self.model, self.model.state_dict().keys() - unsent)
+        shared = state.own_copy(self.model, self.model.state_dict().keys() - unsent)
         metrics: Metrics = {
             wire.TRAIN_LOSS: loss,
             **self.local_loss(self.model, instruction),

@@ -17,6 +17,7 @@ from collections.abc import (
 )
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from logging import INFO
 from pathlib import Path
 from typing import Any
@@ -28,11 +29,13 @@ from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
 from flwr.serverapp import Grid
 
 from fedbn_flwr import wire
-from fedbn_flwr.client import captured
+from fedbn_flwr.client import BNClient, captured
 from fedbn_flwr.clientapp.bn_client_app import BNClientApp, SharedRecords, read_message
 from fedbn_flwr.server.grids import identify
 from fedbn_flwr.simulation.how_trained import HowTrained
 from fedbn_flwr.simulation.replies import Job, Replies, ReplyPool, Trained, changes_nothing
+from fedbn_flwr.state import State
+from fedbn_flwr.state.flat import to_device
 from fedbn_flwr.state.record_files import SUFFIX, pack_records, read_records, write_bytes
 from fedbn_flwr.state.records import lend_record
 from fedbn_flwr.wire.packed import with_content
@@ -424,17 +427,28 @@ def _pooled(trained: Iterable[Trained], pool: ReplyPool) -> Iterator[Answered]:
 
 def _trained(jobs: Sequence[Job]) -> Iterator[Trained]:
     trained: list[Trained] = []
+    shared = SharedRecords()
     for job in jobs:
+        client = job.client
+        received = dict(job.received)
+        on_device = client.device.type != "cpu" and changes_nothing(client)
         try:
-            reply = job.client.train(job.received, job.instruction)
+            if on_device:
+                received[wire.ARRAYS] = shared.read(received[wire.ARRAYS], partial(_moved, client))
+            reply = client.train(received, job.instruction)
         except Exception:  # reported when the message is answered
             continue
         trained.append(Trained([job], [reply]))
-        # another class of client may reply with tensors of its model, which the next client changes
-        if not changes_nothing(job.client):
+        # The replies of all would fill a device's memory. And another class of client may reply
+        # with tensors of its model, which the next client changes.
+        if on_device or not changes_nothing(client):
             yield from trained
             trained = []
     yield from trained
+
+
+def _moved(client: BNClient, received: State) -> State:
+    return to_device(received, client.model.state_dict())
 
 
 def _gathered(jobs: Sequence[Job]) -> Iterator[Trained]:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 from flwr.app import Context, Message
 
@@ -21,7 +20,8 @@ from fedbn_flwr.client.passes import kind_of_pass
 from fedbn_flwr.clientapp.bn_client_app import make_message
 from fedbn_flwr.layerwise.exchange import LARGEST, MOST
 from fedbn_flwr.state import State
-from fedbn_flwr.state.flat import FlatArrays, FlatState
+from fedbn_flwr.state.flat import FlatState, join
+from fedbn_flwr.state.sums import Sums
 from fedbn_flwr.wire import Instruction
 from fedbn_flwr.wire.pooled import Summed
 
@@ -109,7 +109,7 @@ class ReplyPool:
         self._nodes: dict[int, int] = {}
         self._counts: dict[int, int] = {}
         #: by group of arrays; metrics are one more
-        self._totals: dict[str, FlatArrays] = {}
+        self._totals: dict[str, Sums] = {}
 
     def add(self, trained: Trained) -> Replies:
         """Take what clients reply; return messages by place, None where the mean will be the
@@ -123,16 +123,21 @@ class ReplyPool:
         if not (self._weighting and are_plain and 0 < min(counts) <= max(counts) <= MOST):
             return trained.messages()
         totals = self._totals_of(trained, counts)
-        kind = trained.replies[0].report, {group: arrays.layout for group, arrays in totals.items()}
-        if not _are_usable(totals) or self._kind not in (None, kind):
+        kind = trained.replies[0].report, {group: sums.layout for group, sums in totals.items()}
+        # no weight is below 1: what is not finite, or too large, is so in the sum
+        bounds = join([bound for sums in totals.values() for bound in sums.bounds()]).tolist()
+        usable = all(abs(bound) <= LARGEST for bound in bounds)
+        if not usable or self._kind not in (None, kind):
             return trained.messages()
         self._first = self._first or trained.jobs[0]
         self._kind = kind
         self._nodes |= {job.node: job.client.partition_id for job in trained.jobs}
         self._counts |= {job.node: count for job, count in zip(trained.jobs, counts, strict=True)}
-        self._totals = {
-            group: _added(arrays, self._totals.get(group)) for group, arrays in totals.items()
-        }
+        for group, sums in totals.items():
+            if group in self._totals:
+                self._totals[group].add(sums)
+            else:
+                self._totals[group] = sums
         return {job.place: None for job in trained.jobs}
 
     def mean(self) -> dict[int, Message]:
@@ -146,13 +151,9 @@ class ReplyPool:
         weight = count
         if self._weighting == "uniform":
             weight = len(self._counts)
-        metrics: Any = {
-            name: mean.tolist()
-            for name, mean in _mean(self._totals.pop(wire.METRICS), count).items()
-        }
-        means: dict[str, State] = {
-            group: _mean(arrays, weight) for group, arrays in self._totals.items()
-        }
+        measured = self._totals.pop(wire.METRICS).mean(count)
+        metrics: Any = {name: mean.tolist() for name, mean in measured.items()}
+        means: dict[str, State] = {group: sums.mean(weight) for group, sums in self._totals.items()}
         # the least partition is the place of the mean among those of other processes
         metrics[wire.PARTITION_ID] = min(self._nodes.values())
         message = make_message(
@@ -163,43 +164,16 @@ class ReplyPool:
         content.counts = self._counts
         return {self._first.place: message}
 
-    def _totals_of(self, trained: Trained, counts: Sequence[int]) -> dict[str, FlatArrays]:
+    def _totals_of(self, trained: Trained, counts: Sequence[int]) -> dict[str, Sums]:
         weights = counts
         if self._weighting == "uniform":
             weights = [1] * len(counts)
-        totals = {
-            group: FlatState.sum_of(rows, tuple(weights)) for group, rows in trained.rows().items()
-        }
+        totals = {group: Sums(rows, tuple(weights)) for group, rows in trained.rows().items()}
         metrics = {}
         for name in trained.replies[0].metrics:
             column = [reply.metrics[name] for reply in trained.replies]
             metrics[name] = torch.tensor(column, dtype=torch.float64)
-        return {**totals, wire.METRICS: FlatState.sum_of(metrics, tuple(counts))}
-
-
-def _are_usable(totals: Mapping[str, FlatArrays]) -> bool:
-    """Whether no reply had numbers that are not finite or too large: no weight is below 1."""
-    return all(
-        (abs(total) <= LARGEST).all()
-        for arrays in totals.values()
-        for total in arrays.buffers.values()
-    )
-
-
-def _added(arrays: FlatArrays, totals: FlatArrays | None) -> FlatArrays:
-    if totals is not None:
-        for dtype, total in totals.buffers.items():
-            add = np.add if dtype.kind == "f" else np.maximum
-            add(total, arrays.buffers[dtype], out=total)
-    return totals or arrays
-
-
-def _mean(totals: FlatArrays, weight: float) -> FlatState:
-    means = dict(totals.buffers)
-    for dtype, total in totals.buffers.items():
-        if dtype.kind == "f":
-            means[dtype] = (total / weight).astype(dtype)
-    return FlatState(totals.layout, means)
+        return {**totals, wire.METRICS: Sums(metrics, tuple(counts))}
 
 
 def changes_nothing(client: BNClient) -> bool:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedbn_flwr import norm
-from fedbn_flwr.state.flat import FlatArrays, FlatState, to_device
+from fedbn_flwr.state.flat import FlatArrays, FlatState, copy_there, to_device
 from fedbn_flwr.state.records import flat_of, record_of, view_array
 
 #: tensors by name; do not write to them, because others may hold the same memory
@@ -109,10 +109,17 @@ def check_fit(model: nn.Module, state: Mapping[str, Tensor]) -> Mapping[str, Ten
 
 def snapshot(model: nn.Module, names: Collection[str] | None = None) -> FlatState:
     """Copy the state, or the named entries of it, into the CPU's memory."""
+    return FlatState.copy_of(_entries(model, names))
+
+
+def own_copy(model: nn.Module, names: Collection[str]) -> State:
+    """Copy the named entries of the state, on the model's device."""
+    return copy_there(_entries(model, names))
+
+
+def _entries(model: nn.Module, names: Collection[str] | None) -> State:
     state = model.state_dict()
-    return FlatState.copy_of(
-        {name: value for name, value in state.items() if names is None or name in names}
-    )
+    return {name: value for name, value in state.items() if names is None or name in names}
 
 
 def group_keys(model: nn.Module, group: str) -> set[str]:

@@ -6,8 +6,8 @@ code").
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property, lru_cache, partial
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Any, Generic, Self, TypeVar, cast
 
@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedbn_flwr.device import constant, pins, where_exact
+from fedbn_flwr.device import pins
 
 #: name, dtype and shape of one array
 Entry = tuple[str, np.dtype[Any], tuple[int, ...]]
@@ -129,12 +129,8 @@ class FlatState(Flat[Tensor]):
     @classmethod
     def copy_of(cls, state: Mapping[str, Tensor]) -> Self:
         """Copy tensors into buffers. Tensors on a GPU are joined there, and copied in one piece."""
-        layout = _layout_of_tensors(state)
-        by_dtype = dict[torch.dtype, list[Tensor]]()
-        for value in state.values():
-            by_dtype.setdefault(value.dtype, []).append(value.detach().reshape(-1))
-        joined = [_to_host(_join(values)) for values in by_dtype.values()]
-        return cls(layout, dict(zip(layout.by_dtype, joined, strict=True)))
+        layout, joined = _joined(state)
+        return cls(layout, {dtype: to_host(values) for dtype, values in joined.items()})
 
     @classmethod
     def copies_of(cls, stacked: Mapping[str, Tensor], clients: int) -> list[Self]:
@@ -142,21 +138,12 @@ class FlatState(Flat[Tensor]):
 
         The states share buffers.
         """
-        whole = _from_rows(stacked, clients, lambda rows: rows)
+        layout, joined = joined_rows(stacked, clients)
+        whole = {dtype: to_host(rows) for dtype, rows in joined.items()}
         states = []
         for client in range(clients):
-            rows = {dtype: buffer[client] for dtype, buffer in whole.buffers.items()}
-            states.append(cls(whole.layout, rows))
+            states.append(cls(layout, {dtype: rows[client] for dtype, rows in whole.items()}))
         return states
-
-    @staticmethod
-    def sum_of(stacked: Mapping[str, Tensor], weights: tuple[float, ...]) -> FlatArrays:
-        """Add up the rows of stacked tensors under weights, in float64 on their device; of other
-        dtypes the largest.
-
-        The sums stand under the dtypes of the tensors.
-        """
-        return _from_rows(stacked, len(weights), partial(_sum_rows, weights))
 
     @staticmethod
     def stacked(states: Sequence["FlatState"]) -> "FlatState":
@@ -174,6 +161,15 @@ class FlatState(Flat[Tensor]):
         return [
             part.view((*part.shape[:-1], *shape)) for part, shape in zip(parts, shapes, strict=True)
         ]
+
+
+def copy_there(state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Copy a state where it is; on the CPU that is a `FlatState`."""
+    if all(value.device == CPU for value in state.values()):
+        return FlatState.copy_of(state)
+    layout, joined = _joined(state)
+    held: Any = joined
+    return FlatState(layout, held)._views
 
 
 def to_device(state: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -198,7 +194,7 @@ def portions(buffer: NDArray[Any]) -> list[slice]:
     return [slice(start, start + _PORTION) for start in range(0, len(buffer), _PORTION)]
 
 
-def _join(parts: Sequence[Tensor]) -> Tensor:
+def join(parts: Sequence[Tensor]) -> Tensor:
     """Concatenate tensors of one dtype along their last dimension; on the CPU, unless all are on
     another device.
     """
@@ -209,28 +205,29 @@ def _join(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(parts), -1)
 
 
-def _from_rows(
-    stacked: Mapping[str, Tensor], clients: int, change: Callable[[Tensor], Tensor]
-) -> FlatArrays:
-    """Return what becomes of stacked tensors, those of a dtype as one tensor with a row for each
-    client.
+def _joined(state: Mapping[str, Tensor]) -> tuple[Layout, dict[np.dtype[Any], Tensor]]:
+    layout = _layout_of_tensors(state)
+    joined = {}
+    for dtype, entries in layout.by_dtype.items():
+        joined[dtype] = join([state[name].detach().reshape(-1) for name, _, _ in entries])
+    return layout, joined
+
+
+def joined_rows(
+    stacked: Mapping[str, Tensor], clients: int
+) -> tuple[Layout, dict[np.dtype[Any], Tensor]]:
+    """Return the layout of one client's state, and stacked tensors of a dtype as one, with a row
+    for each client.
     """
     layout = _layout_of_tensors({name: value[0] for name, value in stacked.items()})
-    buffers = {}
+    joined = {}
     for dtype, entries in layout.by_dtype.items():
         rows = [stacked[name].reshape(clients, prod(shape)) for name, _, shape in entries]
-        buffers[dtype] = _to_host(change(_join(rows)))
-    return FlatArrays(layout, buffers)
+        joined[dtype] = join(rows)
+    return layout, joined
 
 
-def _sum_rows(weights: tuple[float, ...], rows: Tensor) -> Tensor:
-    if not rows.is_floating_point():
-        return rows.amax(0)
-    rows = where_exact(rows)
-    return constant(weights, torch.float64, rows.device) @ rows.double()
-
-
-def _to_host(values: Tensor) -> NDArray[Any]:
+def to_host(values: Tensor) -> NDArray[Any]:
     """Return numbers in the CPU's memory.
 
     Those of a GPU come into pinned memory, if they can, which is faster.

@@ -7,6 +7,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from flwr.clientapp import ClientApp
 from torch import nn
 
 from benchmarks.kernels import step_and_round
@@ -15,6 +16,7 @@ from fedbn_flwr.client import BNClient
 from fedbn_flwr.client.evaluation import evaluate, mean_loss
 from fedbn_flwr.device import pins, total_memory
 from fedbn_flwr.simulation.in_process import InProcessGrid
+from fedbn_flwr.simulation.stacked.grid import StackedGrid
 from fedbn_flwr.strategies import BaseStrategy, FedAvg, FedProx, FedTAN, FedWon, Scaffold
 from tests.fake_accelerator.tally import KINDS, Tally, counting
 from tests.helpers.engine_comparison import SIZES_APART, Stacked
@@ -98,6 +100,32 @@ def test_a_step_waits_for_nothing_and_a_round_has_few_copies(
     assert a_round["wait"] == 0
     if (case, grid) != ("FedTAN", InProcessGrid):  # its messages are the CPU's
         assert (a_round["to device"], a_round["to host"]) == CASES[case][3]
+
+
+class Added(StackedGrid):
+    """Trains clients one after another, and adds up what they reply."""
+
+    def __init__(self, client_app: ClientApp, num_nodes: int) -> None:
+        super().__init__(client_app, num_nodes, chunk=1, average_by="examples")
+
+
+def test_of_clients_one_after_another_the_model_comes_once_and_the_mean_goes_once() -> None:
+    sizes = (8, 8, 8)
+
+    def end(rounds: int, device: str = "fake") -> tuple[Tally, state.State]:
+        nodes = Federation(make_float32_model(), sizes, grid=Added, device=device)
+        with counting() as tally:
+            found = nodes.run(FedAvg(), rounds, local_steps=STEPS)
+        return tally, found
+
+    end(1)
+    (once, _), (more, found) = end(2), end(3)
+    # the model in two dtypes, and each client's rows of the data; what of each is its loss, and
+    # how large its numbers are
+    assert more.of("to device") - once.of("to device") == 2 + len(sizes)
+    assert more.of("to host") - once.of("to host") == 1 + 2 * len(sizes)
+    _, wanted = end(3, "cpu")
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
 
 
 def test_rows_of_clients_with_unlike_batches_stay_on_the_device() -> None:
