@@ -54,7 +54,12 @@ class Proximal(Rule):
 
     def begin(self, session: Session) -> None:
         """Remember the received parameters."""
-        self._anchored = [(value, value.detach().clone()) for value in session.learned().values()]
+        learned = session.learned().values()
+        received = [value.detach() for value in learned]
+        anchors = [torch.empty_like(value) for value in received]
+        if anchors:
+            torch._foreach_copy_(anchors, received)
+        self._anchored = [*zip(learned, anchors, strict=True)]
 
     def adjust(self) -> None:
         """Add mu (w - w_0)."""

@@ -177,7 +177,11 @@ class ControlVariates(Rule):
 
     def finish(self, session: Session) -> None:
         """Store c_i+ and send its change."""
-        after = {name: total / _steps(session, total) for name, total in self._sums.items()}
+        after = {}
+        if self._sums:
+            totals = [*self._sums.values()]
+            means = torch._foreach_div(totals, _steps(session, totals))
+            after = dict(zip(self._sums, means, strict=True))
         session.memory.store(wire.CONTROL_VARIATES, after)
         session.records[wire.CONTROL_VARIATES] = _differences(after, self._own)
 
@@ -196,10 +200,11 @@ def _differences(values: State, others: State) -> State:
     return dict(zip(values, each, strict=True))
 
 
-def _steps(session: Session, like: Tensor) -> int | Tensor:
-    """Return K, as one number or, for stacked clients with different numbers of steps, one in each
-    row.
+def _steps(session: Session, totals: list[Tensor]) -> int | list[Tensor]:
+    """Return K, as one number or, for stacked clients with different numbers of steps, for each of
+    the tensors a number in each row.
     """
     if not isinstance(session.steps, Tensor):
         return max(session.steps, 1)
-    return session.steps.clamp(min=1).to(like).reshape(-1, *[1] * (like.dim() - 1))
+    steps = session.steps.clamp(min=1)
+    return [steps.to(like).reshape(-1, *[1] * (like.dim() - 1)) for like in totals]

@@ -2,10 +2,10 @@
 step that is equal.
 
 Most of a small model's step on a GPU is Python that launches hundreds of short operations; a graph
-of them is launched at once. Rules, optimizers and rates stay outside. A captured step has the bits
-of the same step by autograd, and proves it where it runs: at its first use both are taken on the
-same batch, and if they differ it is not used. The client or stack that meets a step first takes it
-by autograd: what comes once only is not worth a capture.
+of them is launched at once. Clipping is in it; other rules, optimizers and rates stay outside. A
+captured step has the bits of the same step by autograd, and proves it where it runs: at its first
+use both are taken on the same batch, and if they differ it is not used. The client or stack that
+meets a step first takes it by autograd: what comes once only is not worth a capture.
 
 Layers of a user's own may do something else in a later step, by a count or a branch in Python. So
 they are captured only if that is asked for (`always`), and are compared again and again.
@@ -27,7 +27,7 @@ from flwr.common import log
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from fedbn_flwr.client.rules import Session
+from fedbn_flwr.client.rules import Rule, Session
 from fedbn_flwr.client.training import Gradients, LossFunction, backward
 from fedbn_flwr.randomness import OwnRandomness
 
@@ -123,6 +123,7 @@ _BROKEN: list[Any] = []
 
 def gradients(
     session: Session,
+    rules: Sequence[Rule],
     loss_of: Gradients[B],
     loss_function: LossFunction,
     wanted: Captured,
@@ -131,8 +132,8 @@ def gradients(
     asks_nobody: bool = False,
     written: Callable[[], Sequence[Tensor]] = tuple,
 ) -> Gradients[B]:
-    """Return what makes the gradients of a session's steps: replays on an accelerator, where these
-    are on and can be.
+    """Return what makes the gradients of a session's steps, as rules change them: replays on an
+    accelerator, where these are on and can be.
 
     `tensors_of` returns what kind of batch one is, and its tensors; `batch_of` makes a batch of
     this kind of others. A layer-wise step is taken by autograd, unless it `asks_nobody`. Beside
@@ -145,7 +146,7 @@ def gradients(
         id(parameter): parameter for parameter in [*optimized, *session.learned().values()]
     }.values()
     learned = [parameter for parameter in every if parameter.requires_grad]
-    eager = backward(loss_of, learned)
+    eager = backward(loss_of, learned, [rule.adjust for rule in rules])
     if wanted == "never" or _BROKEN or not learned or learned[0].device.type == "cpu":
         return eager
     known = _OF_MODELS.setdefault(session.model, _Captures())
@@ -158,6 +159,7 @@ def gradients(
         return eager
     return _Replaying(
         session,
+        rules,
         learned,
         loss_of,
         eager,
@@ -181,6 +183,7 @@ class _Replaying(Generic[B]):
     """Makes gradients by replaying captured steps where it can, and else by autograd."""
 
     session: Session
+    rules: Sequence[Rule]
     learned: Sequence[nn.Parameter]
     loss_of: Gradients[B]
     eager: Gradients[B]
@@ -249,6 +252,7 @@ class _Replaying(Generic[B]):
             tuple(map(type, layers)),
             repr(plain),
             None if own else loss,
+            tuple(map(repr, self.rules)),
             (session.instruction.precision, torch.are_deterministic_algorithms_enabled()),
         )
 
@@ -366,6 +370,10 @@ class _Replaying(Generic[B]):
             gradients = torch.autograd.grad(total, self.learned, allow_unused=True)
             # out of the graph's own memory, in which nothing stays
             torch._foreach_copy_(_present(kept), _present(gradients))
+            for parameter, gradient in zip(self.learned, kept, strict=True):
+                parameter.grad = gradient
+            for rule in self.rules:
+                rule.adjust()
             step.loss.copy_(found.detach())
         _BROKEN.remove(step.graph)
         _ALIVE.add(step)

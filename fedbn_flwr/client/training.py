@@ -64,14 +64,20 @@ def train(
     return (torch.stack(losses).cpu().double() * samples).sum(0) / samples.sum(0).clamp(min=1)
 
 
-def backward(loss_of: Gradients[B], learned: Sequence[nn.Parameter]) -> Gradients[B]:
-    """Return what makes gradients by autograd, of the losses of batches."""
+def backward(
+    loss_of: Gradients[B],
+    learned: Sequence[nn.Parameter],
+    adjustments: Sequence[Adjustment] = (),
+) -> Gradients[B]:
+    """Return what makes gradients by autograd, of the losses of batches, and changes them."""
 
     def gradients(batch: B) -> tuple[Tensor, int | Tensor]:
         for parameter in learned:
             parameter.grad = None
         loss, count = loss_of(batch)
         (loss.sum() if loss.dim() else loss).backward()
+        for adjust in adjustments:
+            adjust()
         return loss.detach(), count
 
     return gradients

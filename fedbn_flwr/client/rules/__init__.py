@@ -5,10 +5,11 @@ A method's own rule lies beside its strategy. In the files here are those that a
 for.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
 from importlib import import_module
+from itertools import takewhile
 from pkgutil import iter_modules
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar, cast, dataclass_transform
@@ -76,6 +77,9 @@ class Rule:
     needs_optimizer: ClassVar[bool] = False
     #: whether all parameters that learn are its business at once: it works with one optimizer only
     needs_all: ClassVar[bool] = False
+    #: whether `adjust` consists of torch's operations on gradients and parameters alone, the same
+    #: in every step, so that a captured step may have them in its graph
+    replays: ClassVar[bool] = False
     #: rules change gradients in this order; equal ones in the alphabetical order of their keys
     order: ClassVar[int] = 0
 
@@ -145,6 +149,13 @@ def rules_for(instruction: Instruction) -> list[Rule]:
         if values != defaults:
             rules.append(rule(**{key.replace("-", "_"): value for key, value in values.items()}))
     return rules
+
+
+def split(rules: Iterable[Rule]) -> tuple[list[Rule], list[Rule]]:
+    """Return the rules that a captured step replays, and those that change gradients after it."""
+    changing = [rule for rule in rules if type(rule).adjust is not Rule.adjust]
+    replayed = list(takewhile(lambda rule: rule.replays, changing))
+    return replayed, changing[len(replayed) :]
 
 
 def read_instruction(config: ConfigRecord | dict[str, Scalar], flowers: bool = True) -> Instruction:

@@ -27,6 +27,7 @@ class GradientNorm(Rule):
     clip_norm: float = 0.0
     #: after the terms, corrections and clippings of methods
     order: ClassVar[int] = 2
+    replays: ClassVar[bool] = True
     needs_optimizer: ClassVar[bool] = True
     needs_all: ClassVar[bool] = True
 
@@ -64,6 +65,7 @@ class Clipping(Rule):
     clip_factor: float = 0.0
     #: last, because it clips what the optimizer will take
     order: ClassVar[int] = 1
+    replays: ClassVar[bool] = True
     needs_optimizer: ClassVar[bool] = True
 
     def begin(self, session: Session) -> None:

@@ -16,7 +16,7 @@ from fedbn_flwr import state, wire
 from fedbn_flwr.client import BNClient, captured, training
 from fedbn_flwr.client.batch_plan import BatchLoader, augment_together, load_groups
 from fedbn_flwr.client.reply import Metrics
-from fedbn_flwr.client.rules import Session, rules_for
+from fedbn_flwr.client.rules import Session, rules_for, split
 from fedbn_flwr.device import Rows, constant
 from fedbn_flwr.layerwise import Exchange, shared_statistics
 from fedbn_flwr.layerwise.carried import CorrectedClients
@@ -128,8 +128,10 @@ def _learn(
     rules = rules_for(instruction)
     for rule in rules:
         rule.begin(session)
+    replayed, others = split(rules)
     gradients = captured.gradients(
         session,
+        replayed,
         batches.loss_of,
         clients[0].loss_function,
         clients[0].captured,
@@ -139,7 +141,7 @@ def _learn(
         written=stack.corrected.written,
     )
     batches.draws_ahead = captured.replays(gradients)
-    losses = training.train(batches, gradients, session.optimizer, [rule.adjust for rule in rules])
+    losses = training.train(batches, gradients, session.optimizer, [rule.adjust for rule in others])
     batches.restore()
     for rule in rules:
         rule.finish(session)

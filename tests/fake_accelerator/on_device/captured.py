@@ -10,6 +10,8 @@ from torch import nn
 
 from benchmarks.bare import BareLoop, CapturedLoop
 from fedbn_flwr.client import BNClient, captured
+from fedbn_flwr.client.rules import Rule
+from fedbn_flwr.client.rules.gradient_norm import Clipping, GradientNorm
 from fedbn_flwr.layerwise.carried import CorrectedClients
 from fedbn_flwr.models import build
 from fedbn_flwr.simulation.in_process import InProcessGrid, OneByOneGrid
@@ -139,6 +141,37 @@ def test_forward_is_not_called_in_replayed_steps(
     # two layers, in the three steps of the first client or stack, then in a step by autograd and
     # one that is captured
     assert len(calls) == 2 * (3 + 2)
+
+
+@pytest.mark.parametrize(
+    ("rule", "bounds"),
+    [(Clipping, {"clip_factor": 0.02}), (GradientNorm, {"clip_norm": 0.1})],
+)
+def test_clipping_is_replayed_with_the_bound_that_it_had(
+    rule: type[Rule], bounds: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run with another bound, on the same model, finds the steps of the first."""
+    calls, adjust = [], rule.adjust
+
+    def counted(self: Rule) -> None:
+        calls.append(self)
+        adjust(self)
+
+    monkeypatch.setattr(rule, "adjust", counted)
+    looser = {name: 10 * bound for name, bound in bounds.items()}
+    ended = {}
+    for name, wrap in (("eager", eager), ("replayed", lambda client, _: client)):
+        nodes = Federation(make_model(), SIZES, device="fake", grid=Stacked, wrap=wrap)
+        calls.clear()
+        ended[name] = [nodes.run(FedAvg(**each), 3) for each in (bounds, looser, bounds)]
+        ended[name].append(nodes.run(FedAvg(), 3))
+    # three steps of the first stack, one by autograd and one that is captured, for either bound
+    assert len(calls) == 2 * (3 + 2)
+    for wanted, found in zip(*ended.values(), strict=True):
+        assert distance(wanted, found) == 0
+    assert all(
+        distance(ended["eager"][0], other) for other in (ended["eager"][1], ended["eager"][3])
+    )
 
 
 CHANGES: dict[str, tuple[Callable[[], BaseStrategy], dict[str, Any]]] = {
