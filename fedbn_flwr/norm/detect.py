@@ -31,7 +31,7 @@ def foreign_layers(model: nn.Module) -> dict[str, nn.Module]:
         for name, layer in model.named_modules()
         if not isinstance(layer, _BatchNorm | _InstanceNorm)
         and {"running_mean", "running_var"} <= layer._buffers.keys()
-        and any(value is not None for value in layer._parameters.values())
+        and [*layer.parameters(recurse=False)]
     }
 
 
