@@ -62,10 +62,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _open_closed_streams() -> None:
-    """Open streams that were closed (`>&-`), in this order, so that no file gets their numbers."""
+    """Open streams that were closed (`>&-`), in this order, so that no file gets their numbers,
+    here or in processes that are started.
+    """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
+            number = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(number, True)
+            setattr(sys, name, os.fdopen(number, mode))
 
 
 class _Parser(argparse.ArgumentParser):

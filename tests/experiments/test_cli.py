@@ -240,11 +240,13 @@ def test_closed_streams_are_no_failure(tmp_path: Path, monkeypatch: pytest.Monke
 def test_no_file_gets_the_number_of_a_closed_stream(tmp_path: Path) -> None:
     """What a node's process prints would be written into a file of the run."""
     code = (
-        "import os, sys\n"
+        "import os, subprocess, sys\n"
         "from fedbn_flwr.deployment.cli import main\n"
         "main(['--version'])\n"
         f"file = open({str(tmp_path / 'rows')!r}, 'w')\n"
-        "os._exit(file.fileno())\n"
+        "opens = 'import os; os._exit(os.open(os.devnull, os.O_RDONLY))'\n"
+        "there = subprocess.run([sys.executable, '-c', opens]).returncode\n"
+        "os._exit(min(file.fileno(), there))\n"
     )
     closed = subprocess.run(f'exec {sys.executable} -c "{code}" <&- >&- 2>&-', shell=True)
     assert closed.returncode > 2
