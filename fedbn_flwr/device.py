@@ -53,6 +53,11 @@ def started() -> Any:
     return None
 
 
+def has_graphs(device: torch.device) -> bool:
+    """Return whether operations of a device can be captured and replayed."""
+    return device.type != "cpu" and hasattr(torch.get_device_module(device), "CUDAGraph")
+
+
 def set_up_accelerator(device: torch.device, deterministic: bool) -> None:
     """Make a device the current one of its kind, and let its libraries repeat their bits if they
     are to.

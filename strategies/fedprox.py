@@ -50,13 +50,14 @@ class Proximal(Rule):
 
     #: mu; `proximal-mu` is also what Flower's own FedProx sends
     proximal_mu: float = 0.0
+    replays: ClassVar[bool] = True
     needs_optimizer: ClassVar[bool] = True
 
     def begin(self, session: Session) -> None:
         """Remember the received parameters."""
         learned = session.learned().values()
         received = [value.detach() for value in learned]
-        anchors = [torch.empty_like(value) for value in received]
+        anchors = session.keep("anchors", received)
         if anchors:
             torch._foreach_copy_(anchors, received)
         self._anchored = [*zip(learned, anchors, strict=True)]

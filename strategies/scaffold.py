@@ -149,6 +149,7 @@ class ControlVariates(Rule):
 
     #: whether gradients are corrected
     control_variates: bool = False
+    replays: ClassVar[bool] = True
     needs_optimizer: ClassVar[bool] = True
 
     def begin(self, session: Session) -> None:
@@ -159,11 +160,14 @@ class ControlVariates(Rule):
         zeros = _zeros_like(shared)
         server = {**zeros, **on_device(session.received.get(wire.CONTROL_VARIATES, {}), zeros)}
         self._own = {**zeros, **on_device(session.memory.recall(wire.CONTROL_VARIATES), zeros)}
-        self._sums = _zeros_like(shared)
-        corrections = _differences(server, self._own)
-        self._corrected = [
-            (value, self._sums[name], corrections[name]) for name, value in shared.items()
-        ]
+        learned = [*shared.values()]
+        sums = session.keep("sums of gradients", learned)
+        corrections = session.keep("corrections", learned)
+        if learned:
+            torch._foreach_zero_(sums)
+            torch._foreach_copy_(corrections, [*_differences(server, self._own).values()])
+        self._sums = dict(zip(shared, sums, strict=True))
+        self._corrected = [*zip(learned, sums, corrections, strict=True)]
 
     def adjust(self) -> None:
         """Sum the gradients, and add c - c_i to them."""

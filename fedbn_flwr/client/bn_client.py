@@ -21,7 +21,7 @@ from fedbn_flwr.client.learning_task import TASKS, LearningTask
 from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.client.passes import Pass, make_pass
 from fedbn_flwr.client.reply import Metrics, Reply
-from fedbn_flwr.client.rules import Session, obeyed_keys, rules_for, split
+from fedbn_flwr.client.rules import Session, obeyed_keys, rules_for
 from fedbn_flwr.data import Split
 from fedbn_flwr.data.splits import USUAL_TASKS
 from fedbn_flwr.device import pick_device
@@ -236,10 +236,9 @@ class BNClient:
                 self.model, (inputs, targets), session.instruction, self.loss_function
             )
 
-        replayed, others = split(rules)
-        gradients = captured.gradients(
+        step = captured.steps(
             session,
-            replayed,
+            rules,
             loss_of,
             self.loss_function,
             self.captured,
@@ -248,9 +247,7 @@ class BNClient:
         )
         # closed, because clients may share the model, and an error that is kept keeps its step
         with closing(self._first_shared(planned, session, exchange)) as drawn:
-            loss = training.train(
-                drawn, gradients, session.optimizer, [rule.adjust for rule in others]
-            )
+            loss = training.train(drawn, step)
         for rule in rules:
             rule.finish(session)
         session.records |= training.carried_records(exchange)

@@ -1,11 +1,11 @@
-"""The forward and backward pass of a step on an accelerator: recorded once, and replayed in every
-step that is equal.
+"""A training step on an accelerator: recorded once, and replayed in every step that is equal.
 
 Most of a small model's step on a GPU is Python that launches hundreds of short operations; a graph
-of them is launched at once. Clipping is in it; other rules, optimizers and rates stay outside. A
-captured step has the bits of the same step by autograd, and proves it where it runs: at its first
-use both are taken on the same batch, and if they differ it is not used. The client or stack that
-meets a step first takes it by autograd: what comes once only is not worth a capture.
+of them is launched at once. It has both passes, then those rules that replay, and the optimizer's
+step, if all rules do and what it works with is kept. The rest follows. A captured step has the bits
+of the same step by autograd, and proves it where it runs: at its first use both are taken on the
+same batch, and if they differ it is not used. The client or stack that meets a step first takes it
+by autograd: what comes once only is not worth a capture.
 
 Layers of a user's own may do something else in a later step, by a count or a branch in Python. So
 they are captured only if that is asked for (`always`), and are compared again and again.
@@ -16,6 +16,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from itertools import takewhile
 from logging import INFO, WARNING
 from math import nan
 from typing import Any, Generic, Literal, TypeVar
@@ -28,7 +29,8 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from fedbn_flwr.client.rules import Rule, Session
-from fedbn_flwr.client.training import Gradients, LossFunction, backward
+from fedbn_flwr.client.training import Change, LossFunction, Step, by_autograd
+from fedbn_flwr.device import has_graphs
 from fedbn_flwr.randomness import OwnRandomness
 
 #: which steps are captured: those of layers that are known, of all layers, or of none
@@ -49,7 +51,7 @@ B = TypeVar("B")
 
 @dataclass(eq=False)
 class CapturedStep:
-    """A graph of both passes, and the tensors that it reads and writes."""
+    """A graph of a step, and the tensors that it reads and writes."""
 
     graph: Any
     batch: Tensors
@@ -64,7 +66,7 @@ class CapturedStep:
     def replay(
         self, batch: Tensors, learned: Sequence[nn.Parameter]
     ) -> tuple[Tensor, int | Tensor]:
-        """Take the passes on another batch."""
+        """Take the step on another batch."""
         self.taken += 1
         _put(self.batch, batch)
         self.graph.replay()
@@ -121,23 +123,23 @@ _ALIVE: WeakSet[CapturedStep] = WeakSet()
 _BROKEN: list[Any] = []
 
 
-def gradients(
+def steps(
     session: Session,
     rules: Sequence[Rule],
-    loss_of: Gradients[B],
+    loss_of: Step[B],
     loss_function: LossFunction,
     wanted: Captured,
     tensors_of: Callable[[B], tuple[Hashable, Tensors]],
     batch_of: Callable[[B, Tensors], B],
     asks_nobody: bool = False,
     written: Callable[[], Sequence[Tensor]] = tuple,
-) -> Gradients[B]:
-    """Return what makes the gradients of a session's steps, as rules change them: replays on an
-    accelerator, where these are on and can be.
+) -> Step[B]:
+    """Return what takes a session's steps: replays on an accelerator, where these are on and can
+    be.
 
     `tensors_of` returns what kind of batch one is, and its tensors; `batch_of` makes a batch of
     this kind of others. A layer-wise step is taken by autograd, unless it `asks_nobody`. Beside
-    gradients and the model's buffers, steps write what `written` returns.
+    what training changes and the session keeps, steps write what `written` returns.
     """
     optimized = [
         parameter for group in session.optimizer.param_groups for parameter in group["params"]
@@ -146,7 +148,10 @@ def gradients(
         id(parameter): parameter for parameter in [*optimized, *session.learned().values()]
     }.values()
     learned = [parameter for parameter in every if parameter.requires_grad]
-    eager = backward(loss_of, learned, [rule.adjust for rule in rules])
+    changing = [rule for rule in rules if type(rule).adjust is not Rule.adjust]
+    changes: list[Change] = [rule.adjust for rule in changing]
+    changes.append(session.optimizer.step)
+    eager = by_autograd(loss_of, learned, changes)
     if wanted == "never" or _BROKEN or not learned or learned[0].device.type == "cpu":
         return eager
     known = _OF_MODELS.setdefault(session.model, _Captures())
@@ -157,12 +162,18 @@ def gradients(
     if reason:
         known.say(reason)
         return eager
+    replayed = list(takewhile(lambda rule: rule.replays, changing))
+    whole = session.steady and replayed == changing
+    inside = changes[: len(replayed) + whole]
     return _Replaying(
         session,
-        rules,
+        replayed,
+        whole,
         learned,
         loss_of,
-        eager,
+        inside,
+        by_autograd(loss_of, learned, inside),
+        changes[len(inside) :],
         tensors_of,
         batch_of,
         loss_function,
@@ -173,20 +184,28 @@ def gradients(
     )
 
 
-def replays(made: Gradients[B]) -> bool:
-    """Return whether what makes gradients may capture steps, and replay them."""
-    return isinstance(made, _Replaying)
+def replays(step: Step[B]) -> bool:
+    """Return whether what takes steps may capture them, and replay them."""
+    return isinstance(step, _Replaying)
 
 
 @dataclass(eq=False)
 class _Replaying(Generic[B]):
-    """Makes gradients by replaying captured steps where it can, and else by autograd."""
+    """Takes steps by replaying captured ones where it can, and else by autograd."""
 
     session: Session
+    #: those that are replayed
     rules: Sequence[Rule]
+    #: whether the optimizer's step is, too
+    whole: bool
     learned: Sequence[nn.Parameter]
-    loss_of: Gradients[B]
-    eager: Gradients[B]
+    loss_of: Step[B]
+    #: what is replayed after both passes
+    changes: Sequence[Change]
+    #: takes by autograd what is replayed
+    eager: Step[B]
+    #: what follows a replay
+    after: Sequence[Change]
     tensors_of: Callable[[B], tuple[Hashable, Tensors]]
     batch_of: Callable[[B, Tensors], B]
     loss_function: LossFunction
@@ -202,7 +221,13 @@ class _Replaying(Generic[B]):
         self._steps: dict[Hashable, CapturedStep | str | None] = {}
 
     def __call__(self, batch: B) -> tuple[Tensor, int | Tensor]:
-        """Set the gradients, and return the loss and the number of samples."""
+        """Take a step, and return the loss and the number of samples."""
+        result = self._take(batch)
+        for change in self.after:
+            change()
+        return result
+
+    def _take(self, batch: B) -> tuple[Tensor, int | Tensor]:
         mode = self._mode
         self._mode = "none"
         if mode != "none" and not self.asks_nobody:
@@ -228,8 +253,8 @@ class _Replaying(Generic[B]):
         return step.replay(tensors, self.learned)
 
     def _state(self) -> Hashable:
-        """Return all else that passes depend on: where the entries are, what learns, and how the
-        layers are set.
+        """Return all else that a step depends on: where what it reads and writes lies, what learns,
+        and how layers, rules and the optimizer are set.
         """
         session = self.session
         loss = self.loss_function
@@ -251,10 +276,26 @@ class _Replaying(Generic[B]):
             tuple(id(parameter) for parameter in self.learned),
             tuple(map(type, layers)),
             repr(plain),
+            tuple(value.data_ptr() for value in session.kept()),
             None if own else loss,
             tuple(map(repr, self.rules)),
+            self._settings(),
             (session.instruction.precision, torch.are_deterministic_algorithms_enabled()),
         )
+
+    def _settings(self) -> Hashable:
+        """Return what a replay of the optimizer's step depends on, beside the rate."""
+        if not self.whole:
+            return ()
+        optimizer = self.session.optimizer
+        settings = []
+        for group in optimizer.param_groups:
+            given = {name: group[name] for name in group.keys() - {"lr", "params"}}
+            settings.append((repr(sorted(given.items())), tuple(map(id, group["params"]))))
+        places = [
+            value.data_ptr() for state in optimizer.state.values() for value in state.values()
+        ]
+        return type(optimizer), tuple(settings), tuple(places)
 
     def _try(
         self, batch: B, tensors: Tensors
@@ -263,7 +304,7 @@ class _Replaying(Generic[B]):
 
         Return what it returns, and what is known now.
         """
-        buffers = self._buffers()
+        buffers = self._written()
         device = tensors[0].device
         module = torch.get_device_module(device)
         stream = _stream(device)
@@ -305,7 +346,7 @@ class _Replaying(Generic[B]):
 
     def _check(self, batch: B, tensors: Tensors, step: CapturedStep) -> tuple[Tensor, int | Tensor]:
         """Take a step by autograd, and compare it with the replay."""
-        buffers = self._buffers()
+        buffers = self._written()
         before = _copies(buffers)
         loss, count = self.eager(batch)
         made = [parameter.grad for parameter in self.learned]
@@ -318,20 +359,23 @@ class _Replaying(Generic[B]):
             log(WARNING, CHANGED, step.taken)
         return loss, count
 
-    def _buffers(self) -> list[Tensor]:
-        """Return what passes write beside gradients."""
-        return [*self.session.model.buffers(), *self.written()]
+    def _written(self) -> list[Tensor]:
+        """Return what steps write beside gradients."""
+        moved = []
+        if self.whole:
+            moved = [parameter.detach() for parameter in self.learned]
+        return [*self.session.model.buffers(), *self.session.kept(), *moved, *self.written()]
 
     def _ends_at(self, step: CapturedStep, tensors: Tensors, wanted: Sequence[Tensor]) -> bool:
-        """Replay a step, and compare the loss, the gradients and the buffers."""
+        """Replay a step, and compare the loss, the gradients and what else it writes."""
         for value in (step.loss, *_present(step.gradients)):
             value.fill_(nan)  # what is not written must not pass
         found, _ = step.replay(tensors, self.learned)
-        return self._agree(wanted, [found, *_present(step.gradients), *self._buffers()])
+        return self._agree(wanted, [found, *_present(step.gradients), *self._written()])
 
     def _put_back(self, gradients: Sequence[Tensor | None], buffers: Sequence[Tensor]) -> None:
         """Go on as after the step by autograd."""
-        _put(self._buffers(), buffers)
+        _put(self._written(), buffers)
         for parameter, gradient in zip(self.learned, gradients, strict=True):
             parameter.grad = gradient
 
@@ -349,7 +393,7 @@ class _Replaying(Generic[B]):
         )
 
     def _capture(self, like: B, tensors: Tensors, loss: Tensor, stream: Any) -> CapturedStep:
-        """Record both passes: nothing is computed."""
+        """Record a step: nothing is computed."""
         module = torch.get_device_module(loss.device)
         batch = tuple(_copies(tensors))
         kept = [
@@ -372,8 +416,8 @@ class _Replaying(Generic[B]):
             torch._foreach_copy_(_present(kept), _present(gradients))
             for parameter, gradient in zip(self.learned, kept, strict=True):
                 parameter.grad = gradient
-            for rule in self.rules:
-                rule.adjust()
+            for change in self.changes:
+                change()
             step.loss.copy_(found.detach())
         _BROKEN.remove(step.graph)
         _ALIVE.add(step)
@@ -385,7 +429,7 @@ def _why_not(layers: nn.Module, device: torch.device, stacked: bool) -> str:
 
     Stacks draw the masks of dropout ahead of a step.
     """
-    if not hasattr(torch.get_device_module(device), "CUDAGraph"):
+    if not has_graphs(device):
         return f"{device.type} has no graphs"
     for layer in layers.modules():
         hooks = (

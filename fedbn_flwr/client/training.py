@@ -27,28 +27,20 @@ Batch = tuple[Tensor, Tensor]
 #: of what the model returns and the targets
 LossFunction = Callable[[Any, Tensor], Tensor]
 MakeOptimizer = Callable[[nn.Module, Instruction], torch.optim.Optimizer]
-#: changes the gradients between the backward pass and the optimizer's step
-Adjustment = Callable[[], None]
+#: changes gradients after the backward pass, or, as an optimizer's step, the parameters
+Change = Callable[[], Any]
 B = TypeVar("B")
-#: sets the gradients on a batch, and gives its mean loss and number of samples: of one client, or
-#: (stacked) of several at once in a row for each
-Gradients = Callable[[B], tuple[Tensor, int | Tensor]]
+#: takes a step on a batch, or its forward pass alone, and gives the mean loss and the number of
+#: samples: of one client, or (stacked) of several at once in a row for each
+Step = Callable[[B], tuple[Tensor, int | Tensor]]
 
 
-def train(
-    batches: Iterable[B],
-    gradients: Gradients[B],
-    optimizer: torch.optim.Optimizer,
-    adjustments: Sequence[Adjustment] = (),
-) -> Tensor:
-    """Take one optimizer step a batch; returns the mean loss a sample over all of them."""
+def train(batches: Iterable[B], step: Step[B]) -> Tensor:
+    """Take one step a batch; returns the mean loss a sample over all of them."""
     losses = []
     counts = []
     for batch in batches:
-        loss, count = gradients(batch)
-        for adjust in adjustments:
-            adjust()
-        optimizer.step()
+        loss, count = step(batch)
         # kept on the device: reading the value here would wait for the GPU in every step
         losses.append(loss)
         counts.append(count)
@@ -64,23 +56,23 @@ def train(
     return (torch.stack(losses).cpu().double() * samples).sum(0) / samples.sum(0).clamp(min=1)
 
 
-def backward(
-    loss_of: Gradients[B],
-    learned: Sequence[nn.Parameter],
-    adjustments: Sequence[Adjustment] = (),
-) -> Gradients[B]:
-    """Return what makes gradients by autograd, of the losses of batches, and changes them."""
+def by_autograd(
+    loss_of: Step[B], learned: Sequence[nn.Parameter], changes: Sequence[Change]
+) -> Step[B]:
+    """Return what takes a step: gradients of a batch's loss by autograd, then changes of these and
+    of the parameters.
+    """
 
-    def gradients(batch: B) -> tuple[Tensor, int | Tensor]:
+    def step(batch: B) -> tuple[Tensor, int | Tensor]:
         for parameter in learned:
             parameter.grad = None
         loss, count = loss_of(batch)
         (loss.sum() if loss.dim() else loss).backward()
-        for adjust in adjustments:
-            adjust()
+        for change in changes:
+            change()
         return loss.detach(), count
 
-    return gradients
+    return step
 
 
 def batch_loss(

@@ -9,7 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedbn_flwr.client import training
-from fedbn_flwr.client.training import Batch, batch_loss, make_optimizer, products, train
+from fedbn_flwr.client.training import (
+    Batch,
+    batch_loss,
+    by_autograd,
+    make_optimizer,
+    products,
+    train,
+)
 from fedbn_flwr.wire import Instruction
 from tests.helpers.toys import CLASSES, toy_cnn, toy_split
 
@@ -25,7 +32,8 @@ def trained(model: nn.Module, batches: list[Batch], instruction: Instruction) ->
     def loss_of(batch: Batch) -> tuple[Tensor, int]:
         return batch_loss(model, batch, instruction, F.cross_entropy)
 
-    return float(train(batches, loss_of, make_optimizer(model, instruction)))
+    optimizer = make_optimizer(model, instruction)
+    return float(train(batches, by_autograd(loss_of, [*model.parameters()], [optimizer.step])))
 
 
 def test_bfloat16_computes_in_bfloat16_and_keeps_the_weights_in_float32() -> None:

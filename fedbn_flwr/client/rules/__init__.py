@@ -5,14 +5,14 @@ A method's own rule lies beside its strategy. In the files here are those that a
 for.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
 from importlib import import_module
-from itertools import takewhile
 from pkgutil import iter_modules
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar, cast, dataclass_transform
+from weakref import WeakKeyDictionary
 
 import torch
 from flwr.app import ConfigRecord
@@ -26,6 +26,8 @@ from fedbn_flwr.wire import BINDING, Instruction, Scalar, wire_key
 
 #: the name of the proximal term's weight under Flower's own FedProx
 FLOWERS_MU = "proximal-mu"
+#: by model on an accelerator, and by name, tensors that its sessions have one after another
+_KEPT: WeakKeyDictionary[nn.Module, dict[str, list[Tensor]]] = WeakKeyDictionary()
 
 
 @dataclass
@@ -48,6 +50,8 @@ class Session:
     steps: int | Tensor = 0
     #: the layers behind the parameters: the model itself, unless it is stacked
     structure: nn.Module | None = None
+    #: whether all that the optimizer works with is kept
+    steady: bool = False
     #: what rules add to the reply
     records: dict[str, State] = field(default_factory=dict)
     metrics: dict[str, float | list[float]] = field(default_factory=dict)
@@ -60,6 +64,23 @@ class Session:
     def stacked(self) -> bool:
         """Whether the session is one of several clients at once."""
         return self.structure is not None
+
+    def keep(self, name: str, like: Sequence[Tensor]) -> list[Tensor]:
+        """Return tensors like these, of any values, for what steps read or write.
+
+        On an accelerator the model's next session gets them again, because a captured step has
+        them where they were.
+        """
+        if not like or like[0].device.type == "cpu":
+            return [torch.empty_like(value) for value in like]
+        kept = _KEPT.setdefault(self.model, {})
+        if list(map(_form, kept.get(name, ()))) != list(map(_form, like)):
+            kept[name] = [torch.empty_like(value) for value in like]
+        return kept[name]
+
+    def kept(self) -> list[Tensor]:
+        """Return all tensors that are kept for the model's sessions."""
+        return [value for values in _KEPT.get(self.model, {}).values() for value in values]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -77,8 +98,8 @@ class Rule:
     needs_optimizer: ClassVar[bool] = False
     #: whether all parameters that learn are its business at once: it works with one optimizer only
     needs_all: ClassVar[bool] = False
-    #: whether `adjust` consists of torch's operations on gradients and parameters alone, the same
-    #: in every step, so that a captured step may have them in its graph
+    #: whether `adjust` consists of torch's operations on gradients, parameters and what the session
+    #: keeps alone, the same in every step, so that a captured step may have them in its graph
     replays: ClassVar[bool] = False
     #: rules change gradients in this order; equal ones in the alphabetical order of their keys
     order: ClassVar[int] = 0
@@ -91,6 +112,10 @@ class Rule:
 
     def finish(self, session: Session) -> None:
         """Add to the reply, or store in the node's memory."""
+
+
+def _form(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def on_device(state: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> State:
@@ -149,13 +174,6 @@ def rules_for(instruction: Instruction) -> list[Rule]:
         if values != defaults:
             rules.append(rule(**{key.replace("-", "_"): value for key, value in values.items()}))
     return rules
-
-
-def split(rules: Iterable[Rule]) -> tuple[list[Rule], list[Rule]]:
-    """Return the rules that a captured step replays, and those that change gradients after it."""
-    changing = [rule for rule in rules if type(rule).adjust is not Rule.adjust]
-    replayed = list(takewhile(lambda rule: rule.replays, changing))
-    return replayed, changing[len(replayed) :]
 
 
 def read_instruction(config: ConfigRecord | dict[str, Scalar], flowers: bool = True) -> Instruction:

@@ -42,8 +42,12 @@ class MaintainedMomentum(Rule):
         for entry, value in {**known, **moved}.items():
             name, _, kind = entry.rpartition("/")
             if name in learned:
+                state = session.optimizer.state[learned[name]]
                 # the optimizer changes it in place, and it may be somebody else's too
-                session.optimizer.state[learned[name]][kind] = value.clone()
+                if kind in state:
+                    state[kind].copy_(value)
+                else:
+                    state[kind] = value.clone()
 
     def finish(self, session: Session) -> None:
         """Send or store the state."""

@@ -16,7 +16,8 @@ from fedbn_flwr import state, wire
 from fedbn_flwr.client import BNClient, captured, training
 from fedbn_flwr.client.batch_plan import BatchLoader, augment_together, load_groups
 from fedbn_flwr.client.reply import Metrics
-from fedbn_flwr.client.rules import Session, rules_for, split
+from fedbn_flwr.client.rules import Session, rules_for
+from fedbn_flwr.client.steady import steady
 from fedbn_flwr.device import Rows, constant
 from fedbn_flwr.layerwise import Exchange, shared_statistics
 from fedbn_flwr.layerwise.carried import CorrectedClients
@@ -125,13 +126,13 @@ def _learn(
         carried.begin(session.received.get(wire.CARRIED, {}), clients[0].device)
     batches = StackedBatches(clients, stack, session, plans, exchange, carried)
     session.steps = batches.steps
+    steady(session)
     rules = rules_for(instruction)
     for rule in rules:
         rule.begin(session)
-    replayed, others = split(rules)
-    gradients = captured.gradients(
+    step = captured.steps(
         session,
-        replayed,
+        rules,
         batches.loss_of,
         clients[0].loss_function,
         clients[0].captured,
@@ -140,8 +141,8 @@ def _learn(
         asks_nobody=carried is not None or isinstance(exchange, OneStackExchange),
         written=stack.corrected.written,
     )
-    batches.draws_ahead = captured.replays(gradients)
-    losses = training.train(batches, gradients, session.optimizer, [rule.adjust for rule in others])
+    batches.draws_ahead = captured.replays(step)
+    losses = training.train(batches, step)
     batches.restore()
     for rule in rules:
         rule.finish(session)

@@ -1,6 +1,5 @@
 """Rules: how they are registered, the bounds on gradients, and kept momentum."""
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -23,7 +22,6 @@ from fedbn_flwr.client.rules import (
     read_instruction,
     register_rule,
     rules_for,
-    split,
 )
 from fedbn_flwr.client.rules.gradient_norm import classifier_parameters, clip_gradients
 from fedbn_flwr.norm import replace
@@ -299,22 +297,6 @@ def test_the_order_is_not_that_of_registration_and_bounds_are_last() -> None:
 
     wanted = ["first", "second", "zzz", "Clipping", "GradientNorm"]
     assert order("zzz", "first", "second") == order("second", "zzz", "first") == wanted
-
-
-def test_what_is_behind_a_rule_that_steps_cannot_replay_is_not_replayed_either() -> None:
-    """What a method adds to gradients is added before they are clipped."""
-    bounds = Instruction().with_rule(clip_factor=0.1).with_rule(clip_norm=1.0)
-    for instruction, replayed in (
-        (bounds, ["Clipping", "GradientNorm"]),
-        (dataclasses.replace(bounds, momentum_state="local"), ["Clipping", "GradientNorm"]),
-        (bounds.with_rule(proximal_mu=0.1), []),
-    ):
-        rules = rules_for(instruction)
-        first, others = split(rules)
-        assert [type(rule).__name__ for rule in first] == replayed
-        # kept momentum changes no gradient
-        changing = [rule for rule in rules if type(rule).__name__ != "MaintainedMomentum"]
-        assert first + others == changing
 
 
 def test_a_class_that_is_defined_again_takes_the_place_of_the_one_before() -> None:

@@ -10,13 +10,15 @@ from torch import nn
 
 from benchmarks.bare import BareLoop, CapturedLoop
 from fedbn_flwr.client import BNClient, captured
-from fedbn_flwr.client.rules import Rule
+from fedbn_flwr.client.rules import Rule, Session, register_rule
 from fedbn_flwr.client.rules.gradient_norm import Clipping, GradientNorm
+from fedbn_flwr.client.steady import steady
 from fedbn_flwr.layerwise.carried import CorrectedClients
 from fedbn_flwr.models import build
 from fedbn_flwr.simulation.in_process import InProcessGrid, OneByOneGrid
 from fedbn_flwr.simulation.stacked.layers import StackedLayers
-from fedbn_flwr.strategies import BaseStrategy, FedAvg, FedDNA, FedTAN, FixBN
+from fedbn_flwr.strategies import BaseStrategy, FedAvg, FedDNA, FedProx, FedTAN, FixBN, Scaffold
+from fedbn_flwr.wire import Instruction
 from tests.fake_accelerator.on_device.methods import CASES
 from tests.helpers.engine_comparison import EXACT, Stacked, Watch, watching
 from tests.helpers.harness import (
@@ -27,6 +29,7 @@ from tests.helpers.harness import (
     make_float32_model,
     make_model,
 )
+from tests.helpers.registered import registries_restored
 from tests.strategies.test_contract import SOLVED
 
 #: clients with equal batches
@@ -172,6 +175,100 @@ def test_clipping_is_replayed_with_the_bound_that_it_had(
     assert all(
         distance(ended["eager"][0], other) for other in (ended["eager"][1], ended["eager"][3])
     )
+
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "momentum and decay": {"momentum": 0.9, "weight_decay": 0.1},
+    "momentum that nodes keep": {"momentum": 0.9, "momentum_state": "local"},
+    "momentum that the server keeps": {"momentum": 0.9, "momentum_state": "global"},
+    "adam": {"optimizer": "adam", "lr": 0.01},
+    "adamw": {"optimizer": "adamw", "lr": 0.01, "weight_decay": 0.1},
+}
+
+
+@pytest.mark.parametrize("case", OPTIMIZERS)
+@pytest.mark.parametrize("method", [FedAvg, FedProx, Scaffold])
+@pytest.mark.sampled(5)
+def test_the_optimizers_step_is_replayed_at_every_rate(
+    method: Callable[..., BaseStrategy], case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also for clients that are at their end while others go on."""
+    monkeypatch.setattr(f"{__name__}.SIZES", (16, 16, 8, 8))
+    options = {**OPTIMIZERS[case], "batch_size": 4, "local_steps": 0, "local_epochs": 1}
+    kept = options.pop("momentum_state", "none")
+
+    def make() -> BaseStrategy:
+        return method(momentum_state=kept, **HALVED)
+
+    calls: list[None] = []
+
+    def counted(session: Session) -> None:
+        steady(session)
+        step = session.optimizer.step
+        session.optimizer.step = lambda: calls.append(step()) or None  # type: ignore[method-assign,assignment,func-returns-value]
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fedbn_flwr.simulation.stacked.training.steady", counted)
+        apart, replays, watch = ends(make, make_model, Stacked, rounds=5, **options)
+    assert (apart, said(watch)) == (0, [])
+    # of two kinds of steps each is compared in the second round, and all others are replayed
+    assert replays == 4 * 4
+    # by autograd, in each of five rounds; then in the first, and where the two are captured
+    assert len(calls) == 5 * 4 + 4 + 2 * 2
+
+
+@pytest.mark.parametrize("case", OPTIMIZERS)
+@pytest.mark.sampled(3)
+def test_stacks_optimizers_step_as_those_of_the_cpu(case: str) -> None:
+    options = OPTIMIZERS[case]
+    ended = [
+        Federation(make_model(), SIZES, grid=grid, device=device).run(
+            FedAvg(momentum_state=options.get("momentum_state", "none"), **HALVED),
+            5,
+            **{name: value for name, value in options.items() if name != "momentum_state"},
+        )
+        for grid, device in ((InProcessGrid, "cpu"), (Stacked, "fake"))
+    ]
+    assert distance(*ended) <= (1e-9 if "adam" in case else EXACT)
+
+
+class Halving(Rule):
+    """A rule that cannot be replayed, and does not say that it can."""
+
+    halves: bool = False
+
+    def begin(self, session: Session) -> None:
+        """Note what learns."""
+        self.learned = [*session.learned().values()]
+        self.steps = 0
+
+    def adjust(self) -> None:
+        """Halve the gradients in every other step."""
+        self.steps += 1
+        for parameter in self.learned if self.steps % 2 else ():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+
+def test_what_is_behind_a_rule_that_does_not_replay_is_not_replayed_either() -> None:
+    """What a method adds to gradients is added before they are clipped, and they move nothing
+    before.
+    """
+
+    class Halved(FedAvg):
+        def instruct(self, instruction: Instruction) -> Instruction:
+            return super().instruct(instruction).with_rule(halves=True)
+
+    with registries_restored():
+        register_rule(Halving)
+        apart, replays, watch = ends(lambda: Halved(clip_norm=0.1), make_model, Stacked, rounds=4)
+        alone = Federation(make_model(), SIZES).run(Halved(clip_norm=0.1), 4)
+        stacked = Federation(make_model(), SIZES, device="fake", grid=Stacked).run(
+            Halved(clip_norm=0.1), 4
+        )
+    assert (apart, said(watch)) == (0, [])
+    assert replays
+    assert distance(alone, stacked) <= EXACT
 
 
 CHANGES: dict[str, tuple[Callable[[], BaseStrategy], dict[str, Any]]] = {
