@@ -15,6 +15,8 @@ from fedbn_flwr.plugins import warn_once
 
 #: items of a `Dataset` that are read twice, to see whether they change
 READ_TWICE = 8
+#: values of label maps that are kept in 16 bits are smaller
+MOST_IN_MAPS = 2**15
 #: in label maps of bytes the mark of pixels without a class, or of the foreground
 WHITE = 255
 #: `Data`, a function that returns them, or a pair of training and test data: each a `Split`,
@@ -168,6 +170,13 @@ def _checked(inputs: Tensor, labels: Tensor) -> Split:
             "labels must be integers, the numbers of classes from 0, or float targets, not "
             f"{labels.dtype}"
         )
-    if labels.dim() == 4 and labels.shape[1] == 1 and len(shape) == 4:
+    if labels.dim() == len(shape) > 2 and labels.shape[1] == 1:
         labels = labels.squeeze(1)  # label maps with a channel
-    return Split(inputs, labels.to(torch.float32 if labels.is_floating_point() else torch.int64))
+    dtype = torch.int64
+    if labels.is_floating_point():
+        dtype = torch.float32
+    elif labels.dim() > 1 and labels.numel():
+        values = labels.numpy(force=True)  # torch has no maximum of unsigned 16 bits
+        if max(-int(values.min()), int(values.max())) < MOST_IN_MAPS:
+            dtype = torch.int16
+    return Split(inputs, labels.to(dtype))

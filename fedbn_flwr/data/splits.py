@@ -45,10 +45,10 @@ class Split:
 
     The inputs are N x C x H x W, or of another shape that starts with N x C; uint8 (0 to 255),
     float32, or int64 for ids, in memory or memory-mapped (`torch.from_file`). Domains are int64,
-    and so are labels, or for regression float32 of N or N x K. Images may have label maps, N x H x
-    W, whose pixels without a class are `IGNORED`. Only images can be resized or augmented. `mean`
-    and `std` hold one number a channel, for inputs scaled to [0, 1]; where they are empty, batches
-    are not normalized. Ids never are.
+    and so are labels, or for regression float32 of N or N x K. Images, volumes and signals may have
+    label maps, inputs without their channels in int64 or int16, where pixels without a class are
+    `IGNORED`. Only images can be resized or augmented. `mean` and `std` hold one number a channel,
+    for inputs scaled to [0, 1]; where they are empty, batches are not normalized. Ids never are.
     """
 
     inputs: Tensor
@@ -65,20 +65,20 @@ class Split:
                 f"inputs must be N x C [x H x W], uint8, float32 or (for ids) int64, not {shape}, "
                 f"{dtype}"
             )
-        size = shape[:1]
-        if self.labels.dim() == 3 and len(shape) == 4:
-            size = (shape[0], *shape[2:])
-        is_float = self.labels.dtype == torch.float32 and self.labels.dim() <= 2
-        if is_float and self.labels.shape[:1] == shape[:1]:
-            classes = None
+        labels = self.labels
+        samples = f"one int64 for each of {shape[0]} samples"
+        columns = [("domains", self.domains, shape[:1], [torch.int64], samples)]
+        if labels.dim() == len(shape) - 1 > 1:
+            places = (shape[0], *shape[2:])
+            able = f"int64 or int16 for each pixel, {places}"
+            columns.append(("labels", labels, places, [torch.int64, torch.int16], able))
         else:
-            classes = self.labels
-        columns = (("labels", classes, size), ("domains", self.domains, shape[:1]))
-        for name, column, wanted in columns:
-            if column is not None and (column.dtype != torch.int64 or column.shape != wanted):
-                able = f"one int64 for each of {shape[0]} samples"
-                if wanted != shape[:1]:
-                    able = f"int64 for each pixel, {wanted}"
+            columns.append(("labels", labels, shape[:1], [torch.int64], samples))
+        is_float = labels.dtype == torch.float32 and labels.dim() <= 2
+        if is_float and labels.shape[:1] == shape[:1]:
+            columns.pop()
+        for name, column, wanted, dtypes, able in columns:
+            if column is not None and (column.dtype not in dtypes or column.shape != wanted):
                 raise ValueError(
                     f"{name} must be {able}, not {tuple(column.shape)}, {column.dtype}"
                 )
@@ -91,7 +91,7 @@ class Split:
         """What the targets are in words, if they are no classes of samples."""
         if self.labels.is_floating_point():
             return FLOATS
-        if self.labels.dim() == 3:
+        if self.labels.dim() > 1:
             return LABEL_MAPS
         return ""
 
@@ -115,9 +115,8 @@ class Split:
         """
         device = torch.device(device)
         inputs, labels = self._near(device)
-        return normalize(pick_rows(inputs, indices, device), self.mean, self.std), pick_rows(
-            labels, indices, device
-        )
+        images = normalize(pick_rows(inputs, indices, device), self.mean, self.std)
+        return images, _targets(pick_rows(labels, indices, device))
 
     def _near(self, device: torch.device) -> Batch:
         """Return all inputs and labels: on a GPU that has room for them, else where they are."""
@@ -173,7 +172,7 @@ class Split:
             labels = pick_rows(self.labels, indices, torch.device(device))
         else:
             labels = maps.to(device)
-        return normalize(images.to(device), self.mean, self.std), labels
+        return normalize(images.to(device), self.mean, self.std), _targets(labels)
 
     def select(self, indices: NDArray[np.int64]) -> Self:
         """Return a new split with copies of the chosen samples."""
@@ -195,8 +194,8 @@ class Split:
             )
         labels = self.labels
         if self.targets == LABEL_MAPS:
-            one = F.interpolate(labels[:, None].double(), size=(side, side), mode="nearest-exact")
-            labels = one.squeeze(1).long()
+            one = F.interpolate(labels[:, None].float(), size=(side, side), mode="nearest-exact")
+            labels = one.squeeze(1).to(labels.dtype)
         return replace(self, inputs=resize(self.inputs, side), labels=labels)
 
     def measured(self) -> tuple[Channels, Channels]:
@@ -206,6 +205,13 @@ class Split:
         if self.has_ids:
             return ((), ())
         return measure(self.inputs)
+
+
+def _targets(labels: Tensor) -> Tensor:
+    """Return labels as losses take them."""
+    if labels.is_floating_point():
+        return labels
+    return labels.long()
 
 
 #: by device, the inputs and labels that are there

@@ -158,7 +158,63 @@ def test_maps_with_a_channel_and_of_truth_values_are_read() -> None:
     data = own_data(((images, maps[:, None] == 1), (images, maps[:, None].numpy() == 1)))
     assert data.task == "segmentation"
     assert data.num_classes == 2
-    assert torch.equal(data.train.labels, (maps == 1).long())
+    assert torch.equal(data.train.labels, (maps == 1).short())
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int32, np.int64, np.uint64])
+def test_maps_are_kept_in_16_bits_where_these_have_their_classes(dtype: type) -> None:
+    images, maps = pictures()
+    given: np.ndarray = maps.clamp(min=0).numpy().astype(dtype)
+    split = own_data(((images, given), (images, given))).train
+    assert split.labels.dtype == torch.int16
+    chosen = torch.tensor([3, 0])
+    assert torch.equal(split.batch(chosen)[1], maps.clamp(min=0)[chosen])
+    if dtype != np.uint8:
+        given[0, 0, 0] = 2**15
+        assert own_data(((images, given), (images, given))).train.labels.dtype == torch.int64
+
+
+VOLUMES: dict[str, tuple[tuple[int, ...], type[nn.Module], type[nn.Module]]] = {
+    "volumes": ((4, 6, 8), nn.Conv3d, nn.BatchNorm3d),
+    "signals": ((40,), nn.Conv1d, nn.BatchNorm1d),
+}
+
+
+@pytest.mark.parametrize("kind", VOLUMES)
+def test_volumes_and_signals_have_maps_too(kind: str) -> None:
+    shape, convolution, norm = VOLUMES[kind]
+
+    def scans(count: int, seed: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        maps = torch.randint(CLASSES, (count, *shape), generator=generator)
+        noise = 0.2 * torch.rand(count, 1, *shape, generator=generator)
+        values = maps[:, None] / CLASSES + noise
+        maps[:, 0] = IGNORED
+        return values, maps
+
+    def model(num_classes: int) -> nn.Module:
+        layers = convolution(1, 8, 1), norm(8), nn.ReLU(), convolution(8, num_classes, 1)
+        return nn.Sequential(*layers)
+
+    options: dict[str, Any] = {
+        "model": model,
+        "data": (scans(24, 0), scans(8, 1)),
+        "clients": 3,
+        "rounds": 4,
+        "local_steps": 6,
+        "lr": 0.05,
+        "optimizer": "adam",
+        "progress": False,
+    }
+    results = compare(["fedavg", "fedbn", "fedtan"], **options)
+    assert not results.failures
+    table = results.to_pandas().set_index("method")
+    # a fifth by chance
+    assert table.loc["fedavg", "mean-iou"] > 0.5
+    assert table.loc["fedtan", "mean-iou"] > 0.5
+    assert table.loc["fedbn", "mean-iou-personal"] > 0.5
+    with pytest.raises(UsageError, match="augmentation 'flip-rotate' is for images, not for"):
+        compare(["fedavg"], augmentation="flip-rotate", **options)
 
 
 def test_a_client_knows_its_task_by_its_targets() -> None:
@@ -197,7 +253,10 @@ def wrong_maps() -> list[tuple[Tensor, str]]:
     _, maps = pictures()
     white = maps.where(maps != IGNORED, 255)
     return [
-        (maps[:, 1:], r"labels must be int64 for each pixel, \(12, 10, 14\), not \(12, 9, 14\)"),
+        (
+            maps[:, 1:],
+            r"labels must be int64 or int16 for each pixel, \(12, 10, 14\), not \(12, 9, 14\)",
+        ),
         (maps.double(), "not .*, torch.float32"),
         (white, "have the value 255 and not 254: number the classes from 0, and give -100 to"),
         (maps.where(maps == IGNORED, maps + 1), "labels are 1 to 3, .* give labels - 1"),
