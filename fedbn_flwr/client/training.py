@@ -20,7 +20,6 @@ from fedbn_flwr.layerwise.carried import CorrectedClients
 from fedbn_flwr.state import State
 from fedbn_flwr.wire import Instruction
 
-OPTIMIZERS = ("sgd", "adam", "adamw")
 PRECISIONS = ("float32", "tf32", "bf16")
 
 Batch = tuple[Tensor, Tensor]
@@ -30,6 +29,7 @@ MakeOptimizer = Callable[[nn.Module, Instruction], torch.optim.Optimizer]
 #: changes gradients after the backward pass, or, as an optimizer's step, the parameters
 Change = Callable[[], Any]
 B = TypeVar("B")
+K = TypeVar("K", bound=torch.optim.Optimizer)
 #: takes a step on a batch, or its forward pass alone, and gives the mean loss and the number of
 #: samples: of one client, or (stacked) of several at once in a row for each
 Step = Callable[[B], tuple[Tensor, int | Tensor]]
@@ -213,38 +213,61 @@ def carried_records(exchange: Exchange | None) -> dict[str, State]:
     return {}
 
 
+def without_wrappers(kind: type[K]) -> type[K]:
+    """Take torch's wrappers off a class of optimizers, which import torch's compiler, to be left
+    out of what is compiled.
+
+    That import is a third of the time that a message of a deployment takes in its new process.
+    """
+    made: Any = kind
+    made.add_param_group = unwrap(made.add_param_group)
+    made.step = torch.no_grad()(unwrap(made.step))
+    return kind
+
+
+@without_wrappers
+class SGD(torch.optim.SGD):
+    """torch's own."""
+
+
+@without_wrappers
+class Adam(torch.optim.Adam):
+    """torch's own."""
+
+
+@without_wrappers
+class AdamW(torch.optim.AdamW):
+    """torch's own."""
+
+
+#: the names of optimizers
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": partial(SGD, foreach=True),
+    "adam": Adam,
+    "adamw": AdamW,
+}
+
+
 def make_optimizer(model: nn.Module, instruction: Instruction) -> torch.optim.Optimizer:
     """The instruction's optimizer over the parameters that learn, each at its factor of the
     rate.
     """
     factors: dict[str, float] = getattr(model, "rate_factors", {})
-    lr = instruction.lr
-    decay = instruction.weight_decay
     groups: dict[float, list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            groups.setdefault(factors.get(name, 1.0) * lr, []).append(parameter)
-    parameters = [{"params": group, "lr": rate} for rate, group in groups.items()]
-    if instruction.optimizer == "sgd":
-        return SGD(
-            parameters, lr=lr, momentum=instruction.momentum, weight_decay=decay, foreach=True
+            rate = factors.get(name, 1.0) * instruction.lr
+            groups.setdefault(rate, []).append(parameter)
+    if instruction.optimizer not in OPTIMIZERS:
+        raise ValueError(
+            f"unknown optimizer {instruction.optimizer!r}; known: {', '.join(OPTIMIZERS)}"
         )
-    if instruction.optimizer == "adam":
-        return torch.optim.Adam(parameters, lr=lr, weight_decay=decay)
-    if instruction.optimizer == "adamw":
-        return torch.optim.AdamW(parameters, lr=lr, weight_decay=decay)
-    raise ValueError(f"unknown optimizer {instruction.optimizer!r}; known: {', '.join(OPTIMIZERS)}")
-
-
-class SGD(torch.optim.SGD):
-    """torch's own without its wrappers, which import torch's compiler, to be left out of what is
-    compiled.
-
-    That import is a third of the time that a message of a deployment takes in its new process.
-    """
-
-    add_param_group = unwrap(torch.optim.Optimizer.add_param_group)
-    step = torch.no_grad()(unwrap(torch.optim.SGD.step))
+    options = {"lr": instruction.lr, "weight_decay": instruction.weight_decay}
+    if instruction.optimizer == "sgd":
+        options["momentum"] = instruction.momentum
+    parameters = [{"params": group, "lr": rate} for rate, group in groups.items()]
+    made: torch.optim.Optimizer = OPTIMIZERS[instruction.optimizer](parameters, **options)
+    return made
 
 
 def model_loss(

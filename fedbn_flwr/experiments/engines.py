@@ -55,8 +55,8 @@ from fedbn_flwr.transports import message_client
 MakeGrid = Callable[[Material, Sequence[int]], InProcessGrid]
 #: the address of a Ray that is only for this run
 LOCAL = "local"
-#: what every worker needs, and takes seconds to import: itself, optimizers and the default data set
-NEEDED = (__name__, "torch._dynamo", "sklearn.datasets")
+#: what every worker needs, and takes seconds to import
+NEEDED = (__name__,)
 
 
 def count_workers(material: Material, layerwise: bool = False) -> int:

@@ -25,7 +25,7 @@ OPTIONS: dict[str, Any] = {
     "model": "mlp",
     "rounds": 2,
     "local-steps": 2,
-    "momentum": 0.5,
+    "optimizer": "adam",
     "device": "cpu",
     "partition": "classes:5",
 }

@@ -1,6 +1,8 @@
 """The precision of local training, and what it says of batches on which BN cannot train."""
 
+import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 
 from fedbn_flwr.client import training
 from fedbn_flwr.client.training import (
+    OPTIMIZERS,
     Batch,
     batch_loss,
     by_autograd,
@@ -26,13 +29,18 @@ def toy_batches(steps: int = 4, size: int = 5) -> list[Batch]:
     return [split.batch(positions) for positions in torch.arange(steps * size).split(size)]
 
 
-def trained(model: nn.Module, batches: list[Batch], instruction: Instruction) -> float:
+def trained(
+    model: nn.Module,
+    batches: list[Batch],
+    instruction: Instruction,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> float:
     model.train()
+    optimizer = optimizer or make_optimizer(model, instruction)
 
     def loss_of(batch: Batch) -> tuple[Tensor, int]:
         return batch_loss(model, batch, instruction, F.cross_entropy)
 
-    optimizer = make_optimizer(model, instruction)
     return float(train(batches, by_autograd(loss_of, [*model.parameters()], [optimizer.step])))
 
 
@@ -47,6 +55,28 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_the_weights_in_float32() -> Non
     assert {value.dtype for value in model.parameters()} == {torch.float32}
     assert losses[0] == pytest.approx(losses[1], rel=0.02)
     assert losses[0] != losses[1]
+
+
+TORCHS: dict[str, Any] = {
+    "sgd": partial(torch.optim.SGD, momentum=0.9),
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_step_as_torchs_and_do_not_import_its_compiler(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The import takes seconds, in every process that has an optimizer."""
+    models = toy_cnn(), toy_cnn()
+    instruction = Instruction(optimizer=name, lr=0.01, momentum=0.9, weight_decay=0.1)
+    torchs = TORCHS[name](models[0].parameters(), lr=0.01, weight_decay=0.1)
+    losses = [trained(models[0], toy_batches(), instruction, torchs)]
+    monkeypatch.setitem(sys.modules, "torch._dynamo", None)
+    losses.append(trained(models[1], toy_batches(), instruction))
+    assert losses[0] == losses[1]
+    assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
 
 
 CUDNN: Any = torch.backends.cudnn

@@ -14,7 +14,6 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
-import torch._dynamo  # an optimizer imports it, which takes seconds
 from flwr.app import Context, Error, Message
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
