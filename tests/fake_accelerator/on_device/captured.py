@@ -217,6 +217,23 @@ def test_the_optimizers_step_is_replayed_at_every_rate(
     assert len(calls) == 5 * 4 + 4 + 2 * 2
 
 
+def test_runs_with_other_optimizers_find_no_steps_of_each_other() -> None:
+    """On the same model, whose stack has what optimizers work with where it was."""
+    every: list[dict[str, Any]] = [
+        {"momentum": 0.9},
+        {"momentum": 0.5},
+        {"momentum": 0.9, "weight_decay": 0.1},
+        {"optimizer": "adam", "lr": 0.01},
+        {},
+    ]
+    ended = []
+    for wrap in (eager, lambda client, _: client):
+        nodes = Federation(make_model(), SIZES, device="fake", grid=Stacked, wrap=wrap)
+        ended.append([nodes.run(FedAvg(), 3, **options) for options in [*every, every[0]]])
+    assert [distance(*pair) for pair in zip(*ended, strict=True)] == [0] * 6
+    assert all(distance(ended[0][0], other) for other in ended[0][1:5])
+
+
 @pytest.mark.parametrize("case", OPTIMIZERS)
 @pytest.mark.sampled(3)
 def test_stacks_optimizers_step_as_those_of_the_cpu(case: str) -> None:
