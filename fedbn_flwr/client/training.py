@@ -240,7 +240,7 @@ class AdamW(torch.optim.AdamW):
     """torch's own."""
 
 
-#: the names of optimizers
+#: optimizers by name
 OPTIMIZERS: dict[str, Any] = {
     "sgd": partial(SGD, foreach=True),
     "adam": Adam,

@@ -170,7 +170,7 @@ def _checked(inputs: Tensor, labels: Tensor) -> Split:
             "labels must be integers, the numbers of classes from 0, or float targets, not "
             f"{labels.dtype}"
         )
-    if labels.dim() == len(shape) > 2 and labels.shape[1] == 1:
+    if len(shape) > 2 and labels.dim() == len(shape) and labels.shape[1] == 1:
         labels = labels.squeeze(1)  # label maps with a channel
     dtype = torch.int64
     if labels.is_floating_point():

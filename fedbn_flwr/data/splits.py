@@ -68,15 +68,13 @@ class Split:
         labels = self.labels
         samples = f"one int64 for each of {shape[0]} samples"
         columns = [("domains", self.domains, shape[:1], [torch.int64], samples)]
-        if labels.dim() == len(shape) - 1 > 1:
+        is_float = labels.dtype == torch.float32 and labels.dim() <= 2
+        if len(shape) > 2 and labels.dim() == len(shape) - 1 and not is_float:
             places = (shape[0], *shape[2:])
             able = f"int64 or int16 for each pixel, {places}"
             columns.append(("labels", labels, places, [torch.int64, torch.int16], able))
-        else:
+        elif not is_float or labels.shape[:1] != shape[:1]:
             columns.append(("labels", labels, shape[:1], [torch.int64], samples))
-        is_float = labels.dtype == torch.float32 and labels.dim() <= 2
-        if is_float and labels.shape[:1] == shape[:1]:
-            columns.pop()
         for name, column, wanted, dtypes, able in columns:
             if column is not None and (column.dtype not in dtypes or column.shape != wanted):
                 raise ValueError(
