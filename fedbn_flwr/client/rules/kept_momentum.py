@@ -30,6 +30,7 @@ class MaintainedMomentum(Rule):
         if self.momentum_state == "global":
             known = {**known, **session.received.get(wire.MOMENTUM, {})}
         learned = session.learned()
+        self._begun = {entry.rpartition("/")[0] for entry in known}
         given = session.optimizer.defaults
         # optimizers count their steps on the CPU, or in every step they would wait for a GPU to
         # tell the number
@@ -51,10 +52,18 @@ class MaintainedMomentum(Rule):
 
     def finish(self, session: Session) -> None:
         """Send or store the state."""
+        learned = session.learned()
+        if session.steady:
+            # it has state of parameters that take part in no step, too, which nobody else has
+            learned = {
+                name: parameter
+                for name, parameter in learned.items()
+                if parameter.grad is not None or name in self._begun
+            }
         # as `parameter name/kind`; plain SGD has none
         state = {
             f"{name}/{kind}": value.detach().clone()
-            for name, parameter in session.learned().items()
+            for name, parameter in learned.items()
             for kind, value in session.optimizer.state[parameter].items()
             if isinstance(value, Tensor)
         }

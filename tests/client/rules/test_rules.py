@@ -15,14 +15,7 @@ from torchvision.models import mobilenet_v2, squeezenet1_1
 
 from fedbn_flwr import wire
 from fedbn_flwr.client.node_memory import Memory
-from fedbn_flwr.client.rules import (
-    RULES,
-    Rule,
-    Session,
-    read_instruction,
-    register_rule,
-    rules_for,
-)
+from fedbn_flwr.client.rules import RULES, Rule, Session, read_instruction, register_rule, rules_for
 from fedbn_flwr.client.rules.gradient_norm import classifier_parameters, clip_gradients
 from fedbn_flwr.norm import replace
 from fedbn_flwr.server.constructor_options import constructor_options
@@ -226,6 +219,20 @@ def test_the_servers_momentum_is_not_changed_by_the_steps_of_a_node() -> None:
     # .5 x 4 + 1, and what was received is as it was
     assert session.records[wire.MOMENTUM] == {f"weight/{BUFFER}": torch.tensor([[3.0]])}
     assert received == {f"weight/{BUFFER}": torch.tensor([[4.0]])}
+
+
+def test_of_parameters_without_a_gradient_only_momentum_that_came_goes_on() -> None:
+    """An optimizer whose state is kept has some for the others, too."""
+    model = nn.ModuleDict({name: nn.Linear(1, 1, bias=False) for name in ("known", "new")})
+    received = {f"known.weight/{BUFFER}": torch.tensor([[4.0]])}
+    session = session_of(model, "global", received, set(), Memory(RecordDict()))
+    session.steady = True
+    for parameter in model.parameters():
+        session.optimizer.state[parameter][BUFFER] = torch.zeros_like(parameter)
+    (rule,) = rules_for(session.instruction)
+    rule.begin(session)
+    rule.finish(session)
+    assert session.records[wire.MOMENTUM] == received
 
 
 def test_names_with_the_sign_that_divides_entries_are_sent_or_kept_like_others() -> None:

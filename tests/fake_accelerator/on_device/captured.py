@@ -6,6 +6,7 @@ from typing import Any
 import fake_accelerator  # type: ignore[import-not-found]
 import pytest
 import torch
+from flwr.clientapp import ClientApp
 from torch import nn
 
 from benchmarks.bare import BareLoop, CapturedLoop
@@ -16,6 +17,7 @@ from fedbn_flwr.client.steady import steady
 from fedbn_flwr.layerwise.carried import CorrectedClients
 from fedbn_flwr.models import build
 from fedbn_flwr.simulation.in_process import InProcessGrid, OneByOneGrid
+from fedbn_flwr.simulation.stacked.grid import StackedGrid
 from fedbn_flwr.simulation.stacked.layers import StackedLayers
 from fedbn_flwr.strategies import BaseStrategy, FedAvg, FedDNA, FedProx, FedTAN, FixBN, Scaffold
 from fedbn_flwr.wire import Instruction
@@ -200,12 +202,17 @@ def test_the_optimizers_step_is_replayed_at_every_rate(
     def make() -> BaseStrategy:
         return method(momentum_state=kept, **HALVED)
 
-    calls: list[None] = []
+    calls: list[Session] = []
 
     def counted(session: Session) -> None:
         steady(session)
-        step = session.optimizer.step
-        session.optimizer.step = lambda: calls.append(step()) or None  # type: ignore[method-assign,assignment,func-returns-value]
+        step: Callable[[], None] = session.optimizer.step
+
+        def noted() -> None:
+            calls.append(session)
+            step()
+
+        session.optimizer.step = noted  # type: ignore[method-assign,assignment]
 
     with monkeypatch.context() as patch:
         patch.setattr("fedbn_flwr.simulation.stacked.training.steady", counted)
@@ -247,6 +254,35 @@ def test_stacks_optimizers_step_as_those_of_the_cpu(case: str) -> None:
         for grid, device in ((InProcessGrid, "cpu"), (Stacked, "fake"))
     ]
     assert distance(*ended) <= (1e-9 if "adam" in case else EXACT)
+
+
+class Pairs(StackedGrid):
+    """Trains two clients in a stack, and the last of three alone."""
+
+    def __init__(self, client_app: ClientApp, num_nodes: int) -> None:
+        super().__init__(client_app, num_nodes, chunk=2)
+
+
+@pytest.mark.parametrize("where", ["local", "global"])
+def test_stacks_keep_no_momentum_of_parameters_without_gradients(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client that is alone has none, and would be unlike the others."""
+    monkeypatch.setattr(f"{__name__}.SIZES", (8, 8, 8))
+
+    def model() -> nn.Module:
+        made = make_model()
+        made.unused = nn.Linear(1, 1, bias=False).double()
+        nn.init.ones_(made.unused.weight)
+        return made
+
+    ended = []
+    with watching() as watch:
+        for grid in (InProcessGrid, Pairs):
+            nodes = Federation(model(), SIZES, device="fake", grid=grid)
+            ended.append(nodes.run(FedAvg(momentum_state=where), 4, momentum=0.9))
+    assert not [text for text in watch.messages if "left out" in text]
+    assert distance(*ended) < 1e-12
 
 
 class Halving(Rule):
