@@ -7,7 +7,7 @@ TF32 in `fedbn_flwr/client/training.py`.
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, lru_cache
 from pathlib import Path
@@ -56,6 +56,11 @@ def started() -> Any:
 def has_graphs(device: torch.device) -> bool:
     """Return whether operations of a device can be captured and replayed."""
     return device.type != "cpu" and hasattr(torch.get_device_module(device), "CUDAGraph")
+
+
+def form_of(tensor: Tensor) -> Hashable:
+    """Return all that a captured operation must find as it was, but the numbers."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def set_up_accelerator(device: torch.device, deterministic: bool) -> None:

@@ -30,7 +30,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from fedbn_flwr.client.rules import Rule, Session
 from fedbn_flwr.client.training import Change, LossFunction, Step, by_autograd
-from fedbn_flwr.device import has_graphs
+from fedbn_flwr.device import form_of, has_graphs
 from fedbn_flwr.randomness import OwnRandomness
 
 #: which steps are captured: those of layers that are known, of all layers, or of none
@@ -164,7 +164,9 @@ def steps(
         return eager
     replayed = list(takewhile(lambda rule: rule.replays, changing))
     whole = session.steady and replayed == changing
-    inside = changes[: len(replayed) + whole]
+    inside = changes
+    if not whole:
+        inside = changes[: len(replayed)]
     return _Replaying(
         session,
         replayed,
@@ -233,7 +235,7 @@ class _Replaying(Generic[B]):
         if mode != "none" and not self.asks_nobody:
             return self.eager(batch)
         kind, tensors = self.tensors_of(batch)
-        forms = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors)
+        forms = tuple(map(form_of, tensors))
         shape = kind, forms, mode
         if shape not in self._steps:
             key = (shape, self._state())

@@ -25,11 +25,19 @@ OPTIONS: dict[str, Any] = {
     "model": "mlp",
     "rounds": 2,
     "local-steps": 2,
-    "optimizer": "adam",
+    "momentum": 0.5,
     "device": "cpu",
     "partition": "classes:5",
 }
-METHODS = ("fedavg", "fixbn:freeze-round=1", "fedbn", "fedtan", "scaffold", "fedavg+gn")
+METHODS = (
+    "fedavg",
+    "fedavg with adam",
+    "fixbn:freeze-round=1",
+    "fedbn",
+    "fedtan",
+    "scaffold",
+    "fedavg+gn",
+)
 #: what a message may import beside Flower's own command and PyTorch: `import torch` alone takes 3
 #: CPU seconds, each of torch._dynamo, scikit-learn and torchvision takes as long again, and
 #: matplotlib, SciPy and pandas a second or two
@@ -63,7 +71,9 @@ def test_messages_import_nothing_that_takes_seconds(tmp_path: Path) -> None:
     """
     runs: list[tuple[list[Message], dict[str, Any], dict[str, Any]]] = []
     for method in METHODS:
-        options = {**OPTIONS, "method": method, "results-dir": str(tmp_path / str(len(runs)))}
+        name, _, optimizer = method.partition(" with ")
+        options = {**OPTIONS, "method": name, "optimizer": optimizer or "sgd"}
+        options["results-dir"] = str(tmp_path / str(len(runs)))
         grid = InProcessGrid(client_app(bound_client_fn(resolve(options).config)), 2)
         runs.append((sent(grid, options), options, {}))
     _, folders = write_sites(tmp_path / "images", "iid", 2, 0)

@@ -19,6 +19,7 @@ from flwr.app import ConfigRecord
 from torch import Tensor, nn
 
 from fedbn_flwr.client.node_memory import Memory
+from fedbn_flwr.device import form_of, has_graphs
 from fedbn_flwr.plugins import same_definition
 from fedbn_flwr.state import State
 from fedbn_flwr.state.flat import to_device
@@ -68,13 +69,13 @@ class Session:
     def keep(self, name: str, like: Sequence[Tensor]) -> list[Tensor]:
         """Return tensors like these, of any values, for what steps read or write.
 
-        On an accelerator the model's next session gets them again, because a captured step has
-        them where they were.
+        Where steps can be captured the model's next session gets them again, because a captured
+        step has them where they were.
         """
-        if not like or like[0].device.type == "cpu":
+        if not like or not has_graphs(like[0].device):
             return [torch.empty_like(value) for value in like]
         kept = _KEPT.setdefault(self.model, {})
-        if list(map(_form, kept.get(name, ()))) != list(map(_form, like)):
+        if list(map(form_of, kept.get(name, ()))) != list(map(form_of, like)):
             kept[name] = [torch.empty_like(value) for value in like]
         return kept[name]
 
@@ -112,10 +113,6 @@ class Rule:
 
     def finish(self, session: Session) -> None:
         """Add to the reply, or store in the node's memory."""
-
-
-def _form(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def on_device(state: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> State:

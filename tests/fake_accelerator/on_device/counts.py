@@ -145,8 +145,7 @@ def test_rules_launch_few_kernels() -> None:
 
     # in the first of two rounds: in the second, they are in the graph
     assert kernels("SCAFFOLD") == kernels("FedProx") == kernels("FedAvg") + 2 / 2
-    # two norms for each of four parameters that are not the classifier's, and five kernels for
-    # all
+    # two norms for each of four parameters that are not the classifier's, and five kernels for all
     assert kernels("FedWon, clipping") == kernels("FedWon") + (2 * 4 + 5) / 2
 
 
