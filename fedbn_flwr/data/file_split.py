@@ -13,9 +13,9 @@ from torch import Tensor
 
 from fedbn_flwr.data.augmentation import Edits, Size
 from fedbn_flwr.data.decoding import DecodeRequest, Fit, Source
-from fedbn_flwr.data.pixels import Channels, mapped, measure_bytes, normalize, pick_rows
+from fedbn_flwr.data.pixels import Channels, mapped, moments_of_pixels, normalize, pick_rows
 from fedbn_flwr.data.prefetch import decode
-from fedbn_flwr.data.splits import LABEL_MAPS, Batch, Split
+from fedbn_flwr.data.splits import LABEL_MAPS, Batch, Split, renumbered_classes
 from fedbn_flwr.randomness import numpy_generator
 
 #: processes that decode ahead, unless an option says otherwise
@@ -148,19 +148,23 @@ class FileSplit(Split):
         images, _ = self._request(torch.arange(len(self))).decode()
         return Split(images, self.labels, self.domains, self.mean, self.std)
 
+    def renumbered(self, numbers: Tensor) -> "Split":
+        """Return the split with `numbers` in place of the classes 0, 1, ...."""
+        if self.classes is None:
+            return super().renumbered(numbers)
+        return replace(self, classes=renumbered_classes(self.classes, numbers))
+
     def resized(self, side: int) -> "FileSplit":
         """Return the split with images of another size."""
         fit = "squash" if self.fit == "exact" else self.fit
         return replace(self, inputs=_placeholder(len(self), side), fit=fit)
 
-    def measured(self) -> tuple[Channels, Channels]:
-        """Return mean and standard deviation of every channel, on at most `MEASURED` random
-        images.
-        """
+    def moments(self) -> tuple[Channels, Channels]:
+        """Return mean and variance of every channel, on at most `MEASURED` random images."""
         order = numpy_generator(0, "moments").permutation(len(self))[:MEASURED]
         parts = torch.from_numpy(np.sort(order)).split(16)
         requests = (self._request(part) for part in parts)
-        return measure_bytes(images for images, _ in decode(requests, self.workers))
+        return moments_of_pixels(images for images, _ in decode(requests, self.workers))
 
     def _request(
         self, part: Tensor, edits: Edits | None = None, seeds: Tensor | Sequence[int] = ()

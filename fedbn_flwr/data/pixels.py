@@ -68,19 +68,21 @@ def resize(images: Tensor, side: int) -> Tensor:
     return F.interpolate(images, size=(side, side), mode="bilinear", antialias=True)
 
 
-def measure(images: Tensor) -> tuple[Channels, Channels]:
-    """Return mean and standard deviation of every channel, for pixels from 0 to 1.
+def deviations(variance: Channels) -> Channels:
+    """Return what inputs of these variances are divided by: 1 in place of a deviation of 0."""
+    return tuple(math.sqrt(value) or 1.0 for value in variance)
 
-    A deviation of 0 is made 1.
-    """
+
+def moments(images: Tensor) -> tuple[Channels, Channels]:
+    """Return mean and biased variance of every channel, for pixels from 0 to 1."""
     if images.dtype == torch.uint8:
-        return measure_bytes([images])
+        return moments_of_pixels([images])
     variance, mean = torch.var_mean(images.double(), dim=[0, *range(2, images.dim())], correction=0)
-    return _channels(mean, variance)
+    return tuple(mean.tolist()), tuple(variance.tolist())
 
 
-def measure_bytes(parts: Iterable[Tensor]) -> tuple[Channels, Channels]:
-    """Return what `measure` does for images of 8 or 16 bits in parts: exact, from a histogram,
+def moments_of_pixels(parts: Iterable[Tensor]) -> tuple[Channels, Channels]:
+    """Return what `moments` does for images of 8 or 16 bits in parts: exact, from a histogram,
     without a float copy.
     """
     histograms = [_histograms(part) for part in parts]
@@ -91,7 +93,8 @@ def measure_bytes(parts: Iterable[Tensor]) -> tuple[Channels, Channels]:
     levels = torch.arange(highest + 1, dtype=torch.float64, device=counts.device) / highest
     shares = counts.double() / counts.sum(1, keepdim=True)
     mean = shares @ levels
-    return _channels(mean, (shares * (levels - mean[:, None]).square()).sum(1))
+    variance = (shares * (levels - mean[:, None]).square()).sum(1)
+    return tuple(mean.tolist()), tuple(variance.tolist())
 
 
 def _histograms(images: Tensor) -> Tensor:
@@ -105,10 +108,6 @@ def _histograms(images: Tensor) -> Tensor:
     return torch.stack(
         [torch.bincount(channel.flatten(), minlength=levels) for channel in values.unbind(1)]
     )
-
-
-def _channels(mean: Tensor, variance: Tensor) -> tuple[Channels, Channels]:
-    return tuple(mean.tolist()), tuple(value or 1.0 for value in variance.sqrt().tolist())
 
 
 @lru_cache(maxsize=64)

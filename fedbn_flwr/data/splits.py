@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedbn_flwr.data.augmentation import IGNORED, Edits, label_map
 from fedbn_flwr.data.decoding import stacked
-from fedbn_flwr.data.pixels import Channels, measure, normalize, pick_rows, resize
+from fedbn_flwr.data.pixels import Channels, deviations, moments, normalize, pick_rows, resize
 from fedbn_flwr.device import total_memory
 from fedbn_flwr.randomness import numpy_generator
 
@@ -183,6 +183,15 @@ class Split:
             self, inputs=self.inputs[chosen], labels=self.labels[chosen], domains=domains
         )
 
+    def renumbered(self, numbers: Tensor) -> "Split":
+        """Return the split with `numbers` in place of the classes 0, 1, ..., or float targets at
+        these places.
+        """
+        labels = self.labels
+        if self.targets == FLOATS:
+            return replace(self, labels=labels[:, numbers.argsort()])
+        return replace(self, labels=renumbered_classes(labels, numbers))
+
     def resized(self, side: int) -> "Split":
         """Return the split with images of another size."""
         if self.inputs.dim() != 4:
@@ -196,13 +205,26 @@ class Split:
             labels = one.squeeze(1).to(labels.dtype)
         return replace(self, inputs=resize(self.inputs, side), labels=labels)
 
-    def measured(self) -> tuple[Channels, Channels]:
-        """Return mean and standard deviation of every channel, for pixels from 0 to 1; of ids there
+    @property
+    def is_scaled(self) -> bool:
+        """Whether all inputs are from 0 to 1 when they are measured."""
+        if self.inputs.is_floating_point():
+            return bool(((self.inputs >= 0) & (self.inputs <= 1)).all())
+        return not self.has_ids
+
+    def moments(self) -> tuple[Channels, Channels]:
+        """Return mean and biased variance of every channel, for pixels from 0 to 1; of ids there
         are none.
         """
         if self.has_ids:
             return ((), ())
-        return measure(self.inputs)
+        return moments(self.inputs)
+
+
+def renumbered_classes(classes: Tensor, numbers: Tensor) -> Tensor:
+    """Return `numbers` in place of the classes 0, 1, ...; pixels without a class stay so."""
+    chosen = numbers[classes.long().clamp(min=0)].to(classes.dtype)
+    return chosen.where(classes != IGNORED, IGNORED)
 
 
 def _targets(labels: Tensor) -> Tensor:
@@ -229,6 +251,13 @@ def _portions(sizes: Sequence[int], most: int) -> Iterator[list[int]]:
         count += size
     if portion:
         yield portion
+
+
+def side_of(shape: Sequence[int]) -> int:
+    """Return the side of square images of a shape; 1 where samples have nothing but channels."""
+    if len(shape) > 1:
+        return shape[-1]
+    return 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -303,9 +332,7 @@ class Data:
     @property
     def image_size(self) -> int:
         """Side of a square image, in pixels; 1 where samples have nothing but channels."""
-        if self.train.inputs.dim() > 2:
-            return self.train.inputs.shape[-1]
-        return 1
+        return side_of(self.train.inputs.shape[1:])
 
     def resized(self, side: int) -> "Data":
         """Return the data with images of another size."""
@@ -335,7 +362,8 @@ class Data:
         """
         if self.train.has_ids:
             return self
-        return normalized(self, *self.train.measured())
+        mean, variance = self.train.moments()
+        return normalized(self, mean, deviations(variance))
 
     def share(self) -> bool:
         """Move tensors into memory that worker processes can map; return whether they are there.
@@ -422,13 +450,13 @@ def _check_range(what: str, values: Tensor, count: int) -> None:
 
 def renumbered(data: Data, class_names: Sequence[str]) -> Data:
     """Return the data with each class's number its position in a list, which may name further
-    classes.
+    classes; float targets are put in the order of the list.
 
-    A class that the list does not name is a ValueError, and so are classes without names, or of
-    pixels.
+    A class that the list does not name is a ValueError, and so are classes without names, and
+    float targets that are fewer than the list names.
     """
-    if data.train.targets == LABEL_MAPS:
-        raise ValueError(f"{data.name}: classes of {LABEL_MAPS} cannot be numbered by name")
+    if data.class_names == tuple(class_names):
+        return data
     if not data.class_names:
         raise ValueError(
             f"{data.name}: its classes have no names, so they cannot be numbered by name"
@@ -436,10 +464,12 @@ def renumbered(data: Data, class_names: Sequence[str]) -> Data:
     for name in data.class_names:
         if name not in class_names:
             raise ValueError(f"{data.name}: its class {name!r} is none of {', '.join(class_names)}")
+    lacking = [name for name in class_names if name not in data.class_names]
+    if lacking and data.train.targets == FLOATS:
+        raise ValueError(f"{data.name}: its samples have no target {lacking[0]!r}")
     numbers = torch.tensor([list(class_names).index(name) for name in data.class_names])
-    train, test = (
-        replace(split, labels=numbers[split.labels]) for split in (data.train, data.test)
-    )
+    train = data.train.renumbered(numbers)
+    test = data.test.renumbered(numbers)
     return replace(
         data, train=train, test=test, num_classes=len(class_names), class_names=tuple(class_names)
     )
@@ -481,7 +511,8 @@ def leave_out(data: Data, domain: str) -> tuple[Data, Split]:
         train=train.select(np.flatnonzero(~here)),
         test=data.test.select(np.flatnonzero(tested)),
     )
-    is_own = np.allclose([*train.mean, *train.std], np.concatenate(train.measured()))
+    mean, variance = train.moments()
+    is_own = np.allclose([*train.mean, *train.std], [*mean, *deviations(variance)])
     return left.standardized() if is_own else left, train.select(np.flatnonzero(here))
 
 

@@ -11,6 +11,7 @@ from fedbn_flwr import data, models, norm
 from fedbn_flwr.client.learning_task import LOWER_IS_BETTER, OBJECTIVES, task_of
 from fedbn_flwr.client.training import logits_of
 from fedbn_flwr.data.partition import about_absent
+from fedbn_flwr.data.splits import FLOATS
 from fedbn_flwr.device import pick_device
 from fedbn_flwr.experiments.config import Config, EngineOptions, NetworkOptions
 from fedbn_flwr.experiments.experiment import Experiment
@@ -43,6 +44,9 @@ def checked_material(experiment: Experiment, strategy: BaseStrategy) -> Material
         if config.data.dataset != data.SITES:
             loaded = load_data(config.data)
             check_task(config, loaded)
+            if loaded.num_classes == 1 and loaded.train.targets != FLOATS:
+                one = ", ".join(loaded.class_names) or 0
+                raise UsageError(f"{loaded.name} has one class only, {one}")
             material = Material.of(config, loaded)
             check_model(material, strategy)
     except (ValueError, OSError, RuntimeError) as error:
@@ -57,12 +61,8 @@ def checked_material(experiment: Experiment, strategy: BaseStrategy) -> Material
             f"method {config.method!r} needs all data in one place, but the data set 'sites' "
             "stays at the sites"
         )
-    if material is None and config.model.objective in OBJECTIVES:
-        raise UsageError(
-            f"objective {config.model.objective!r} is for float targets, and the data of sites "
-            "have classes"
-        )
-    refuse_percent(config.results.stop_at, material.task.metric if material else "accuracy")
+    if material:
+        refuse_percent(config.results.stop_at, material.task.metric)
     fewest = strategy.averager.fewest_nodes
     if config.clients and drawn < fewest:
         why = f"robust={strategy.averager} needs {fewest} nodes in a round"
@@ -81,8 +81,6 @@ def check_task(config: Config, loaded: data.Data) -> None:
             f"{loaded.name} has float targets, which need objective={able}; classes are integers "
             "from 0"
         )
-    if task.has_classes and loaded.num_classes == 1:
-        raise UsageError(f"{loaded.name} has one class only, {', '.join(loaded.class_names) or 0}")
     if config.results.class_metrics:
         targets = loaded.train.targets
         if targets:

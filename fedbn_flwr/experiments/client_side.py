@@ -14,8 +14,10 @@ from flwr.clientapp.typing import ClientAppCallable
 
 from fedbn_flwr import wire
 from fedbn_flwr.client import BNClient
-from fedbn_flwr.data import SITES, without_domains
+from fedbn_flwr.data import SITES, Data, Split, renumbered, without_domains
 from fedbn_flwr.data.loading import ROOT_VARIABLE
+from fedbn_flwr.data.splits import FLOATS
+from fedbn_flwr.experiments.checks import check_task
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.experiment import import_plugins, resolve
 from fedbn_flwr.experiments.material import Material, load_data, set_up_process
@@ -63,30 +65,41 @@ def at_site(config: Config, own_data: str) -> Config:
 
 
 def describe_data(context: Context) -> SiteData:
-    """Return what a site says of its data: names, counts, shapes, and moments of the training
+    """Return what a site says of its data: task, names, counts, shapes, and moments of the training
     images' channels.
     """
     config = resolve(_given(context), federation=True).config
     own = at_site(config, str(context.node_config.get(DATA_KEY, "")))
     # by their own names: which names the run knows is for the server to say
     data = load_data(replace(own.data, classes=(), mean=(), std=()))
+    named = f"the site's data {own.data.dataset!r}"
     if not data.class_names:
-        raise UsageError(
-            f"the site's data {own.data.dataset!r} have no class names: `Data` takes `class_names`"
-        )
-    if data.train.targets:
-        what = f"the site's data {own.data.dataset!r} have {data.train.targets}"
-        raise UsageError(f"{what}, and the data of sites have classes")
-    mean, deviations = data.train.measured()
-    # a deviation of 0 is measured as 1; that of pixels from 0 to 1 is at most 1/2
-    variance = tuple(0.0 if deviation == 1 else deviation**2 for deviation in deviations)
-    train, test = (
-        tuple(np.bincount(split.labels, minlength=data.num_classes).tolist())
-        for split in (data.train, data.test)
+        raise UsageError(f"{named} have no class names: `Data` takes `class_names`")
+    check_task(own, data)
+    if own.data.classes and data.train.targets == FLOATS:
+        renumbered(data, own.data.classes)  # which refuses a site that lacks one
+    mean, variance = data.train.moments()
+    if not np.isfinite([*mean, *variance]).all():
+        raise UsageError(f"{named} have inputs that are not finite")
+    return SiteData(
+        site=int(context.node_config["partition-id"]),
+        task=data.task,
+        class_names=data.class_names,
+        samples=(len(data.train), len(data.test)),
+        train=_by_class(data, data.train),
+        test=_by_class(data, data.test),
+        shape=tuple(data.train.inputs.shape[1:]),
+        scaled=data.train.is_scaled,
+        mean=mean,
+        variance=variance,
     )
-    site = int(context.node_config["partition-id"])
-    shape = tuple(data.train.inputs.shape[1:])
-    return SiteData(site, data.class_names, train, test, shape, mean, variance)
+
+
+def _by_class(data: Data, split: Split) -> tuple[int, ...]:
+    """Return how many samples each class has, if samples have classes."""
+    if split.targets:
+        return ()
+    return tuple(np.bincount(split.labels, minlength=data.num_classes).tolist())
 
 
 def add_site_data(app: ClientApp) -> ClientApp:

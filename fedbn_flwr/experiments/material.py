@@ -20,6 +20,7 @@ from fedbn_flwr.client.evaluation import batch_sizes
 from fedbn_flwr.client.learning_task import LearningTask, task_of
 from fedbn_flwr.data import Data, Split
 from fedbn_flwr.data.pixels import Channels
+from fedbn_flwr.data.splits import side_of
 from fedbn_flwr.device import pick_device, set_up_accelerator
 from fedbn_flwr.experiments.config import Config, DataOptions, EngineOptions, ModelOptions
 from fedbn_flwr.experiments.experiment import import_plugins, read_data
@@ -37,6 +38,11 @@ class Form(NamedTuple):
     num_classes: int
     in_channels: int
     image_size: int
+
+    @classmethod
+    def of(cls, num_classes: int, shape: Sequence[int]) -> Self:
+        """Return the form of samples of a shape."""
+        return cls(num_classes, shape[0], side_of(shape))
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,7 +159,7 @@ def normalization(used: DataOptions | Split) -> dict[str, Channels]:
 
 def form_of(loaded: Data) -> Form:
     """Return what a model must know of the data."""
-    return Form(loaded.num_classes, loaded.in_channels, loaded.image_size)
+    return Form.of(loaded.num_classes, loaded.train.inputs.shape[1:])
 
 
 def make_partition(config: Config, loaded: Data, clients: int) -> list[NDArray[np.int64]]:

@@ -11,6 +11,7 @@ from flwr.common import log
 from flwr.serverapp import Grid
 
 from fedbn_flwr import state
+from fedbn_flwr.client.learning_task import task_of
 from fedbn_flwr.client.training import products
 from fedbn_flwr.data import SITES
 from fedbn_flwr.experiments.checkpoint import (
@@ -20,7 +21,7 @@ from fedbn_flwr.experiments.checkpoint import (
     read_checkpoint,
     refuse_other_model,
 )
-from fedbn_flwr.experiments.checks import checked_material
+from fedbn_flwr.experiments.checks import checked_material, refuse_percent
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.experiment import Experiment
 from fedbn_flwr.experiments.material import (
@@ -40,7 +41,7 @@ from fedbn_flwr.experiments.runs import asked_of
 from fedbn_flwr.experiments.sites.agreement import SitesGrid, agree, ask_sites
 from fedbn_flwr.experiments.stopping import STOP
 from fedbn_flwr.plugins import warn_once
-from fedbn_flwr.plugins.options import UsageError
+from fedbn_flwr.plugins.options import UsageError, refusing
 from fedbn_flwr.server.grids import passing
 from fedbn_flwr.server.round import Round
 from fedbn_flwr.simulation.how_trained import APART
@@ -269,7 +270,10 @@ def set_up_at_sites(grid: Grid, config: Config, nodes: int, before: Mapping[str,
     config = rounds_within_budget(agreement.config, nodes, agreement.samples)
     initial = state.to_record(fresh_model(config.model, agreement.form, config.seed).state_dict())
     sites_grid = SitesGrid(grid, agreement)
-    scorer = SiteScorer(config.data.classes, config.results.class_metrics, sites_grid)
+    with refusing():
+        task = task_of(agreement.task, config.model.objective)
+    refuse_percent(config.results.stop_at, task.metric)
+    scorer = SiteScorer(task, config.data.classes, config.results.class_metrics, sites_grid)
     table = agreement.table(sites_grid.names)
     about = {
         "clients": nodes,

@@ -22,7 +22,10 @@ DATA_MEAN = "data-mean"
 DATA_STD = "data-std"
 DATA_SHAPE = "data-shape"
 
+_TASK = "task"
 _CLASS_NAMES = "class-names"
+_SAMPLES = "samples"
+_SCALED = "from-0-to-1"
 _TRAIN = "train-counts"
 _TEST = "test-counts"
 _SHAPE = "image-shape"
@@ -36,22 +39,36 @@ class SiteData:
 
     #: the site's number: its `partition-id`
     site: int
+    #: what the targets are for
+    task: str
+    #: the names of the classes, or of float targets
     class_names: tuple[str, ...]
-    #: the number of samples of each class
+    #: the number of training and of test samples
+    samples: tuple[int, int]
+    #: the number of samples of each class; empty where targets are no classes of samples
     train: tuple[int, ...]
     test: tuple[int, ...]
     #: channels, height and width of an image
     shape: tuple[int, ...]
-    #: of every channel of the training images, for pixels from 0 to 1; the biased variance
+    #: whether all inputs are from 0 to 1, as pixels are
+    scaled: bool
+    #: of every channel of the training images; the biased variance
     mean: tuple[float, ...]
     variance: tuple[float, ...]
 
     def pack(self) -> RecordDict:
         """Return the content of the site's answer."""
-        numbers = {_TRAIN: list(self.train), _TEST: list(self.test), _SHAPE: list(self.shape)}
-        moments = {_MEAN: list(self.mean), _VARIANCE: list(self.variance)}
-        metrics: dict[str, Any] = {PARTITION_ID: self.site, **numbers, **moments}
-        report = ConfigRecord({_CLASS_NAMES: list(self.class_names)})
+        metrics: dict[str, Any] = {
+            PARTITION_ID: self.site,
+            _SAMPLES: list(self.samples),
+            _TRAIN: list(self.train),
+            _TEST: list(self.test),
+            _SHAPE: list(self.shape),
+            _MEAN: list(self.mean),
+            _VARIANCE: list(self.variance),
+        }
+        report = ConfigRecord({_TASK: self.task, _SCALED: self.scaled})
+        report[_CLASS_NAMES] = list(self.class_names)
         return RecordDict({METRICS: MetricRecord(metrics), REPORT: report})
 
     @classmethod
@@ -62,20 +79,38 @@ class SiteData:
             raise ValueError(printable(str(report[PROBLEM])))
         metrics: Mapping[str, Any] = content.metric_records.get(METRICS) or {}
         try:
-            numbers = [tuple(metrics[key]) for key in (_TRAIN, _TEST, _SHAPE, _MEAN, _VARIANCE)]
-            site = cls(metrics[PARTITION_ID], tuple(report[_CLASS_NAMES]), *numbers)
-            [*zip(dict.fromkeys(site.class_names), site.train, site.test, strict=True)]
-            whole = (site.site, *site.train, *site.test, *site.shape)
-            moments = (*site.mean, *site.variance)
-            # pixels are from 0 to 1, other samples as they are; of ids there are no means
-            largest = 1 if len(site.shape) == 3 else LARGEST
+            training, tested = metrics[_SAMPLES]
+            site = cls(
+                site=metrics[PARTITION_ID],
+                task=report[_TASK],
+                class_names=tuple(report[_CLASS_NAMES]),
+                samples=(training, tested),
+                train=tuple(metrics[_TRAIN]),
+                test=tuple(metrics[_TEST]),
+                shape=tuple(metrics[_SHAPE]),
+                scaled=report[_SCALED],
+                mean=tuple(metrics[_MEAN]),
+                variance=tuple(metrics[_VARIANCE]),
+            )
+            names = (site.task, *site.class_names)
+            whole = (site.site, *site.samples, *site.train, *site.test, *site.shape)
+            if site.scaled:
+                bounds = 0.0, 1.0
+            else:
+                bounds = -LARGEST, LARGEST
+            # of ids there are no means
             channels = site.shape[0] if site.mean else 0
             if not (
-                1 <= len(site.shape) <= 4
-                and all(len(name) <= 500 for name in site.class_names)
-                and all(category(sign) != "Cc" for sign in "".join(site.class_names))
+                isinstance(site.scaled, bool)
+                and 1 <= len(site.shape) <= 4
+                and len(set(site.class_names)) == len(site.class_names)
+                and len(site.train) == len(site.test)
+                and len(site.train) in (0, len(site.class_names))
+                and all(len(name) <= 500 for name in names)
+                and all(category(sign) != "Cc" for sign in "".join(names))
                 and all(isinstance(number, int) and 0 <= number <= MOST for number in whole)
-                and all(0 <= number <= largest for number in moments)
+                and all(bounds[0] <= number <= bounds[1] for number in site.mean)
+                and all(0 <= number <= bounds[1] for number in site.variance)
                 and len(site.mean) == len(site.variance) == channels
             ):
                 raise ValueError("numbers or names that are none")

@@ -244,9 +244,21 @@ def test_maps_are_no_classes_of_samples() -> None:
     domains, classes = shares(data.train, np.arange(5), CLASSES)
     assert domains.tolist() == [1.0]
     assert len(classes) == 0
-    named = Data("named", data.train, data.test, 3, (), ("a", "b", "c"), "segmentation")
-    with pytest.raises(ValueError, match="named: classes of label maps cannot be numbered by name"):
-        renumbered(named, ("c", "b", "a"))
+
+
+def test_classes_of_maps_are_numbered_by_name_in_memory_and_in_files() -> None:
+    images, maps = pictures()
+    short = Split(images, maps.short())
+    names = ("a", "b", "c")
+    data = Data("named", short, in_files(images, maps), CLASSES, (), names, "segmentation")
+    assert renumbered(data, names) is data
+    other = renumbered(data, ("c", "d", "a", "b"))
+    wanted = torch.full_like(maps, IGNORED)
+    for old, new in ((0, 2), (1, 3), (2, 0)):
+        wanted[maps == old] = new
+    for split in (other.train, other.test):
+        assert torch.equal(split.batch(torch.arange(COUNT))[1], wanted)
+    assert (other.train.labels.dtype, other.num_classes) == (torch.int16, 4)
 
 
 def wrong_maps() -> list[tuple[Tensor, str]]:

@@ -13,7 +13,7 @@ from flwr.app import ArrayRecord
 
 from fedbn_flwr import state, wire
 from fedbn_flwr.client.evaluation import evaluate, mean_loss
-from fedbn_flwr.client.learning_task import LOWER_IS_BETTER
+from fedbn_flwr.client.learning_task import LOWER_IS_BETTER, LearningTask
 from fedbn_flwr.experiments.material import Material, unlabeled_inputs
 from fedbn_flwr.norm import adapt
 from fedbn_flwr.server.grids import PassingGrid
@@ -139,18 +139,24 @@ class Scorer:
 class SiteScorer:
     """Computes the scores of a round.
 
-    - `accuracy`, `accuracy-personal`, `loss`: means over the sites, see `Scorer`.
-    - `sites`: by the site's name, else its number, `accuracy`, `loss`, and each metric that is
-      asked for, by class.
+    - `accuracy`, `accuracy-personal`, `loss`, and in segmentation `mean-iou` and
+      `mean-iou-personal`: means over the sites, see `Scorer`. Of float targets there is the error,
+      as `mse`, in place of the accuracy.
+    - `sites`: by the site's name, else its number, the same scores of the site, but for its own
+      distribution, and each metric that is asked for, by class.
     - `class-f1`, `class-auc`, ...: by class the mean over the sites whose test data have the class.
     """
 
-    #: the score by which methods are compared
-    metric = "accuracy"
-
     def __init__(
-        self, class_names: Sequence[str], metrics: Sequence[str], grid: PassingGrid
+        self,
+        task: LearningTask,
+        class_names: Sequence[str],
+        metrics: Sequence[str],
+        grid: PassingGrid,
     ) -> None:
+        self._basic = task.basic_score
+        #: the score by which methods are compared
+        self.metric = task.metric
         self._class_names = class_names
         self._metrics = metrics
         self._grid = grid
@@ -167,7 +173,7 @@ class SiteScorer:
         # the mean of several sites is none of them
         alone = [reply for reply in replies if len(reply.nodes) == 1]
         return {
-            **score_nodes(replies),
+            **score_nodes(replies, basic=self._basic),
             **class_means([reply.metrics for reply in replies], self._metrics, self._class_names),
             "sites": {names.get(each.node, str(each.partition)): rows[each.node] for each in alone},
         }
@@ -179,8 +185,13 @@ class SiteScorer:
             named[name.removeprefix(wire.CLASS)] = {
                 key: _possible(name, value) for key, value in values.items()
             }
-        scores = _scores(metrics, False, wire.ACCURACY)
-        return {"accuracy": scores["accuracy"], "loss": scores["loss"], **named}
+        scores = _scores(metrics, False, self._basic)
+        of_site = {
+            name: score
+            for name, score in scores.items()
+            if not name.endswith(("-personal", "-global"))
+        }
+        return {**of_site, **named}
 
 
 def score_nodes(
@@ -255,8 +266,8 @@ def _possible(key: str, score: Any) -> float:
     """Return a score; RefusedError if it is not finite, or is to be a share, up to rounding, and is
     none.
     """
-    if not isfinite(score) or (
-        key.startswith((wire.ACCURACY, wire.CLASS)) and not 0 <= score <= 1 + 1e-6
-    ):
+    name = key.removeprefix(wire.SCORE).removesuffix("-personal")
+    is_error = name in (*LOWER_IS_BETTER, wire.EVAL_LOSS, wire.LOCAL_LOSS)
+    if not isfinite(score) or not (is_error or 0 <= score <= 1 + 1e-6):
         raise RefusedError(f"its {key!r} is {score}")
     return float(score)

@@ -13,6 +13,7 @@ from flwr.common import log
 from flwr.serverapp import Grid
 
 from fedbn_flwr import wire
+from fedbn_flwr.data.pixels import deviations
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.material import Form
 from fedbn_flwr.plugins.options import UsageError, as_value
@@ -32,21 +33,25 @@ class Agreement:
 
     #: the run's options, with the normalization
     config: Config
+    #: what the data of all sites are for
+    task: str
     shape: tuple[int, ...]
     #: the number of means that a site says: one a channel, or none of ids
     means: int
+    #: whether inputs are from 0 to 1 at most sites, so that no site's moments are larger
+    scaled: bool
     #: the descriptions by node, of the sites that were there before round 1
     sites: Mapping[int, SiteData]
 
     @property
     def form(self) -> Form:
         """What a model must know of the data."""
-        return Form(len(self.config.data.classes), self.shape[0], self.shape[-1])
+        return Form.of(len(self.config.data.classes), self.shape)
 
     @property
     def samples(self) -> int:
         """The number of training samples of all sites."""
-        return sum(sum(site.train) for site in self.sites.values())
+        return sum(site.samples[0] for site in self.sites.values())
 
     def to_config(self) -> ConfigRecord:
         """Return what every message tells a site."""
@@ -74,29 +79,34 @@ class Agreement:
         if unknown:
             known = ", ".join(self.config.data.classes)
             return wire.printable(f"class {unknown[0]!r} is not one of the run's classes: {known}")
+        if site.task != self.task:
+            return wire.printable(
+                f"its data are for {site.task}, but those of most sites for {self.task}"
+            )
         if site.shape != self.shape:
             shapes = f"{_times(site.shape)}, but {_times(self.shape)} at most sites"
             return f"its images are {shapes} (set image-size to scale all images)"
         if len(site.mean) != self.means:
             return f"it says {len(site.mean)} means, but most sites {self.means}"
+        most = max((*map(abs, site.mean), *site.variance), default=0)
+        if self.scaled and (most > 1 or min(site.mean, default=0) < 0):
+            about = f"channels have means and variances up to {most:g}"
+            return f"its {about}, but inputs at most sites are from 0 to 1"
         return ""
 
     def table(self, names: Mapping[int, str]) -> list[dict[str, Any]]:
         """Return a row about each site, for the results."""
         rows = []
         for node, site in sorted(self.sites.items(), key=lambda each: each[1].site):
-            train, test = (
-                dict(zip(site.class_names, counts, strict=True))
-                for counts in (site.train, site.test)
-            )
-            rows.append(
-                {
-                    "site": names.get(node, site.site),
-                    "shape": list(site.shape),
-                    "train": train,
-                    "test": test,
-                }
-            )
+            row: dict[str, Any] = {
+                "site": names.get(node, site.site),
+                "shape": list(site.shape),
+                "samples": list(site.samples),
+            }
+            if site.train:
+                row["train"] = dict(zip(site.class_names, site.train, strict=True))
+                row["test"] = dict(zip(site.class_names, site.test, strict=True))
+            rows.append(row)
         return rows
 
 
@@ -124,11 +134,12 @@ def agree(config: Config, answers: Answers) -> Agreement:
         raise UsageError(
             f"the data set 'sites' needs classes, in the order of their numbers; there are: {names}"
         )
-    forms = Counter((site.shape, len(site.mean)) for site in described)
-    (shape, means), _ = forms.most_common(1)[0] if forms else (((), 0), 0)
+    forms = Counter((site.task, site.shape, len(site.mean)) for site in described)
+    (task, shape, means), _ = forms.most_common(1)[0] if forms else (("", (), 0), 0)
+    scaled = 2 * sum(site.scaled for site in described) >= len(described)
     sites = dict[int, SiteData]()
     refused = dict[int, str]()
-    agreement = Agreement(config, shape, means, sites)
+    agreement = Agreement(config, task, shape, means, scaled, sites)
     for node, answer in answers.items():
         reason = agreement.objection(node, answer, sites)
         if isinstance(answer, str) or reason:
@@ -141,18 +152,19 @@ def agree(config: Config, answers: Answers) -> Agreement:
             raise UsageError(f"node {node}: {reason}")
         log(WARNING, "Node %d is not there at the start: %s", node, reason)
     name_dominant(
-        {node: sum(site.train) for node, site in sites.items()}, "the sites' descriptions"
+        {node: site.samples[0] for node, site in sites.items()}, "the sites' descriptions"
     )
     return replace(agreement, config=_normalized(config, list(sites.values())))
 
 
 def spoken(site: SiteData) -> str:
     """Return a line about a site's data."""
-    counts = ", ".join(
-        f"{name} {count}" for name, count in zip(site.class_names, site.train, strict=True)
-    )
-    sizes = f"{sum(site.train)} training and {sum(site.test)} test images"
-    return wire.printable(f"{sizes} of {_times(site.shape)}; {counts}")
+    classes = ", ".join(site.class_names)
+    if site.train:
+        counted = zip(site.class_names, site.train, strict=True)
+        classes = ", ".join(f"{name} {count}" for name, count in counted)
+    sizes = f"{site.samples[0]} training and {site.samples[1]} test images"
+    return wire.printable(f"{sizes} of {_times(site.shape)} for {site.task}; {classes}")
 
 
 def _normalized(config: Config, sites: Sequence[SiteData]) -> Config:
@@ -163,12 +175,12 @@ def _normalized(config: Config, sites: Sequence[SiteData]) -> Config:
     """
     if config.data.mean:
         return config
-    counts = [sum(site.train) for site in sites]
+    counts = [site.samples[0] for site in sites]
     total = sum(counts)
     if not total:
         raise UsageError("the sites say that they have no training images")
     means = []
-    deviations = []
+    variances = []
     for channel in range(len(sites[0].mean)):
         counted = zip(counts, sites, strict=True)
         moments = [(count, site.mean[channel], site.variance[channel]) for count, site in counted]
@@ -177,8 +189,8 @@ def _normalized(config: Config, sites: Sequence[SiteData]) -> Config:
             sum(count * (width + (center - mean) ** 2) for count, center, width in moments) / total
         )
         means.append(mean)
-        deviations.append(variance**0.5 or 1.0)
-    return config.but(mean=tuple(means), std=tuple(deviations))
+        variances.append(variance)
+    return config.but(mean=tuple(means), std=deviations(tuple(variances)))
 
 
 def _times(shape: Sequence[int]) -> str:

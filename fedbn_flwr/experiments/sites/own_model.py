@@ -104,7 +104,7 @@ def load_own_model(path: str | Path, plugins: str = "") -> OwnModel:
     config = resolve(options, federation=True, read_from=str(path)).config.but(init_from="")
     shape = about["shape"]
     if shape:
-        form = Form(len(config.data.classes), shape[0], shape[-1])
+        form = Form.of(len(config.data.classes), shape)
     else:
         form = form_of(load_data(config.data))
     model = fresh_model(config.model, form, config.seed).eval()

@@ -237,6 +237,7 @@ def test_a_node_whose_scores_cannot_be_read_is_left_out_by_name(
 IMPOSSIBLE: list[tuple[str, Any]] = [
     (wire.EVAL_LOSS, float("inf")),
     (wire.DOMAIN_ACCURACY, [0.5, 1000.0]),
+    (wire.SCORE + "mean-iou-personal", 1000.0),
 ]
 IMPOSSIBLE += [
     (key, value)
@@ -260,7 +261,7 @@ def test_an_impossible_score_is_left_out_by_name(
 
 def test_a_score_beside_the_accuracy_is_not_the_accuracy() -> None:
     said = replies([(0.5, 1.0, 0.5), (0.25, 0.5, 0.5)])
-    more = {wire.SCORE + key: 1000.0 for key in ("accuracy", "accuracy-personal", "loss")}
+    more = {wire.SCORE + key: 0.9 for key in ("accuracy", "accuracy-personal", "loss")}
     assert score_nodes(
         [said[0], replace(said[1], metrics={**said[1].metrics, **more})]
     ) == score_nodes(said)

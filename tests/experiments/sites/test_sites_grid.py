@@ -17,8 +17,19 @@ from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.wire import CONFIG
 from fedbn_flwr.wire.site_data import SITE_DATA, SiteData, problem
 
-NORTH = SiteData(0, ("ill", "well"), (3, 1), (1, 1), (1, 8, 8), (0.25,), (0.01,))
-SOUTH = replace(NORTH, site=1, train=(8, 4), mean=(0.75,), variance=(0.09,))
+NORTH = SiteData(
+    site=0,
+    task="classification",
+    class_names=("ill", "well"),
+    samples=(4, 2),
+    train=(3, 1),
+    test=(1, 1),
+    shape=(1, 8, 8),
+    scaled=True,
+    mean=(0.25,),
+    variance=(0.01,),
+)
+SOUTH = replace(NORTH, site=1, samples=(12, 2), train=(8, 4), mean=(0.75,), variance=(0.09,))
 CONFIG_OF_RUN = Config().but(dataset="sites", classes=("ill", "well"))
 
 
@@ -63,12 +74,16 @@ OF_ANOTHER_TYPE: list[dict[str, Any]] = [
 ]
 
 
-def test_one_mean_a_channel_and_pixels_from_0_to_1() -> None:
+def test_one_mean_a_channel_and_counts_of_all_classes_or_none() -> None:
     for wrong in (
         *(
             replace(NORTH, site=-1),
             replace(NORTH, train=(2**53 + 2, 1)),
-            replace(NORTH, mean=(1.5,)),
+            replace(NORTH, samples=(2**53 + 2, 2)),
+            replace(NORTH, test=()),
+            replace(NORTH, task="class\n"),
+            replace(NORTH, scaled=2),  # type: ignore[arg-type]  # what is tested
+            replace(NORTH, variance=(-0.01,)),
         ),
         *(replace(NORTH, mean=(0.5, 0.5)), replace(NORTH, mean=(0.5, 0.5), variance=(0.1, 0.1))),
         *(replace(NORTH, shape=(1,) * 5), replace(NORTH, shape=(), mean=(), variance=())),
@@ -84,7 +99,9 @@ def test_one_mean_a_channel_and_pixels_from_0_to_1() -> None:
     for right in (
         *(
             replace(NORTH, train=(2**53, 1)),
-            replace(NORTH, shape=(1,), mean=(37.0,), variance=(9.0,)),
+            replace(NORTH, shape=(1,), scaled=False, mean=(37.0,), variance=(9.0,)),
+            replace(NORTH, scaled=False, mean=(-600.0,), variance=(250000.0,)),
+            replace(NORTH, task="segmentation", train=(), test=()),
         ),
         replace(NORTH, shape=(20,), mean=(), variance=()),
         # a no-break space, and joiners in Persian and in an emoji
@@ -128,6 +145,19 @@ UNFIT: dict[str, tuple[SiteData | str, str]] = {
         "its images are 1x9x9, but 1x8x8 at most sites (set image-size to scale all images)",
     ),
     "means": (replace(NORTH, site=2, mean=(), variance=()), "it says 0 means, but most sites 1"),
+    "task": (
+        replace(NORTH, site=2, task="segmentation", train=(), test=()),
+        "its data are for segmentation, but those of most sites for classification",
+    ),
+    "pixels": (
+        replace(NORTH, site=2, scaled=False, mean=(127.5,)),
+        "its channels have means and variances up to 127.5, but inputs at most sites are from 0 "
+        "to 1",
+    ),
+    "signs": (
+        replace(NORTH, site=2, scaled=False, mean=(-0.5,)),
+        "its channels have means and variances up to 0.5, but inputs at most sites are from 0 to 1",
+    ),
 }
 
 
@@ -148,7 +178,7 @@ def test_a_site_that_does_not_fit_is_left_out_if_enough_others_do(
 def test_a_site_that_outweighs_the_others_normalization_is_named(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    agree(CONFIG_OF_RUN, {1: NORTH, 2: SOUTH, 3: replace(NORTH, site=2, train=(10**12, 0))})
+    agree(CONFIG_OF_RUN, {1: NORTH, 2: SOUTH, 3: replace(NORTH, site=2, samples=(10**12, 0))})
     assert warnings(caplog) == [
         "Node 3 outweighs the others in the sites' descriptions: it counts 1e+12, and ten times "
         "the median is 120"

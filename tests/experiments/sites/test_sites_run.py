@@ -376,7 +376,7 @@ BAD_DATA = [
         "must be in train/CLASS/ and test/CLASS/, and there is no /nowhere/at/all/train",
     ),
     ("digits", "the site's data 'digits' have no class names"),
-    ("streets", "the site's data 'streets' have label maps, and the data of sites have classes"),
+    ("streets", "model 'small-cnn' is for classification, streets for segmentation; there are"),
     ("no.such.module:function", "unknown data set 'no.such.module:function'"),
 ]
 
