@@ -78,9 +78,9 @@ def describe_data(context: Context) -> SiteData:
     check_task(own, data)
     if own.data.classes and data.train.targets == FLOATS:
         renumbered(data, own.data.classes)  # which refuses a site that lacks one
+    if not len(data.train):
+        raise UsageError(f"{named} have no training samples")
     mean, variance = data.train.moments()
-    if not np.isfinite([*mean, *variance]).all():
-        raise UsageError(f"{named} have inputs that are not finite")
     return SiteData(
         site=int(context.node_config["partition-id"]),
         task=data.task,

@@ -148,6 +148,11 @@ def more_blood() -> Data:
     return replace(data, train=split, test=split)
 
 
+def no_blood() -> Data:
+    data = blood()
+    return replace(data, train=Split(torch.empty(0, 10), torch.empty(0, dtype=torch.int64)))
+
+
 def mean_error(outputs: Tensor, targets: Tensor) -> Tensor:
     return binary_cross_entropy_with_logits(outputs, targets)
 
@@ -299,6 +304,7 @@ MISTAKES = [
         "findings: its samples have no target 'right'",
     ),
     (("blood",), ("ill", "well"), {"model": "mlp", "objective": "mse"}, "is for float targets"),
+    (("blood", "no_blood"), ("ill", "well"), {"model": "mlp"}, "have no training samples"),
     (("blood",), ("ill", "well"), {"model": "mlp", "stop-at": 90}, "stop-at must be at most 1"),
 ]
 
