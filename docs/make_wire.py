@@ -57,7 +57,8 @@ ELSEWHERE = {
     wire.EVAL_LOSS: "metric of an evaluation",
     wire.ACCURACY: "metric of an evaluation",
     wire.ACCURACY_PERSONAL: "metric of an evaluation: on data like the node's own",
-    wire.DOMAIN_ACCURACY: "metric of an evaluation: a list, by domain",
+    wire.DOMAIN_SCORES: "first part of a metric of an evaluation, such as `domain-accuracy`: the "
+    "score by which methods are compared, a list by domain",
     wire.DOMAIN: "metric: the domain of the node's samples, -1 for none; FedNorm averages within "
     "domains",
     wire.STATISTICS_CHANGE: "metric: how much BN's mini-batch statistics changed, for "

@@ -179,7 +179,7 @@ class BNClient:
             wire.EVAL_LOSS: result.loss,
             basic: result.accuracy,
             f"{basic}-personal": result.accuracy_for(own_domains, own_classes),
-            f"domain-{basic}": result.domain_accuracy,
+            wire.DOMAIN_SCORES + self.task.metric: result.by_domain(self.task.measure),
             wire.DOMAIN: self.domain,
             **{wire.CLASS + name: values for name, values in result.by_class.items()},
             **{wire.SCORE + name: value for name, value in result.scores.items()},

@@ -59,10 +59,12 @@ class Evaluation:
         """The share of correct predictions among all."""
         return self._measure(self.confusion.sum(0))
 
-    @property
-    def domain_accuracy(self) -> list[float]:
-        """The accuracy on every domain; one number where the data have no domains."""
-        return [self._measure(matrix) for matrix in self.confusion]
+    def by_domain(self, measure: Measure | None = None) -> list[float]:
+        """Return a score, or the accuracy, on every domain; one number where the data have no
+        domains.
+        """
+        measure = measure or self._measure
+        return [measure(matrix) for matrix in self.confusion]
 
     def accuracy_for(self, domain_share: Tensor, class_share: Tensor) -> float:
         """The expected accuracy on a node's own distribution: of its domains, or without domains of

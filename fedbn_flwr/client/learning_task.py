@@ -59,6 +59,11 @@ class LearningTask:
             return "accuracy"
         return self.metric
 
+    @property
+    def measure(self) -> Measure | None:
+        """What gives the score by which models are compared, unless that is the basic one."""
+        return self.measures.get(self.metric)
+
     def with_loss(self, loss: LossFunction, name: str = "loss") -> "LearningTask":
         """Return the task with another loss, which without classes is the error by this name."""
         metric = self.metric if self.has_classes else name

@@ -51,7 +51,7 @@ LOCAL_LOSS = "local-loss"
 EVAL_LOSS = "eval-loss"
 ACCURACY = "accuracy"
 ACCURACY_PERSONAL = "accuracy-personal"
-DOMAIN_ACCURACY = "domain-accuracy"
+DOMAIN_SCORES = "domain-"
 DOMAIN = "domain"
 #: before the name of a per-class metric
 CLASS = "class-"

@@ -43,7 +43,7 @@ def test_all_of_it_agrees_with_torchmetrics(domains: int) -> None:
         float(multiclass_accuracy(predicted, split.labels, CLASSES, average="micro"))
     )
     assert result.loss == pytest.approx(float(F.cross_entropy(logits, split.labels)))
-    assert len(result.confusion) == len(result.domain_accuracy) == domains
+    assert len(result.confusion) == len(result.by_domain()) == domains
     for domain in range(domains):
         here = places == domain
         wanted = multiclass_confusion_matrix(predicted[here], split.labels[here], CLASSES)
@@ -51,7 +51,7 @@ def test_all_of_it_agrees_with_torchmetrics(domains: int) -> None:
         accuracy = float(
             multiclass_accuracy(predicted[here], split.labels[here], CLASSES, average="micro")
         )
-        assert result.domain_accuracy[domain] == pytest.approx(accuracy)
+        assert result.by_domain()[domain] == pytest.approx(accuracy)
 
 
 @pytest.mark.parametrize("domains", [3, 1])

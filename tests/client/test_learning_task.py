@@ -108,10 +108,11 @@ def test_an_evaluation_counts_pixels_by_city(batch_size: int) -> None:
         own = multiclass_accuracy(
             predicted[here], targets[here], 5, average="micro", ignore_index=IGNORED
         )
-        assert result.domain_accuracy[city] == pytest.approx(float(own))
+        assert result.by_domain()[city] == pytest.approx(float(own))
         by_city.append(
             float(multiclass_jaccard_index(predicted[here], targets[here], 5, ignore_index=IGNORED))
         )
+    assert result.by_domain(SEGMENTATION.measure) == pytest.approx(by_city, rel=1e-5)
     # a node that has 3/4 of its images from the first city, and one from a city without test images
     mixed = result.score_for(mean_iou, torch.tensor([0.75, 0.25]))
     assert mixed == pytest.approx(0.75 * by_city[0] + 0.25 * by_city[1], rel=1e-5)

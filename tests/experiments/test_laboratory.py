@@ -234,7 +234,7 @@ def test_the_nodes_models_have_the_accuracy_of_the_summary(
     own = found.models()
     assert list(own) == list(data.domain_names)
     scores = [
-        evaluate(model, data.test, 10, "cpu").domain_accuracy[data.domain_names.index(str(domain))]
+        evaluate(model, data.test, 10, "cpu").by_domain()[data.domain_names.index(str(domain))]
         for domain, model in own.items()
     ]
     assert np.mean(scores) == pytest.approx(found.summaries[0]["accuracy-personal"], rel=1e-12)

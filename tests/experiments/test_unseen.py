@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from sklearn.metrics import jaccard_score
 
 from fedbn_flwr import adapt, compare, run
 from fedbn_flwr.client.evaluation import evaluate
@@ -80,6 +81,34 @@ def test_a_run_is_tested_on_the_domain_as_it_is_and_adapted(method: str, tmp_pat
     for name, value in own.state_dict().items():
         if "running" not in name and "tracked" not in name:
             torch.testing.assert_close(value, (states[0][name] + states[1][name]) / 2)
+
+
+def organs(count: int, seed: int) -> Split:
+    """Return images with a class at each pixel, and a level for each domain."""
+    generator = torch.Generator().manual_seed(seed)
+    domains = torch.arange(3).repeat(count)
+    classes = torch.randint(2, (3 * count, 8, 8), generator=generator)
+    noise = torch.randn(3 * count, 1, 8, 8, generator=generator)
+    inputs = classes[:, None] + noise + domains.view(-1, 1, 1, 1)
+    return Split(inputs, classes.short(), domains)
+
+
+def test_in_segmentation_a_model_is_adapted_and_tested_by_its_mean_iou(tmp_path: Path) -> None:
+    data = Data("organs", organs(30, 0), organs(10, 1), 2, DOMAINS, (), "segmentation")
+    options = {**SMALL, "model": "small-fcn"}
+    found = run("fedbn", data=data, unseen="light", folder=tmp_path, seed=3, **options)
+    (summary,) = found.summaries
+    seen = data.train.inputs[data.train.domains != 2]
+    tested = (data.test.inputs[data.test.domains == 2] - seen.mean()) / seen.std(correction=0)
+    classes = data.test.labels[data.test.domains == 2].long()
+    own = found.model(adapt=data.train.inputs[data.train.domains == 2])
+    with torch.no_grad():
+        predicted = own(tested).argmax(1)
+    # the mean over classes of the Jaccard index
+    score = jaccard_score(classes.flatten(), predicted.flatten(), average="macro")
+    assert summary["mean-iou-adapted-all"] == pytest.approx(score, rel=1e-6)
+    assert not {"accuracy-adapted-all", "accuracy-mean-bn"} & summary.keys()
+    assert 0 < summary["mean-iou-mean-bn"] < 1
 
 
 def test_a_model_that_trained_under_frozen_statistics_warns_of_others(

@@ -13,7 +13,7 @@ from flwr.app import ArrayRecord
 
 from fedbn_flwr import state, wire
 from fedbn_flwr.client.evaluation import evaluate, mean_loss
-from fedbn_flwr.client.learning_task import LOWER_IS_BETTER, LearningTask
+from fedbn_flwr.client.learning_task import CLASSIFICATION, LOWER_IS_BETTER, LearningTask
 from fedbn_flwr.experiments.material import Material, unlabeled_inputs
 from fedbn_flwr.norm import adapt
 from fedbn_flwr.server.grids import PassingGrid
@@ -38,21 +38,23 @@ class Scorer:
       share of pixels.
     - `mean-iou`, in segmentation: the mean over classes of intersection over union, of the same
       models (FixBN).
-    - `accuracy-personal`: the mean of the nodes' accuracies on their own domain or label
-      distribution (FedBN, FedWon).
-    - `mean-iou-personal`, in segmentation: the mean of the nodes' mean IoU on their own domains,
-      such as cities.
+    - `accuracy-personal`, `mean-iou-personal`: the mean of the nodes' scores on their own domain or
+      label distribution (FedBN, FedWon).
+    - `train-loss-global`, if asked for: the global model's loss on the union of the clients'
+      training data; where nodes have models of their own, the mean of each model's loss on its
+      node's data (FedTAN, Fig. 4 and 7).
+
+    Others are of the score by which methods are compared, here the accuracy. Of float targets it is
+    the error, as `mse`, which stands for the accuracy in all names.
+
     - `accuracy-mean-bn`: of one model with the mean of the entries that stay on the nodes, over the
       nodes that took part in the last round (FedBS).
     - `domain-accuracy`: of the global model on every domain; where nodes have models of their own,
       of the models of the nodes that hold the domain.
+    - `node-domain-accuracy`: every node's model on every domain (FedTAN, Fig. 8).
     - `accuracy-adapted-20`, `-100`, `-all`, of a domain that nobody trains with: of the one model,
       or of that with the mean of what stays on the nodes, after `adapt` to so many of the domain's
       training samples.
-    - `train-loss-global`, if asked for: the global model's loss on the union of the clients'
-      training data; where nodes have models of their own, the mean of each model's loss on its
-      node's data (FedTAN, Fig. 4 and 7).
-    - `node-domain-accuracy`: every node's model on every domain (FedTAN, Fig. 8).
     - `class-f1`, `class-auc`, ..., if asked for: by class, of the models that `accuracy` is of.
     """
 
@@ -76,15 +78,14 @@ class Scorer:
 
     def score(self, strategy: BaseStrategy, arrays: ArrayRecord) -> Score:
         """Return the scores of the state after a round."""
-        basic = self._task.basic_score
         replies = strategy.evaluation.replies
-        scores = score_nodes(replies, self._data.domain_names, basic)
+        scores = score_nodes(replies, self._data.domain_names, self._task)
         if not strategy.personal:
             asked = {key: value for key, value in scores.items() if key.endswith("-personal")}
             values = state.from_record(arrays)
             return {**self.score_global(values), **self._train_loss(values), **asked}
         if self._unlabeled:  # no node has the domain that is tested
-            scores.pop(f"domain-{basic}", None)
+            scores.pop(wire.DOMAIN_SCORES + self.metric, None)
         scores |= class_means(
             [reply.metrics for reply in replies], self._metrics, self._class_names
         )
@@ -92,11 +93,11 @@ class Scorer:
         if mean:
             own = {name: torch.from_numpy(value) for name, value in mean.items()}
             averaged = self.score_global({**state.from_record(arrays), **own})
-            scores[f"{basic}-mean-bn"] = averaged[basic]
+            scores[f"{self.metric}-mean-bn"] = averaged[self.metric]
             scores |= {
                 name: score
                 for name, score in averaged.items()
-                if name.startswith(f"{basic}-adapted")
+                if name.startswith(f"{self.metric}-adapted")
             }
         return scores
 
@@ -114,16 +115,15 @@ class Scorer:
         by_class = {wire.CLASS + name: values for name, values in result.by_class.items()}
         scores |= class_means([by_class], self._metrics, self._class_names)
         if domains:
-            by_name = zip(
-                data.domain_names, result.domain_accuracy, result.tested.tolist(), strict=True
-            )
-            scores[f"domain-{basic}"] = {
-                name: accuracy for name, accuracy, there in by_name if there
+            by_domain = result.by_domain(self._task.measure)
+            by_name = zip(data.domain_names, by_domain, result.tested.tolist(), strict=True)
+            scores[wire.DOMAIN_SCORES + self.metric] = {
+                name: score for name, score, there in by_name if there
             }
         for count, batches in self._unlabeled.items():
-            scores[f"{basic}-adapted-{count}"] = evaluate(
-                adapt(self._model, batches), *rest
-            ).accuracy
+            adapted = evaluate(adapt(self._model, batches), *rest)
+            merits = {basic: adapted.accuracy, **adapted.scores}
+            scores[f"{self.metric}-adapted-{count}"] = merits[self.metric]
         return scores
 
     def _train_loss(self, values: state.State) -> Score:
@@ -154,7 +154,7 @@ class SiteScorer:
         metrics: Sequence[str],
         grid: PassingGrid,
     ) -> None:
-        self._basic = task.basic_score
+        self._task = task
         #: the score by which methods are compared
         self.metric = task.metric
         self._class_names = class_names
@@ -173,7 +173,7 @@ class SiteScorer:
         # the mean of several sites is none of them
         alone = [reply for reply in replies if len(reply.nodes) == 1]
         return {
-            **score_nodes(replies, basic=self._basic),
+            **score_nodes(replies, task=self._task),
             **class_means([reply.metrics for reply in replies], self._metrics, self._class_names),
             "sites": {names.get(each.node, str(each.partition)): rows[each.node] for each in alone},
         }
@@ -185,7 +185,7 @@ class SiteScorer:
             named[name.removeprefix(wire.CLASS)] = {
                 key: _possible(name, value) for key, value in values.items()
             }
-        scores = _scores(metrics, False, self._basic)
+        scores = _scores(metrics, False, self._task)
         of_site = {
             name: score
             for name, score in scores.items()
@@ -195,14 +195,13 @@ class SiteScorer:
 
 
 def score_nodes(
-    replies: Sequence[NodeReply], domain_names: Sequence[str] = (), basic: str = wire.ACCURACY
+    replies: Sequence[NodeReply],
+    domain_names: Sequence[str] = (),
+    task: LearningTask = CLASSIFICATION,
 ) -> Score:
-    """Return means of the nodes' own evaluations, with the task's `basic_score`.
-
-    There are none if no evaluation can be read.
-    """
+    """Return means of the nodes' own evaluations; there are none if no evaluation can be read."""
     named = ((reply.node, reply.metrics) for reply in replies)
-    read, refused = read_each(named, lambda _, metrics: _scores(metrics, bool(domain_names), basic))
+    read, refused = read_each(named, lambda _, metrics: _scores(metrics, bool(domain_names), task))
     log_refused(refused, "left out of the scores")
     rows = list(read.values())
     if not rows:
@@ -212,14 +211,14 @@ def score_nodes(
         if key not in ("domain", "domains", "own") and all(key in row for row in rows):
             scores[key] = float(np.mean([row[key] for row in rows]))
     if domain_names:
-        scores[f"node-domain-{basic}"] = [row["domains"] for row in rows]
+        scores[f"node-domain-{task.metric}"] = [row["domains"] for row in rows]
         # the models of the nodes that hold a domain
         by_domain = {}
         for domain, name in enumerate(domain_names):
             own = [row["own"] for row in rows if row["domain"] == domain]
             if own:
                 by_domain[name] = float(np.mean(own))
-        scores[f"domain-{basic}"] = by_domain
+        scores[wire.DOMAIN_SCORES + task.metric] = by_domain
     return scores
 
 
@@ -244,11 +243,12 @@ def class_means(
     return scores
 
 
-def _scores(metrics: Mapping[str, Any], has_domains: bool, basic: str) -> Score:
+def _scores(metrics: Mapping[str, Any], has_domains: bool, task: LearningTask) -> Score:
     """Return what a node's evaluation says, by the names of scores.
 
     Anything missing or impossible is an error.
     """
+    basic = task.basic_score
     of_task = {key: key.removeprefix(wire.SCORE) for key in metrics if key.startswith(wire.SCORE)}
     # the names of all tasks are last: a node's `score-accuracy` is not the accuracy
     keys = {**of_task, basic: basic, (own := f"{basic}-personal"): own, wire.EVAL_LOSS: "loss"}
@@ -257,8 +257,8 @@ def _scores(metrics: Mapping[str, Any], has_domains: bool, basic: str) -> Score:
     scores: Score = {name: _possible(key, metrics[key]) for key, name in keys.items()}
     if has_domains:
         domain = int(metrics[wire.DOMAIN])
-        row = [float(each) for each in metrics[f"domain-{basic}"]]
-        scores |= {"domain": domain, "domains": row, "own": _possible(basic, row[domain])}
+        row = [float(each) for each in metrics[wire.DOMAIN_SCORES + task.metric]]
+        scores |= {"domain": domain, "domains": row, "own": _possible(task.metric, row[domain])}
     return scores
 
 

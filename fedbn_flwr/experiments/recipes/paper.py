@@ -11,20 +11,23 @@ COUNTED = {
     "gigabytes": "GiB in total",
     "extra-exchanges": "share of extra exchanges, %",
 }
-#: scores on a domain that nobody trained with, after adapting to so many of its unlabeled samples
-ADAPTED = ("accuracy-adapted-20", "accuracy-adapted-100", "accuracy-adapted-all")
+#: of the score by which methods are compared: of the mean of what stays on nodes, and, on a domain
+#: that nobody trained with, after adapting to so many of its unlabeled samples
+OF_ONE_MODEL = ("mean-bn", "adapted-20", "adapted-100", "adapted-all")
+#: the same, and of the nodes' own models
+FORMS = ("personal", *OF_ONE_MODEL)
 #: what a table can have of each run; `score` is that by which methods are compared
 QUANTITIES = (
-    *(
-        "score",
-        "accuracy",
-        "mean-iou",
-        "accuracy-personal",
-        "accuracy-mean-bn",
-        *ADAPTED,
-        "domain-accuracy",
-    ),
-    *("loss", "train-loss", "train-loss-global", *COUNTED),
+    "score",
+    "accuracy",
+    "mean-iou",
+    *(f"accuracy-{form}" for form in FORMS),
+    *(f"mean-iou-{form}" for form in FORMS),
+    "domain-accuracy",
+    "loss",
+    "train-loss",
+    "train-loss-global",
+    *COUNTED,
 )
 
 

@@ -17,7 +17,7 @@ from typing import IO, Any, NamedTuple, TypeAlias
 import numpy as np
 from flwr.common import log
 
-from fedbn_flwr.experiments.recipes.paper import QUANTITIES, Paper
+from fedbn_flwr.experiments.recipes.paper import Paper
 from fedbn_flwr.experiments.results.rows import (
     Frame,
     column,
@@ -30,6 +30,7 @@ from fedbn_flwr.experiments.results.rows import (
 )
 from fedbn_flwr.experiments.results.values import (
     AVERAGE,
+    domains_of,
     heading_of,
     numbers_of,
     scale_of,
@@ -438,15 +439,15 @@ def bars(runs: Frame, paper: Paper) -> Iterator[Picture]:
     settings = dict(zip(runs["setting"], runs["labels"], strict=True))
     at = values.index.get_level_values("setting")
     for setting in [*settings][:SETTINGS]:
-        yield from _domains(setting, values[at == setting].droplevel("setting"), looks_of(runs))
+        yield from _domains(runs, setting, values[at == setting].droplevel("setting"))
 
 
-def _domains(setting: str, values: Frame, looks: Looks) -> Iterator[Picture]:
-    """Draw the accuracy by domain, where all methods have it."""
+def _domains(runs: Frame, setting: str, values: Frame) -> Iterator[Picture]:
+    """Draw the score by domain, where all methods have it."""
+    looks = looks_of(runs)
+    heading = heading_of(score_of(runs))
     methods = [label for name, label in values.index if name == AVERAGE]
-    names = [
-        name for name in values.index.unique("column") if name != AVERAGE and name not in QUANTITIES
-    ]
+    names = domains_of(runs)
     order = []
     for name in [*names, AVERAGE]:
         if all((name, label) in values.index for label in methods):
@@ -468,9 +469,9 @@ def _domains(setting: str, values: Frame, looks: Looks) -> Iterator[Picture]:
         axes.grid(alpha=0.3, axis="y")
         axes.set_axisbelow(True)
         axes.set_xticks(range(len(order)), letters(order), rotation=20 if len(order) > 4 else 0)
-        axes.set_ylabel("accuracy, %")
+        axes.set_ylabel(heading)
 
-    caption = "Accuracy by domain"
+    caption = f"{heading[0].upper()}{heading[1:].removesuffix(', %')} by domain"
     if setting:
         caption += f" in {setting}"
     if (shown["number"] > 1).any():

@@ -11,7 +11,7 @@ from rich.text import Text
 from fedbn_flwr.experiments.output.console import console, new_table
 from fedbn_flwr.experiments.recipes.findings import findings
 from fedbn_flwr.experiments.recipes.paper import Paper
-from fedbn_flwr.experiments.results.rows import Frame, Part, pd, typical
+from fedbn_flwr.experiments.results.rows import Frame, Part, pd, score_of, typical
 from fedbn_flwr.experiments.results.tables import (
     WEAK,
     Table,
@@ -20,6 +20,7 @@ from fedbn_flwr.experiments.results.tables import (
     reproduced,
     unseen,
 )
+from fedbn_flwr.experiments.results.values import heading_of
 
 #: what LaTeX reads in another way than as the letter
 ESCAPES = {letter: f"\\{letter}" for letter in "#$%&_{}"} | {
@@ -170,9 +171,9 @@ def show_comparison(runs: Frame) -> None:
                 for line in compared.footer
             ]
             terminal(replace(compared, footer=hints))
-            domains = by_domain(
-                runs, "accuracy by domain, % (personal models: on their nodes' domain)"
-            )
+            heading = heading_of(f"{score_of(runs)}-by-domain")
+            about = f"{heading} (personal models: on their nodes' domain)"
+            domains = by_domain(runs, about)
             if len(domains.frame):
                 terminal(domains)
     failed = runs[runs["error"] != ""].itertuples()

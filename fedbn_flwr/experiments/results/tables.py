@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from fedbn_flwr.data.partition import about_absent
 from fedbn_flwr.experiments.choice import ABOUT_EDGE, EDGE, chosen_of
 from fedbn_flwr.experiments.output.run_folder import read_rounds
-from fedbn_flwr.experiments.recipes.paper import ADAPTED, UNPRINTED, Number, Paper
+from fedbn_flwr.experiments.recipes.paper import OF_ONE_MODEL, UNPRINTED, Number, Paper
 from fedbn_flwr.experiments.results.rows import (
     CELL,
     Frame,
@@ -31,6 +31,7 @@ from fedbn_flwr.experiments.results.rows import (
 )
 from fedbn_flwr.experiments.results.values import (
     AVERAGE,
+    domains_of,
     heading_of,
     is_share,
     numbers_of,
@@ -148,7 +149,8 @@ class Lines:
         self.runs = runs
         self.ended = finished(runs)
         self.paper = paper or Paper()
-        score = score_of(runs)
+        #: by which methods are compared
+        self.score = score_of(runs)
         self.index = pd.MultiIndex.from_frame(runs[CELL].drop_duplicates())
         self.values = values_of(numbers_of(runs, self.paper.quantities, self.paper.rounds))
         quoted = [
@@ -156,9 +158,10 @@ class Lines:
         ]
         names = dict.fromkeys([*self.values.index.unique("column"), *quoted])
         #: the columns with numbers, that by which methods are compared first
-        self.columns = sorted(names, key=lambda name: (name != score, name != AVERAGE)) or [score]
+        self.columns = sorted(names, key=lambda name: (name != self.score, name != AVERAGE))
+        self.columns = self.columns or [self.score]
         self.digits = digits
-        if not is_share(score):
+        if not is_share(self.score):
             self.digits = ERROR_DIGITS
         failed = runs[runs["state"] == "failed"].drop_duplicates(CELL).to_dict("records")
         #: how runs failed, in words
@@ -328,8 +331,8 @@ def comparison(runs: Frame, caption: str) -> Table:
     columns = {
         heading_of(lines.columns[0]): lines.scores(),
         **lines.differences(),
-        "personal": lines.cells("accuracy-personal", ""),
-        "mean BN": lines.cells("accuracy-mean-bn", ""),
+        "personal": lines.cells(f"{lines.score}-personal", ""),
+        "mean BN": lines.cells(f"{lines.score}-mean-bn", ""),
         "chosen": chosen,
         "lr": numbers(lines.rates().where(chosen.isna()), "g"),
         "MB sent": lines.mean("MB sent", 1),
@@ -367,23 +370,23 @@ def reproduced(runs: Frame, paper: Paper, caption: str) -> Table:
 
 
 def by_domain(runs: Frame, caption: str) -> Table:
-    """Return the accuracy of every domain, and their mean."""
+    """Return the accuracy, or the error, of every domain, and their mean."""
     lines = Lines(runs, digits=1)
-    names = dict.fromkeys(name for own in column(runs, "domain-accuracy").dropna() for name in own)
-    columns = {**{name: lines.cells(name, "") for name in names}, "mean": lines.cells(AVERAGE, "")}
+    columns = {name: lines.cells(name, "") for name in domains_of(runs)}
+    columns["mean"] = lines.cells(AVERAGE, "")
     return Table("results", caption, lines.frame(columns))
 
 
 def unseen(runs: Frame, caption: str) -> Table:
     """Return the scores on domains that nobody trained with, each with half its 95 % interval."""
     lines = Lines(_by_unseen_domain(runs), digits=1)
-    names = {
-        name: heading_of(name).removeprefix("accuracy ").removesuffix(", %")
-        for name in ("accuracy-mean-bn", *ADAPTED)
+    of_one_model = {
+        form.replace("-", " ").replace("bn", "BN"): lines.cells(f"{lines.score}-{form}", "interval")
+        for form in OF_ONE_MODEL
     }
     columns = {
         "as it is": lines.scores("interval"),
-        **{text: lines.cells(name, "interval") for name, text in names.items()},
+        **of_one_model,
         "chosen": lines.chosen(),
         "s": lines.mean("seconds", 1),
     }

@@ -9,8 +9,8 @@ from statistics import fmean, stdev
 from typing import Any
 
 from fedbn_flwr.client.learning_task import LOWER_IS_BETTER
-from fedbn_flwr.experiments.recipes.paper import COUNTED, QUANTITIES
-from fedbn_flwr.experiments.results.rows import Frame, column, finished, pd
+from fedbn_flwr.experiments.recipes.paper import COUNTED, FORMS, QUANTITIES
+from fedbn_flwr.experiments.results.rows import Frame, column, finished, pd, score_of
 from fedbn_flwr.plugins import extra
 
 AVERAGE = "Average"
@@ -34,8 +34,14 @@ def heading_of(name: str) -> str:
     """Return a column's name with its unit."""
     if name in COUNTED:
         return COUNTED[name]
-    heading = name.replace("-", " ").replace("bn", "BN")
+    heading = name.replace("-", " ").replace("bn", "BN").replace("iou", "IoU")
     return f"{heading}, %" if is_share(name) else heading
+
+
+def domains_of(runs: Frame) -> list[str]:
+    """Return the names of the domains that runs have scores on."""
+    scores = column(runs, f"domain-{score_of(runs)}").dropna()
+    return [*dict.fromkeys(name for own in scores for name in own)]
 
 
 def number_text(number: float, spread: float | None, digits: int = 2, sign: str = "") -> str:
@@ -55,7 +61,7 @@ def numbers_of(runs: Frame, quantities: Sequence[str] = (), rounds: int = 1) -> 
     """
     ended = finished(runs)
     wide = dict[str, Any]()
-    for quantity in quantities or [name for name in QUANTITIES if name not in COUNTED]:
+    for quantity in quantities or _measured(runs):
         wide |= _columns(ended, quantity, rounds)
     frame = pd.DataFrame(wide, ended.index).astype(float).replace([inf, -inf], nan)
     long = (
@@ -68,6 +74,13 @@ def numbers_of(runs: Frame, quantities: Sequence[str] = (), rounds: int = 1) -> 
     return ended[["setting", "label", "seed"]].join(long, how="inner")
 
 
+def _measured(runs: Frame) -> list[str]:
+    """Return what runs may have measured and not counted."""
+    score = score_of(runs)
+    names = [*QUANTITIES, *(f"{score}-{form}" for form in FORMS), f"domain-{score}"]
+    return [name for name in dict.fromkeys(names) if name not in COUNTED]
+
+
 def _columns(ended: Frame, quantity: str, rounds: int) -> dict[str, Any]:
     """Return the columns of a quantity; bytes as FedTAN's paper counts them, in powers of 2^10."""
     made = ended["rounds"]
@@ -77,9 +90,11 @@ def _columns(ended: Frame, quantity: str, rounds: int) -> dict[str, Any]:
         case "score":
             metrics = [*column(ended, "metric").dropna().unique()] or ["accuracy"]
             return {name: scaled(ended, name) for name in metrics}
-        case "domain-accuracy":
+        case _ if quantity.startswith("domain-"):
             own = column(ended, quantity).dropna()
-            domains = 100 * pd.DataFrame([*own], own.index)
+            if own.empty:
+                return {}
+            domains = scale_of(quantity) * pd.DataFrame([*own], own.index)
             return {
                 **domains,
                 AVERAGE: pd.Series(

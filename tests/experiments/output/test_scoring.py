@@ -204,7 +204,7 @@ def replies(rows: Iterable[tuple[float, float, list[float] | float]]) -> list[No
                 wire.ACCURACY: accuracy,
                 wire.ACCURACY_PERSONAL: personal,
                 wire.EVAL_LOSS: 1.0 + node,
-                wire.DOMAIN_ACCURACY: domains,
+                wire.DOMAIN_SCORES + "accuracy": domains,
                 wire.DOMAIN: node,
             },
             records={},
@@ -236,7 +236,7 @@ def test_a_node_whose_scores_cannot_be_read_is_left_out_by_name(
 
 IMPOSSIBLE: list[tuple[str, Any]] = [
     (wire.EVAL_LOSS, float("inf")),
-    (wire.DOMAIN_ACCURACY, [0.5, 1000.0]),
+    (wire.DOMAIN_SCORES + "accuracy", [0.5, 1000.0]),
     (wire.SCORE + "mean-iou-personal", 1000.0),
 ]
 IMPOSSIBLE += [
@@ -306,6 +306,8 @@ def test_in_segmentation_nodes_have_a_mean_iou_on_their_own_city(
         for here in cities
     ]
     assert summary["mean-iou-personal"] == pytest.approx(float(sum(own)) / 2, rel=1e-5)
+    by_city = [summary["domain-mean-iou"][name] for name in load(data).domain_names]
+    assert by_city == pytest.approx([float(each) for each in own], rel=1e-5)
 
 
 @pytest.mark.slow
@@ -328,4 +330,4 @@ def test_stacked_clients_segment_streets_from_files_as_each_does_alone(tmp_path:
     assert scores[0]["mean-iou"] == pytest.approx(scores[1]["mean-iou"], abs=0.01)
     assert 0 < scores[0]["mean-iou"] < scores[0]["accuracy"] < 1
     # the cities of training are not tested
-    assert list(scores[0]["domain-accuracy"]) == ["frankfurt"]
+    assert scores[0]["domain-mean-iou"] == {"frankfurt": scores[0]["mean-iou"]}

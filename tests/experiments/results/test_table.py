@@ -235,6 +235,22 @@ def test_domains_that_nobody_trained_with_by_hand(
     assert alone.split()[:2] == ["x", "a"]
 
 
+@pytest.mark.parametrize(("score", "digits"), [("mean-iou", "40.0"), ("mse", "0.4000")])
+def test_every_form_is_of_the_score_by_which_methods_are_compared(
+    score: str, digits: str, tmp_path: Path
+) -> None:
+    forms: Summary = {f"{score}-personal": 0.4, f"{score}-mean-bn": 0.4}
+    domains = {f"domain-{score}": {"real": 0.4, "photos": 0.4}}
+    one = ended("a", **{"metric": score, score: 0.3, **forms, **domains})
+    words = shown(tmp_path / "compared", [one]).split()
+    # personal, mean BN, both domains and their mean
+    assert words.count(digits) == 5
+    assert "by" in words
+    adapted = {f"{score}-adapted-20": 0.4, f"{score}-adapted-all": 0.4}
+    one = ended("a", **{"metric": score, score: 0.3, "unseen": "x", **forms, **adapted})
+    assert shown(tmp_path / "unseen", [one]).split().count(digits) == 3
+
+
 def test_less_of_an_error_is_no_share(tmp_path: Path) -> None:
     """An error that is compared by has its own unit, no percent, and digits enough to be small."""
     words = shown(
