@@ -22,6 +22,7 @@ from fedbn_flwr.norm.detect import FunctionalBatchNorm, about_foreign
 from fedbn_flwr.plugins import Own, described, warn_once
 from fedbn_flwr.plugins.options import UsageError, refusing
 from fedbn_flwr.strategies import BaseStrategy, Layerwise
+from fedbn_flwr.wire.closed_form import last_matrix, linear_layer
 
 
 def checked_material(experiment: Experiment, strategy: BaseStrategy) -> Material | None:
@@ -125,10 +126,13 @@ def check_model(material: Material, strategy: BaseStrategy) -> None:
             lacking = "the model's forward calls F.batch_norm, which it finds in layers only"
     if lacking:
         raise UsageError(f"method {config.method!r} would be another one: {lacking}")
-    if isinstance(strategy, Layerwise):
-        with refusing(f"method {config.method!r}: "):
+    with refusing(f"method {config.method!r}: "):
+        if strategy.closed_form:
+            linear_layer(model, last_matrix(_shapes(model), strategy.closed_form))
+        if isinstance(strategy, Layerwise):
             check_layers(model)
-    elif (layers := norm.bn_layers(model)) and not any(layer.training for layer in layers.values()):
+    layers = norm.bn_layers(model)
+    if layers and not any(layer.training for layer in layers.values()):
         warn_once("all BN layers are in eval mode in training, so they keep their statistics")
 
 

@@ -4,6 +4,7 @@ split and however nodes behave.
 
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,11 @@ from flwr.app import Message, MetricRecord, RecordDict
 from sklearn.linear_model import Ridge
 from torch import nn
 
-from fedbn_flwr import wire
+from fedbn_flwr import run, wire
 from fedbn_flwr.client import BNClient, Reply
 from fedbn_flwr.clientapp import ClientApp
 from fedbn_flwr.data import Split
+from fedbn_flwr.experiments import UsageError
 from fedbn_flwr.server import closed_form
 from fedbn_flwr.simulation.in_process import InProcessGrid, OneByOneGrid
 from fedbn_flwr.simulation.stacked.grid import StackedGrid
@@ -372,6 +374,22 @@ def test_a_layer_that_is_not_the_output_is_refused_and_another_offered() -> None
 def test_a_model_without_a_linear_layer_is_refused() -> None:
     with pytest.raises(CannotTrainError, match=r"needs an nn.Linear, and the model has none"):
         Federation(nn.Sequential(nn.Conv2d(1, CLASSES, 4), nn.Flatten())).run(Fed3R())
+
+
+@pytest.mark.parametrize(
+    ("method", "model", "reason"),
+    [
+        ("fed3r:closed-form=head2", "mlp", "there is no linear layer 'head2'"),
+        ("fedavg:closed-form=head", "small-fcn", "needs an nn.Linear, and the model has none"),
+    ],
+)
+def test_a_run_is_refused_before_it_starts(
+    method: str, model: str, reason: str, tmp_path: Path
+) -> None:
+    data = "streets:cities=2:images=4:test=2" if model == "small-fcn" else "digits"
+    with pytest.raises(UsageError, match=reason):
+        run(method, data=data, model=model, rounds=1, folder=tmp_path, progress=False)
+    assert not [*tmp_path.glob("*/summary.json")]
 
 
 def test_what_a_node_would_send_is_said_and_bounded(
