@@ -3,7 +3,7 @@ IoU.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import mul
 
@@ -22,13 +22,17 @@ from fedbn_flwr.plugins import extra
 
 #: values of a batch of images in an evaluation: 500 images of 32 x 32 pixels
 MOST_VALUES = 500 * 3 * 32 * 32
-#: by name, the function of `torchmetrics.functional.classification`
-CLASS_METRICS = {
-    "f1": "multiclass_f1_score",
-    "auc": "multiclass_auroc",
-    "precision": "multiclass_precision",
-    "recall": "multiclass_recall",
+#: of each class: the number of its predictions that are right, the number of its samples (or
+#: pixels), and the number of its predictions
+COUNTED: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "f1": lambda hits, there, predicted: 2 * hits / (there + predicted),
+    "iou": lambda hits, there, predicted: hits / (there + predicted - hits),
+    "precision": lambda hits, there, predicted: hits / predicted.clamp(min=1),
+    "recall": lambda hits, there, predicted: hits / there,
 }
+#: the area under the ROC curve of one class against all others, which needs all outputs
+AUC = "auc"
+CLASS_METRICS = (*COUNTED, AUC)
 
 
 @dataclass(frozen=True)
@@ -134,7 +138,7 @@ def evaluate(
             outputs = model(channels_last(inputs, model))
             logits = logits_of(outputs).float()
             losses.append(output_loss(outputs, targets, task.loss))
-            if metrics:
+            if AUC in metrics:
                 kept.append(logits.cpu())
             if not task.has_classes:
                 for domain in rows.unique().tolist():
@@ -153,40 +157,31 @@ def evaluate(
         model.train(was_training)
     if not confusion[..., -1].any():
         confusion = confusion[..., :-1]
-    by_class = {}
-    if metrics:
-        by_class = class_metrics(metrics, torch.cat(kept), split.labels.cpu(), num_classes)
+    by_class = {name: counted(name, confusion.sum(0)) for name in metrics if name != AUC}
+    if AUC in metrics:
+        by_class[AUC] = areas(torch.cat(kept), split.labels.cpu(), num_classes)
     scores = {name: measure(confusion.sum(0)) for name, measure in task.measures.items()}
     return Evaluation(_mean(losses, sizes), confusion, by_class, scores, task.has_classes)
 
 
-def class_metrics(
-    names: Sequence[str], logits: Tensor, labels: Tensor, num_classes: int
-) -> dict[str, list[float]]:
-    """Return each metric's numbers by class.
+def counted(name: str, confusion: Tensor) -> list[float]:
+    """Return one of `COUNTED` by class, NaN of a class that no label has."""
+    matrix = confusion.double()
+    there = matrix.sum(1)
+    measured = COUNTED[name](matrix.diagonal(), there, matrix[:, : len(matrix)].sum(0))
+    return measured.where(there > 0, math.nan).tolist()
 
-    `auc` is the area under the ROC curve of one class against all others. A class that no label has
-    is NaN, and so is `auc` of the only class.
-    """
+
+def areas(logits: Tensor, labels: Tensor, num_classes: int) -> list[float]:
+    """Return `AUC` by class; NaN of a class that no label has, and of the only class."""
     with extra("cli"):
-        from torchmetrics.functional import classification  # imported here because it takes seconds
+        # imported here because it takes seconds
+        from torchmetrics.functional.classification import multiclass_auroc
 
     counts = torch.bincount(labels, minlength=num_classes)
-    measured = {}
-    for name in names:
-        if name == "auc":
-            present = (counts > 0) & (counts < len(labels))
-        else:
-            present = counts > 0
-        measure = getattr(classification, CLASS_METRICS[name])
-        values = measure(logits.softmax(1), labels, num_classes=logits.shape[1], average=None)[
-            :num_classes
-        ]
-        measured[name] = [
-            float(value) if here else math.nan
-            for value, here in zip(values, present.tolist(), strict=True)
-        ]
-    return measured
+    measured = multiclass_auroc(logits.softmax(1), labels, logits.shape[1], average=None)
+    is_measured = (counts > 0) & (counts < len(labels))
+    return measured[:num_classes].where(is_measured, math.nan).tolist()
 
 
 @torch.no_grad()

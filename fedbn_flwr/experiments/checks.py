@@ -8,10 +8,11 @@ from pathlib import Path
 import torch
 
 from fedbn_flwr import data, models, norm
+from fedbn_flwr.client.evaluation import AUC
 from fedbn_flwr.client.learning_task import LOWER_IS_BETTER, OBJECTIVES, task_of
 from fedbn_flwr.client.training import logits_of
 from fedbn_flwr.data.partition import about_absent
-from fedbn_flwr.data.splits import FLOATS
+from fedbn_flwr.data.splits import FLOATS, LABEL_MAPS
 from fedbn_flwr.device import pick_device
 from fedbn_flwr.experiments.config import Config, EngineOptions, NetworkOptions
 from fedbn_flwr.experiments.experiment import Experiment
@@ -82,10 +83,11 @@ def check_task(config: Config, loaded: data.Data) -> None:
             f"{loaded.name} has float targets, which need objective={able}; classes are integers "
             "from 0"
         )
-    if config.results.class_metrics:
-        targets = loaded.train.targets
-        if targets:
-            raise UsageError(f"class-metrics are of labels, and {loaded.name} has {targets}")
+    metrics = config.results.class_metrics
+    if metrics and loaded.train.targets == FLOATS:
+        raise UsageError(f"class-metrics are of classes, and {loaded.name} has {FLOATS}")
+    if AUC in metrics and loaded.train.targets == LABEL_MAPS:
+        raise UsageError(f"class-metrics={AUC} is of samples, and {loaded.name} has {LABEL_MAPS}")
     task.check_augmentation(config.training.augmentation)
     model = config.model.model
     entry = None if isinstance(model, Own) else models.MODELS.get(model)

@@ -278,7 +278,8 @@ class ResultsOptions(Options):
     ] = 0
     class_metrics: Annotated[
         tuple[str, ...],
-        "metrics per class on the test data, of sites on each site's: f1, auc, precision, recall",
+        "metrics per class on the test data, of sites on each site's: f1, iou, precision, recall, "
+        "auc",
     ] = ()
     train_loss_global: Annotated[
         bool, "also report the global model's loss on all training data, in evaluated rounds"

@@ -1,6 +1,7 @@
 """Accuracies by domain and class, against torchmetrics and by hand."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ from torchmetrics.functional.classification import (
     multiclass_accuracy,
     multiclass_confusion_matrix,
     multiclass_f1_score,
+    multiclass_jaccard_index,
+    multiclass_precision,
     multiclass_recall,
 )
 
@@ -65,7 +68,7 @@ def test_a_prediction_of_no_class_counts_as_wrong(domains: int) -> None:
         replace(split, inputs=logits[:, :, None, None]),
         CLASSES,
         "cpu",
-        metrics=["f1", "auc"],
+        metrics=["f1", "iou", "auc", "precision", "recall"],
     )
     predicted = logits.argmax(1)
     whole = multiclass_confusion_matrix(predicted, split.labels, width)
@@ -78,8 +81,15 @@ def test_a_prediction_of_no_class_counts_as_wrong(domains: int) -> None:
     if domains == 1:
         wanted = float(recall.double() @ shares_of_classes)
         assert found.accuracy_for(torch.ones(1), shares_of_classes) == pytest.approx(wanted)
-    f1 = multiclass_f1_score(predicted, split.labels, width, average=None)[:CLASSES].tolist()
-    assert found.by_class["f1"] == pytest.approx(f1)
+    references: dict[str, Any] = {
+        "f1": multiclass_f1_score,
+        "iou": multiclass_jaccard_index,
+        "precision": multiclass_precision,
+        "recall": multiclass_recall,
+    }
+    for name, reference in references.items():
+        by_class = reference(predicted, split.labels, width, average=None)[:CLASSES].tolist()
+        assert found.by_class[name] == pytest.approx(by_class)
     shown = logits.softmax(1)
     auc = [
         float(binary_auroc(shown[:, label], (split.labels == label).long()))

@@ -345,7 +345,7 @@ RESOLVED: list[tuple[str | dict[str, Any], str]] = [
     ),
     (
         {"class-metrics": "f1,f2"},
-        "unknown metric 'f2' in class-metrics; known: f1, auc, precision, recall",
+        "unknown metric 'f2' in class-metrics; known: f1, iou, precision, recall, auc",
     ),
     ({"classes": "a,b,a"}, "classes names 'a' twice"),
     ({"mean": "0.5", "std": "wide"}, "std must be a number, got 'wide'"),

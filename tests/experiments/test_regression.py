@@ -265,7 +265,7 @@ ABSENT = Split(INPUTS[:N], SUMS[:N])
         ({**GOOD, "partition": "shards:2"}, "own data has float targets and no labels"),
         (
             {**GOOD, "class_metrics": "f1"},
-            "class-metrics are of labels, and own data has float targets",
+            "class-metrics are of classes, and own data has float targets",
         ),
         (
             {**GOOD, "classes": "a,b"},

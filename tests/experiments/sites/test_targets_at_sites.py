@@ -149,8 +149,11 @@ def more_blood() -> Data:
 
 
 def no_blood() -> Data:
-    data = blood()
-    return replace(data, train=Split(torch.empty(0, 10), torch.empty(0, dtype=torch.int64)))
+    labels = torch.arange(8) % 2
+    test = Split(torch.ones(8, 10, dtype=torch.uint8), labels)
+    return data_of(
+        "blood", [Split(test.inputs[:0], labels[:0]), test], ("ill", "well"), "classification"
+    )
 
 
 def mean_error(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -228,7 +231,7 @@ def test_models_have_the_bits_of_runs_on_all_data(
 
 
 def test_normalization_and_mean_iou_are_of_the_sites_own_data(tmp_path: Path) -> None:
-    summary = at_sites(tmp_path, SCANS, ORGANS, model="small-fcn")
+    summary = at_sites(tmp_path, SCANS, ORGANS, model="small-fcn", **{"class-metrics": "iou,f1"})
     options = agreed_in(tmp_path)
     inputs = torch.cat([scans(site, "train")[0] for site in range(3)]).double()
     mean, std = (
@@ -250,6 +253,9 @@ def test_normalization_and_mean_iou_are_of_the_sites_own_data(tmp_path: Path) ->
         union = counts.sum(0) + counts.sum(1) - hits
         measured.append(float((hits[union > 0] / union[union > 0]).mean()))
         row = summary["sites"][str(site)]
+        assert row["iou"] == pytest.approx(dict(zip(ORGANS, hits / union, strict=True)))
+        dice = 2 * hits / (counts.sum(0) + counts.sum(1))
+        assert row["f1"] == pytest.approx(dict(zip(ORGANS, dice, strict=True)))
         assert row["mean-iou"] == pytest.approx(measured[-1], abs=1e-12)
         assert row["accuracy"] == pytest.approx(hits.sum() / counts.sum(), abs=1e-12)
     assert summary["mean-iou"] == pytest.approx(sum(measured) / 3, abs=1e-12)
@@ -294,7 +300,12 @@ def test_channels_below_zero_keep_their_deviation_and_samples_their_form(tmp_pat
 
 MISTAKES = [
     (("first_scans", "blood"), ("none", "liver", "spleen", "ill", "well"), {}, "for segmentation"),
-    (("first_scans",), ORGANS, {"model": "small-fcn", "class-metrics": "f1"}, "has label maps"),
+    (
+        ("first_scans",),
+        ORGANS,
+        {"model": "small-fcn", "class-metrics": "auc"},
+        "class-metrics=auc is of samples, and scans has label maps",
+    ),
     (("first_scans",), ORGANS, {"model": "small-fcn", "augmentation": "crop"}, "label maps"),
     (("first_findings",), ("left", "right"), {"model": f"{HERE}:conv"}, "which need objective="),
     (
