@@ -34,6 +34,7 @@ from fedbn_flwr.experiments.results.values import (
     heading_of,
     numbers_of,
     scale_of,
+    title_case,
     values_of,
 )
 from fedbn_flwr.plugins import extra
@@ -471,7 +472,7 @@ def _domains(runs: Frame, setting: str, values: Frame) -> Iterator[Picture]:
         axes.set_xticks(range(len(order)), letters(order), rotation=20 if len(order) > 4 else 0)
         axes.set_ylabel(heading)
 
-    caption = f"{heading[0].upper()}{heading[1:].removesuffix(', %')} by domain"
+    caption = f"{title_case(heading.removesuffix(', %'))} by domain"
     if setting:
         caption += f" in {setting}"
     if (shown["number"] > 1).any():

@@ -36,6 +36,7 @@ from fedbn_flwr.experiments.results.values import (
     is_share,
     numbers_of,
     scaled,
+    title_case,
     values_of,
 )
 
@@ -151,6 +152,7 @@ class Lines:
         self.paper = paper or Paper()
         #: by which methods are compared
         self.score = score_of(runs)
+        self.domains = (*domains_of(runs), AVERAGE)
         self.index = pd.MultiIndex.from_frame(runs[CELL].drop_duplicates())
         self.values = values_of(numbers_of(runs, self.paper.quantities, self.paper.rounds))
         quoted = [
@@ -166,6 +168,12 @@ class Lines:
         failed = runs[runs["state"] == "failed"].drop_duplicates(CELL).to_dict("records")
         #: how runs failed, in words
         self.failures = {(run["setting"], run["label"]): outcome_of(run) for run in failed}
+
+    def heading(self, name: str) -> str:
+        """Return a column's name with its unit; of a domain that of the score."""
+        if name not in self.domains:
+            return heading_of(name)
+        return f"{name}, %" if is_share(self.score) else name
 
     def of(self, name: str) -> Frame:
         """Return the values of a column, by setting and label."""
@@ -261,7 +269,7 @@ class Lines:
     def caption(self) -> str:
         """Return what the numbers are."""
         counts = self.number()[lambda number: number > 0].unique()
-        caption = f"{heading_of(self.columns[0]).capitalize()}: mean"
+        caption = f"{title_case(self.heading(self.columns[0]))}: mean"
         if max(counts, default=1) > 1:
             if len(counts) == 1:
                 caption += f" of {max(counts)} runs"
@@ -311,14 +319,14 @@ def results(runs: Frame, paper: Paper | None = None) -> Table:
     lines = Lines(runs, paper)
     first, *others = lines.columns
     columns = {
-        heading_of(first): lines.scores(),
+        lines.heading(first): lines.scores(),
         **lines.differences(),
         **lines.printed(first),
     }
     for name in others:
         columns |= {
-            heading_of(name): lines.cells(name),
-            **lines.printed(name, heading_of(name) + " ({})"),
+            lines.heading(name): lines.cells(name),
+            **lines.printed(name, lines.heading(name) + " ({})"),
         }
     columns |= {"chosen": lines.chosen(), "runs": numbers(lines.number())}
     return Table("results", lines.caption(), lines.frame(columns), lines.footer())
@@ -329,7 +337,7 @@ def comparison(runs: Frame, caption: str) -> Table:
     lines = Lines(runs, digits=1)
     chosen = lines.chosen()
     columns = {
-        heading_of(lines.columns[0]): lines.scores(),
+        lines.heading(lines.columns[0]): lines.scores(),
         **lines.differences(),
         "personal": lines.cells(f"{lines.score}-personal", ""),
         "mean BN": lines.cells(f"{lines.score}-mean-bn", ""),
@@ -372,8 +380,8 @@ def reproduced(runs: Frame, paper: Paper, caption: str) -> Table:
 def by_domain(runs: Frame, caption: str) -> Table:
     """Return the accuracy, or the error, of every domain, and their mean."""
     lines = Lines(runs, digits=1)
-    columns = {name: lines.cells(name, "") for name in domains_of(runs)}
-    columns["mean"] = lines.cells(AVERAGE, "")
+    columns = {name: lines.cells(name, "") for name in lines.domains}
+    columns["mean"] = columns.pop(AVERAGE)
     return Table("results", caption, lines.frame(columns))
 
 

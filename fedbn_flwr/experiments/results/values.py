@@ -38,6 +38,11 @@ def heading_of(name: str) -> str:
     return f"{heading}, %" if is_share(name) else heading
 
 
+def title_case(text: str) -> str:
+    """Return a text with a capital letter at its beginning."""
+    return text[:1].upper() + text[1:]
+
+
 def domains_of(runs: Frame) -> list[str]:
     """Return the names of the domains that runs have scores on."""
     scores = column(runs, f"domain-{score_of(runs)}").dropna()

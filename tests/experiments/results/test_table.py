@@ -246,6 +246,9 @@ def test_every_form_is_of_the_score_by_which_methods_are_compared(
     # personal, mean BN, both domains and their mean
     assert words.count(digits) == 5
     assert "by" in words
+    (line,) = numbers(tmp_path / "written", [one]).values()
+    unit = "" if score == "mse" else ", %"
+    assert {"real" + unit, "photos" + unit, "Average" + unit} <= line.keys()
     adapted = {f"{score}-adapted-20": 0.4, f"{score}-adapted-all": 0.4}
     one = ended("a", **{"metric": score, score: 0.3, "unseen": "x", **forms, **adapted})
     assert shown(tmp_path / "unseen", [one]).split().count(digits) == 3
