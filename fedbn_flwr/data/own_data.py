@@ -170,12 +170,12 @@ def _checked(inputs: Tensor, labels: Tensor) -> Split:
             "labels must be integers, the numbers of classes from 0, or float targets, not "
             f"{labels.dtype}"
         )
+    if labels.is_floating_point():
+        return Split(inputs, labels.to(torch.float32))
     if len(shape) > 2 and labels.dim() == len(shape) and labels.shape[1] == 1:
         labels = labels.squeeze(1)  # label maps with a channel
     dtype = torch.int64
-    if labels.is_floating_point():
-        dtype = torch.float32
-    elif labels.dim() > 1 and labels.numel():
+    if labels.dim() > 1 and labels.numel():
         values = labels.numpy(force=True)  # torch has no maximum of unsigned 16 bits
         if max(-int(values.min()), int(values.max())) < MOST_IN_MAPS:
             dtype = torch.int16

@@ -45,10 +45,11 @@ class Split:
 
     The inputs are N x C x H x W, or of another shape that starts with N x C; uint8 (0 to 255),
     float32, or int64 for ids, in memory or memory-mapped (`torch.from_file`). Domains are int64,
-    and so are labels, or for regression float32 of N or N x K. Images, volumes and signals may have
-    label maps, inputs without their channels in int64 or int16, where pixels without a class are
-    `IGNORED`. Only images can be resized or augmented. `mean` and `std` hold one number a channel,
-    for inputs scaled to [0, 1]; where they are empty, batches are not normalized. Ids never are.
+    and so are labels, or for regression float32 of any shape that starts with N. Images, volumes
+    and signals may have label maps, inputs without their channels in int64 or int16, where pixels
+    without a class are `IGNORED`. Only images can be resized or augmented. `mean` and `std` hold
+    one number a channel, for inputs scaled to [0, 1]; where they are empty, batches are not
+    normalized. Ids never are.
     """
 
     inputs: Tensor
@@ -68,7 +69,7 @@ class Split:
         labels = self.labels
         samples = f"one int64 for each of {shape[0]} samples"
         columns = [("domains", self.domains, shape[:1], [torch.int64], samples)]
-        is_float = labels.dtype == torch.float32 and labels.dim() <= 2
+        is_float = labels.dtype == torch.float32
         if len(shape) > 2 and labels.dim() == len(shape) - 1 and not is_float:
             places = (shape[0], *shape[2:])
             able = f"int64 or int16 for each pixel, {places}"
@@ -92,6 +93,11 @@ class Split:
         if self.labels.dim() > 1:
             return LABEL_MAPS
         return ""
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether float targets may be pictures, as those of an image that is to be denoised."""
+        return self.targets == FLOATS and self.labels.dim() > 2
 
     @property
     def counted(self) -> Tensor:
@@ -200,6 +206,8 @@ class Split:
                 f"{tuple(self.inputs.shape[1:])}"
             )
         labels = self.labels
+        if self.is_dense:
+            raise ValueError("image-size would scale the images and not their float targets")
         if self.targets == LABEL_MAPS:
             one = F.interpolate(labels[:, None].float(), size=(side, side), mode="nearest-exact")
             labels = one.squeeze(1).to(labels.dtype)

@@ -89,6 +89,11 @@ def check_task(config: Config, loaded: data.Data) -> None:
     if AUC in metrics and loaded.train.targets == LABEL_MAPS:
         raise UsageError(f"class-metrics={AUC} is of samples, and {loaded.name} has {LABEL_MAPS}")
     task.check_augmentation(config.training.augmentation)
+    if config.training.augmentation != "none" and loaded.train.is_dense:
+        raise UsageError(
+            f"augmentation {config.training.augmentation!r} would change the images and not their "
+            "float targets"
+        )
     model = config.model.model
     entry = None if isinstance(model, Own) else models.MODELS.get(model)
     if entry is not None and task_of(entry.task).placed != task.placed:

@@ -82,6 +82,43 @@ def test_the_score_is_the_error_on_the_test_data(shape: str, objective: str, fun
     ]
 
 
+def noisy() -> Any:
+    """Return noisy images and, as targets, what they were."""
+    generator = torch.Generator().manual_seed(1)
+    clean = torch.rand(60, 1, 8, 8, generator=generator)
+    inputs = clean + torch.randn(60, 1, 8, 8, generator=generator) / 4
+    return (inputs[:40], clean[:40]), (inputs[40:], clean[40:])
+
+
+def denoiser() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 1, 1)
+    )
+
+
+def test_targets_may_be_images() -> None:
+    data = noisy()
+    torch.manual_seed(0)
+    options = {**SMALL, "model": denoiser(), "objective": "mse", "rounds": 20, "lr": 0.3}
+    methods = ["fedavg", "fixbn", "fedtan", "fedbn"]
+    stacked = compare(methods, data=data, **options)
+    alone = compare(methods, data=data, engine="inprocess", **options)
+    for one, other in zip(stacked.summaries, alone.summaries, strict=True):
+        assert one["mse"] == pytest.approx(other["mse"], rel=1e-4)
+    inputs = (data[1][0] - data[0][0].mean()) / data[0][0].std(correction=0)
+    with torch.no_grad():
+        error = F.mse_loss(stacked.model("fedavg")(inputs), data[1][1])
+    assert stacked.summaries[0]["mse"] == pytest.approx(float(error), rel=1e-5)
+    # what the mean of all pixels would have
+    assert float(error) < float(data[1][1].var()) / 1.2
+    for changed, reason in (
+        ({"augmentation": "flip-rotate"}, "augmentation 'flip-rotate' would change the images"),
+        ({"image_size": 16}, "image-size would scale the images and not their float targets"),
+    ):
+        with pytest.raises(UsageError, match=reason):
+            run("fedavg", data=data, **{**options, **changed})
+
+
 def test_a_function_of_ones_own() -> None:
     data = own()
     found = run("fedavg", model=net, data=data, objective=half_squared, **SMALL)
