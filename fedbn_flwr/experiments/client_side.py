@@ -73,7 +73,7 @@ def describe_data(context: Context) -> SiteData:
     # by their own names: which names the run knows is for the server to say
     data = load_data(replace(own.data, classes=(), mean=(), std=()))
     named = f"the site's data {own.data.dataset!r}"
-    if not data.class_names:
+    if not data.class_names and not data.train.is_dense:
         raise UsageError(f"{named} have no class names: `Data` takes `class_names`")
     check_task(own, data)
     if own.data.classes and data.train.targets == FLOATS:

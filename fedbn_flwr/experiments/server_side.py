@@ -280,7 +280,9 @@ def set_up_at_sites(grid: Grid, config: Config, nodes: int, before: Mapping[str,
         **normalization(config.data),
         "image-size": agreement.form.image_size,
     }
-    about |= {"class-names": config.data.classes, "metric": scorer.metric}
+    about["metric"] = scorer.metric
+    if config.data.classes:
+        about["class-names"] = config.data.classes
     return Setup(config, sites_grid, initial, scorer, about, agreement.to_config(), table)
 
 

@@ -90,22 +90,18 @@ def _columns(ended: Frame, quantity: str, rounds: int) -> dict[str, Any]:
     """Return the columns of a quantity; bytes as FedTAN's paper counts them, in powers of 2^10."""
     made = ended["rounds"]
     sent = column(ended, "paper-bytes")
+    if quantity.startswith("domain-"):
+        own = column(ended, quantity).dropna()
+        if own.empty:
+            return {}
+        domains = scale_of(quantity) * pd.DataFrame([*own], own.index)
+        means = [fmean(row.dropna()) for _, row in domains.iterrows()]
+        return {**domains, AVERAGE: pd.Series(means, own.index)}
     match quantity:
         # by which methods are compared: accuracy, unless data or objective have another one
         case "score":
             metrics = [*column(ended, "metric").dropna().unique()] or ["accuracy"]
             return {name: scaled(ended, name) for name in metrics}
-        case _ if quantity.startswith("domain-"):
-            own = column(ended, quantity).dropna()
-            if own.empty:
-                return {}
-            domains = scale_of(quantity) * pd.DataFrame([*own], own.index)
-            return {
-                **domains,
-                AVERAGE: pd.Series(
-                    [fmean(row.dropna()) for _, row in domains.iterrows()], own.index
-                ),
-            }
         case "megabytes":
             return {quantity: sent / made / 2**20}
         case "gigabytes":

@@ -127,7 +127,7 @@ def agree(config: Config, answers: Answers) -> Agreement:
     site again.
     """
     described = [answer for answer in answers.values() if isinstance(answer, SiteData)]
-    if described and not config.data.classes:
+    if any(site.class_names for site in described) and not config.data.classes:
         names = wire.printable(
             ",".join(sorted({name for site in described for name in site.class_names}))
         )
@@ -159,12 +159,15 @@ def agree(config: Config, answers: Answers) -> Agreement:
 
 def spoken(site: SiteData) -> str:
     """Return a line about a site's data."""
-    classes = ", ".join(site.class_names)
+    names = list(site.class_names)
     if site.train:
-        counted = zip(site.class_names, site.train, strict=True)
-        classes = ", ".join(f"{name} {count}" for name, count in counted)
+        counted = zip(names, site.train, strict=True)
+        names = [f"{name} {count}" for name, count in counted]
     sizes = f"{site.samples[0]} training and {site.samples[1]} test images"
-    return wire.printable(f"{sizes} of {_times(site.shape)} for {site.task}; {classes}")
+    about = f"{sizes} of {_times(site.shape)} for {site.task}"
+    if names:
+        about += f"; {', '.join(names)}"
+    return wire.printable(about)
 
 
 def _normalized(config: Config, sites: Sequence[SiteData]) -> Config:

@@ -117,13 +117,48 @@ def third_findings() -> Data:
 
 def together(parts: Sequence[Data]) -> Data:
     """All data in one place, a domain for each site."""
-    whole = data_of("all", [parts[0].train, parts[0].test], parts[0].class_names, parts[0].task)
+    whole = replace(parts[0], name="all")
     splits = []
     for split in ([part.train for part in parts], [part.test for part in parts]):
         inputs = torch.cat([each.inputs for each in split])
         labels = torch.cat([each.labels for each in split])
         splits.append(Split(inputs, labels, torch.arange(3).repeat_interleave(len(split[0]))))
     return replace(whole, train=splits[0], test=splits[1], domain_names=("0", "1", "2"))
+
+
+def pictures_at(site: int) -> Data:
+    """Noisy images and what they were: targets that have no names."""
+    splits = []
+    for role in ("train", "test"):
+        generator = torch.Generator().manual_seed(10 * site + len(role))
+        clean = torch.rand(9, 1, 8, 8, generator=generator) + site
+        splits.append(Split(clean + torch.randn(9, 1, 8, 8, generator=generator), clean))
+    return Data("pictures", splits[0], splits[1], 64, task="regression")
+
+
+def first_pictures() -> Data:
+    return pictures_at(0)
+
+
+def second_pictures() -> Data:
+    return pictures_at(1)
+
+
+def third_pictures() -> Data:
+    return pictures_at(2)
+
+
+def all_pictures() -> Data:
+    return together([pictures_at(site) for site in range(3)])
+
+
+def denoiser(in_channels: int) -> torch.nn.Module:
+    return torch.nn.Sequential(
+        torch.nn.Conv2d(in_channels, 8, 3, padding=1),
+        torch.nn.BatchNorm2d(8),
+        torch.nn.ReLU(),
+        torch.nn.Conv2d(8, 1, 1),
+    )
 
 
 def all_scans() -> Data:
@@ -199,6 +234,7 @@ def agreed_in(folder: Path) -> dict[str, Any]:
 
 
 SCANS = ("first_scans", "second_scans", "third_scans")
+PICTURES = ("first_pictures", "second_pictures", "third_pictures")
 FINDINGS = ("first_findings", "second_findings", "third_findings")
 TARGETS = [
     (SCANS, "all_scans", ORGANS, {"model": "small-fcn"}),
@@ -208,6 +244,7 @@ TARGETS = [
         ("left", "right"),
         {"model": f"{HERE}:conv", "objective": f"{HERE}:mean_error"},
     ),
+    (PICTURES, "all_pictures", (), {"model": f"{HERE}:denoiser", "objective": "mse"}),
 ]
 
 
