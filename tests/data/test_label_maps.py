@@ -261,6 +261,17 @@ def test_classes_of_maps_are_numbered_by_name_in_memory_and_in_files() -> None:
     assert (other.train.labels.dtype, other.num_classes) == (torch.int16, 4)
 
 
+def test_float_targets_are_put_in_order_by_name() -> None:
+    targets = torch.arange(12.0).view(4, 3)
+    split = Split(torch.zeros(4, 5), targets)
+    data = Data("named", split, split, 3, (), ("a", "b", "c"), "regression")
+    other = renumbered(data, ("c", "a", "b"))
+    assert torch.equal(other.test.labels, targets[:, [2, 0, 1]])
+    assert other.class_names == ("c", "a", "b")
+    with pytest.raises(ValueError, match="named: its samples have no target 'd'"):
+        renumbered(data, ("a", "b", "c", "d"))
+
+
 def wrong_maps() -> list[tuple[Tensor, str]]:
     _, maps = pictures()
     white = maps.where(maps != IGNORED, 255)

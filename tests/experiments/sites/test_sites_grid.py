@@ -175,6 +175,15 @@ def test_a_site_that_does_not_fit_is_left_out_if_enough_others_do(
         assert str(error.value) == f"node 3: {reason}"
 
 
+def test_of_two_sites_the_one_with_inputs_from_0_to_1_counts() -> None:
+    other = replace(SOUTH, scaled=False, mean=(1e30,))
+    with pytest.raises(UsageError, match="node 2: its channels have means and variances up to"):
+        agree(CONFIG_OF_RUN, {1: NORTH, 2: other})
+    # where none is, any are
+    alone = replace(NORTH, scaled=False, mean=(-0.5,))
+    assert agree(CONFIG_OF_RUN, {1: alone, 2: other}).config.data.mean == pytest.approx((7.5e29,))
+
+
 def test_a_site_that_outweighs_the_others_normalization_is_named(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

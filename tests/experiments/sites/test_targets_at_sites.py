@@ -290,6 +290,7 @@ def test_normalization_and_mean_iou_are_of_the_sites_own_data(tmp_path: Path) ->
         union = counts.sum(0) + counts.sum(1) - hits
         measured.append(float((hits[union > 0] / union[union > 0]).mean()))
         row = summary["sites"][str(site)]
+        assert set(row) == {"accuracy", "mean-iou", "loss", "iou", "f1"}
         assert row["iou"] == pytest.approx(dict(zip(ORGANS, hits / union, strict=True)))
         dice = 2 * hits / (counts.sum(0) + counts.sum(1))
         assert row["f1"] == pytest.approx(dict(zip(ORGANS, dice, strict=True)))
