@@ -1,5 +1,6 @@
 """Accuracies by domain and class, against torchmetrics and by hand."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -96,6 +97,16 @@ def test_a_prediction_of_no_class_counts_as_wrong(domains: int) -> None:
         for label in range(CLASSES)
     ]
     assert found.by_class["auc"] == pytest.approx(auc)
+
+
+def test_a_class_that_no_label_has_is_not_measured() -> None:
+    """Though it is predicted."""
+    logits = torch.eye(3)[[0, 1, 2, 2]]
+    split = Split(logits[:, :, None, None], torch.tensor([0, 1, 0, 1]))
+    names = ["f1", "iou", "precision", "recall", "auc"]
+    found = evaluate(nn.Flatten(), split, 3, "cpu", metrics=names).by_class
+    assert all(math.isnan(found[name][2]) for name in names)
+    assert found["recall"][:2] == [0.5, 0.5]
 
 
 def test_wide_outputs_without_such_a_prediction_leave_the_matrix_square() -> None:
