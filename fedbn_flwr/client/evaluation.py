@@ -14,7 +14,12 @@ from torch import Tensor, nn
 
 from fedbn_flwr.client.batch_plan import pass_sizes
 from fedbn_flwr.client.image_order import channels_last
-from fedbn_flwr.client.learning_task import CLASSIFICATION, LearningTask, Measure
+from fedbn_flwr.client.learning_task import (
+    CLASSIFICATION,
+    LearningTask,
+    Measure,
+    class_counts,
+)
 from fedbn_flwr.client.training import LossFunction, logits_of, model_loss, output_loss
 from fedbn_flwr.data import Split
 from fedbn_flwr.data.augmentation import IGNORED
@@ -22,17 +27,16 @@ from fedbn_flwr.plugins import extra
 
 #: values of a batch of images in an evaluation: 500 images of 32 x 32 pixels
 MOST_VALUES = 500 * 3 * 32 * 32
-#: of each class: the number of its predictions that are right, the number of its samples (or
-#: pixels), and the number of its predictions
-COUNTED: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-    "f1": lambda hits, there, predicted: 2 * hits / (there + predicted),
-    "iou": lambda hits, there, predicted: hits / (there + predicted - hits),
-    "precision": lambda hits, there, predicted: hits / predicted.clamp(min=1),
-    "recall": lambda hits, there, predicted: hits / there,
+#: of what `class_counts` returns
+OF_COUNTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "f1": lambda hits, labelled, predicted: 2 * hits / (labelled + predicted),
+    "iou": lambda hits, labelled, predicted: hits / (labelled + predicted - hits),
+    "precision": lambda hits, labelled, predicted: hits / predicted.clamp(min=1),
+    "recall": lambda hits, labelled, predicted: hits / labelled,
 }
 #: the area under the ROC curve of one class against all others, which needs all outputs
 AUC = "auc"
-CLASS_METRICS = (*COUNTED, AUC)
+CLASS_METRICS = (*OF_COUNTS, AUC)
 
 
 @dataclass(frozen=True)
@@ -157,19 +161,19 @@ def evaluate(
         model.train(was_training)
     if not confusion[..., -1].any():
         confusion = confusion[..., :-1]
-    by_class = {name: counted(name, confusion.sum(0)) for name in metrics if name != AUC}
+    of_all = confusion.sum(0)
+    by_class = {name: counted(name, of_all) for name in metrics if name != AUC}
     if AUC in metrics:
         by_class[AUC] = areas(torch.cat(kept), split.labels.cpu(), num_classes)
-    scores = {name: measure(confusion.sum(0)) for name, measure in task.measures.items()}
+    scores = {name: measure(of_all) for name, measure in task.measures.items()}
     return Evaluation(_mean(losses, sizes), confusion, by_class, scores, task.has_classes)
 
 
 def counted(name: str, confusion: Tensor) -> list[float]:
-    """Return one of `COUNTED` by class, NaN of a class that no label has."""
-    matrix = confusion.double()
-    there = matrix.sum(1)
-    measured = COUNTED[name](matrix.diagonal(), there, matrix[:, : len(matrix)].sum(0))
-    return measured.where(there > 0, math.nan).tolist()
+    """Return one of `OF_COUNTS` by class, NaN of a class that no label has."""
+    hits, labelled, predicted = class_counts(confusion)
+    measured = OF_COUNTS[name](hits, labelled, predicted)
+    return measured.where(labelled > 0, math.nan).tolist()
 
 
 def areas(logits: Tensor, labels: Tensor, num_classes: int) -> list[float]:

@@ -152,15 +152,22 @@ def pixel_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     return losses.where(counted, 0.0).sum() / counted.sum().clamp(min=1)
 
 
+def class_counts(confusion: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return for each class how many predictions of it are right, how many labels it has, and how
+    many predictions.
+    """
+    matrix = confusion.double()
+    return matrix.diagonal(), matrix.sum(1), matrix[:, : len(matrix)].sum(0)
+
+
 def mean_iou(confusion: Tensor) -> float:
     """Return the mean over classes of intersection over union; classes that are neither there nor
     predicted do not count.
 
     The pixels are those of the whole test set, as the Cityscapes benchmark counts.
     """
-    hits = confusion.diagonal().double()
-    predicted = confusion[:, : len(confusion)].sum(0)
-    union = confusion.sum(1) + predicted - hits
+    hits, labelled, predicted = class_counts(confusion)
+    union = labelled + predicted - hits
     there = union > 0
     return float((hits[there] / union[there]).sum()) / max(int(there.sum()), 1)
 

@@ -193,10 +193,9 @@ class Split:
         """Return the split with `numbers` in place of the classes 0, 1, ..., or float targets at
         these places.
         """
-        labels = self.labels
         if self.targets == FLOATS:
-            return replace(self, labels=labels[:, numbers.argsort()])
-        return replace(self, labels=renumbered_classes(labels, numbers))
+            return replace(self, labels=self.labels[:, numbers.argsort()])
+        return replace(self, labels=renumbered_classes(self.labels, numbers))
 
     def resized(self, side: int) -> "Split":
         """Return the split with images of another size."""
@@ -465,6 +464,17 @@ def renumbered(data: Data, class_names: Sequence[str]) -> Data:
     """
     if data.class_names == tuple(class_names):
         return data
+    check_names(data, class_names)
+    numbers = torch.tensor([list(class_names).index(name) for name in data.class_names])
+    train = data.train.renumbered(numbers)
+    test = data.test.renumbered(numbers)
+    return replace(
+        data, train=train, test=test, num_classes=len(class_names), class_names=tuple(class_names)
+    )
+
+
+def check_names(data: Data, class_names: Sequence[str]) -> None:
+    """Refuse data that cannot be numbered by this list with a ValueError, as `renumbered` says."""
     if not data.class_names:
         raise ValueError(
             f"{data.name}: its classes have no names, so they cannot be numbered by name"
@@ -475,12 +485,6 @@ def renumbered(data: Data, class_names: Sequence[str]) -> Data:
     lacking = [name for name in class_names if name not in data.class_names]
     if lacking and data.train.targets == FLOATS:
         raise ValueError(f"{data.name}: its samples have no target {lacking[0]!r}")
-    numbers = torch.tensor([list(class_names).index(name) for name in data.class_names])
-    train = data.train.renumbered(numbers)
-    test = data.test.renumbered(numbers)
-    return replace(
-        data, train=train, test=test, num_classes=len(class_names), class_names=tuple(class_names)
-    )
 
 
 def normalized(data: Data, mean: Channels, std: Channels) -> Data:

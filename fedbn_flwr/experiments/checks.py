@@ -138,6 +138,7 @@ def check_model(material: Material, strategy: BaseStrategy) -> None:
             linear_layer(model, last_matrix(_shapes(model), strategy.closed_form))
         if isinstance(strategy, Layerwise):
             check_layers(model)
+            return
     layers = norm.bn_layers(model)
     if layers and not any(layer.training for layer in layers.values()):
         warn_once("all BN layers are in eval mode in training, so they keep their statistics")

@@ -14,9 +14,9 @@ from flwr.clientapp.typing import ClientAppCallable
 
 from fedbn_flwr import wire
 from fedbn_flwr.client import BNClient
-from fedbn_flwr.data import SITES, Data, Split, renumbered, without_domains
+from fedbn_flwr.data import SITES, Data, Split, without_domains
 from fedbn_flwr.data.loading import ROOT_VARIABLE
-from fedbn_flwr.data.splits import FLOATS
+from fedbn_flwr.data.splits import FLOATS, check_names
 from fedbn_flwr.experiments.checks import check_task
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.experiment import import_plugins, resolve
@@ -77,7 +77,7 @@ def describe_data(context: Context) -> SiteData:
         raise UsageError(f"{named} have no class names: `Data` takes `class_names`")
     check_task(own, data)
     if own.data.classes and data.train.targets == FLOATS:
-        renumbered(data, own.data.classes)  # which refuses a site that lacks one
+        check_names(data, own.data.classes)
     if not len(data.train):
         raise UsageError(f"{named} have no training samples")
     mean, variance = data.train.moments()

@@ -94,10 +94,11 @@ class SiteData:
             )
             names = (site.task, *site.class_names)
             whole = (site.site, *site.samples, *site.train, *site.test, *site.shape)
+            lowest = -LARGEST
+            highest = LARGEST
             if site.scaled:
-                bounds = 0.0, 1.0
-            else:
-                bounds = -LARGEST, LARGEST
+                lowest = 0.0
+                highest = 1.0
             # of ids there are no means
             channels = site.shape[0] if site.mean else 0
             if not (
@@ -109,8 +110,8 @@ class SiteData:
                 and all(len(name) <= 500 for name in names)
                 and all(category(sign) != "Cc" for sign in "".join(names))
                 and all(isinstance(number, int) and 0 <= number <= MOST for number in whole)
-                and all(bounds[0] <= number <= bounds[1] for number in site.mean)
-                and all(0 <= number <= bounds[1] for number in site.variance)
+                and all(lowest <= number <= highest for number in site.mean)
+                and all(0 <= number <= highest for number in site.variance)
                 and len(site.mean) == len(site.variance) == channels
             ):
                 raise ValueError("numbers or names that are none")

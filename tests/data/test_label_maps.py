@@ -261,6 +261,13 @@ def test_classes_of_maps_are_numbered_by_name_in_memory_and_in_files() -> None:
     assert (other.train.labels.dtype, other.num_classes) == (torch.int16, 4)
 
 
+def test_maps_of_floats_are_no_classes() -> None:
+    images, maps = pictures()
+    data = ((images, maps.double()),) * 2
+    with pytest.raises(UsageError, match=r"has float targets, .*; classes are integers from 0"):
+        run("fedavg", data=data, model=pixelwise(CLASSES), clients=2)
+
+
 def test_float_targets_are_put_in_order_by_name() -> None:
     targets = torch.arange(12.0).view(4, 3)
     split = Split(torch.zeros(4, 5), targets)

@@ -43,6 +43,7 @@ class Scorer:
     - `train-loss-global`, if asked for: the global model's loss on the union of the clients'
       training data; where nodes have models of their own, the mean of each model's loss on its
       node's data (FedTAN, Fig. 4 and 7).
+    - `class-f1`, `class-auc`, ..., if asked for: by class, of the models that `accuracy` is of.
 
     Others are of the score by which methods are compared, here the accuracy. Of float targets it is
     the error, as `mse`, which stands for the accuracy in all names.
@@ -55,7 +56,6 @@ class Scorer:
     - `accuracy-adapted-20`, `-100`, `-all`, of a domain that nobody trains with: of the one model,
       or of that with the mean of what stays on the nodes, after `adapt` to so many of the domain's
       training samples.
-    - `class-f1`, `class-auc`, ..., if asked for: by class, of the models that `accuracy` is of.
     """
 
     def __init__(self, material: Material) -> None:
@@ -122,8 +122,8 @@ class Scorer:
             }
         for count, batches in self._unlabeled.items():
             adapted = evaluate(adapt(self._model, batches), *rest)
-            merits = {basic: adapted.accuracy, **adapted.scores}
-            scores[f"{self.metric}-adapted-{count}"] = merits[self.metric]
+            score = adapted.scores.get(self.metric, adapted.accuracy)
+            scores[f"{self.metric}-adapted-{count}"] = score
         return scores
 
     def _train_loss(self, values: state.State) -> Score:

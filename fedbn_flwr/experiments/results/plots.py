@@ -30,11 +30,11 @@ from fedbn_flwr.experiments.results.rows import (
 )
 from fedbn_flwr.experiments.results.values import (
     AVERAGE,
+    capitalized,
     domains_of,
     heading_of,
     numbers_of,
     scale_of,
-    title_case,
     values_of,
 )
 from fedbn_flwr.plugins import extra
@@ -472,7 +472,7 @@ def _domains(runs: Frame, setting: str, values: Frame) -> Iterator[Picture]:
         axes.set_xticks(range(len(order)), letters(order), rotation=20 if len(order) > 4 else 0)
         axes.set_ylabel(heading)
 
-    caption = f"{title_case(heading.removesuffix(', %'))} by domain"
+    caption = f"{capitalized(heading.removesuffix(', %'))} by domain"
     if setting:
         caption += f" in {setting}"
     if (shown["number"] > 1).any():

@@ -31,12 +31,12 @@ from fedbn_flwr.experiments.results.rows import (
 )
 from fedbn_flwr.experiments.results.values import (
     AVERAGE,
+    capitalized,
     domains_of,
     heading_of,
     is_share,
     numbers_of,
     scaled,
-    title_case,
     values_of,
 )
 
@@ -269,7 +269,7 @@ class Lines:
     def caption(self) -> str:
         """Return what the numbers are."""
         counts = self.number()[lambda number: number > 0].unique()
-        caption = f"{title_case(self.heading(self.columns[0]))}: mean"
+        caption = f"{capitalized(self.heading(self.columns[0]))}: mean"
         if max(counts, default=1) > 1:
             if len(counts) == 1:
                 caption += f" of {max(counts)} runs"
@@ -389,7 +389,7 @@ def unseen(runs: Frame, caption: str) -> Table:
     """Return the scores on domains that nobody trained with, each with half its 95 % interval."""
     lines = Lines(_by_unseen_domain(runs), digits=1)
     of_one_model = {
-        form.replace("-", " ").replace("bn", "BN"): lines.cells(f"{lines.score}-{form}", "interval")
+        heading_of(form).removesuffix(", %"): lines.cells(f"{lines.score}-{form}", "interval")
         for form in OF_ONE_MODEL
     }
     columns = {

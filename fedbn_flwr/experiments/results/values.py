@@ -38,7 +38,7 @@ def heading_of(name: str) -> str:
     return f"{heading}, %" if is_share(name) else heading
 
 
-def title_case(text: str) -> str:
+def capitalized(text: str) -> str:
     """Return a text with a capital letter at its beginning."""
     return text[:1].upper() + text[1:]
 

@@ -135,7 +135,10 @@ def agree(config: Config, answers: Answers) -> Agreement:
             f"the data set 'sites' needs classes, in the order of their numbers; there are: {names}"
         )
     forms = Counter((site.task, site.shape, len(site.mean)) for site in described)
-    (task, shape, means), _ = forms.most_common(1)[0] if forms else (("", (), 0), 0)
+    form: tuple[str, tuple[int, ...], int] = ("", (), 0)
+    if forms:
+        form, _ = forms.most_common(1)[0]
+    task, shape, means = form
     scaled = 2 * sum(site.scaled for site in described) >= len(described)
     sites = dict[int, SiteData]()
     refused = dict[int, str]()

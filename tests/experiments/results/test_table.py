@@ -245,7 +245,7 @@ def test_every_form_is_of_the_score_by_which_methods_are_compared(
     words = shown(tmp_path / "compared", [one]).split()
     # personal, mean BN, both domains and their mean
     assert words.count(digits) == 5
-    assert "by" in words
+    assert f"{score.replace('-iou', ' IoU')} by domain" in " ".join(words)
     (line,) = numbers(tmp_path / "written", [one]).values()
     unit = "" if score == "mse" else ", %"
     assert {"real" + unit, "photos" + unit, "Average" + unit} <= line.keys()

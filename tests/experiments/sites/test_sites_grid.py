@@ -79,6 +79,7 @@ def test_one_mean_a_channel_and_counts_of_all_classes_or_none() -> None:
         *(
             replace(NORTH, site=-1),
             replace(NORTH, train=(2**53 + 2, 1)),
+            replace(NORTH, mean=(1.5,)),
             replace(NORTH, samples=(2**53 + 2, 2)),
             replace(NORTH, test=()),
             replace(NORTH, task="class\n"),

@@ -117,13 +117,13 @@ def third_findings() -> Data:
 
 def together(parts: Sequence[Data]) -> Data:
     """All data in one place, a domain for each site."""
-    whole = replace(parts[0], name="all")
     splits = []
     for split in ([part.train for part in parts], [part.test for part in parts]):
         inputs = torch.cat([each.inputs for each in split])
         labels = torch.cat([each.labels for each in split])
         splits.append(Split(inputs, labels, torch.arange(3).repeat_interleave(len(split[0]))))
-    return replace(whole, train=splits[0], test=splits[1], domain_names=("0", "1", "2"))
+    domains = ("0", "1", "2")
+    return replace(parts[0], name="all", train=splits[0], test=splits[1], domain_names=domains)
 
 
 def pictures_at(site: int) -> Data:
