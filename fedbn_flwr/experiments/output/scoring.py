@@ -218,7 +218,8 @@ def score_nodes(
             own = [row["own"] for row in rows if row["domain"] == domain]
             if own:
                 by_domain[name] = float(np.mean(own))
-        scores[wire.DOMAIN_SCORES + task.metric] = by_domain
+        if by_domain:
+            scores[wire.DOMAIN_SCORES + task.metric] = by_domain
     return scores
 
 

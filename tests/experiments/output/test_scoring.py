@@ -221,6 +221,15 @@ def test_without_domains_there_is_no_matrix() -> None:
     assert score_nodes([]) == {}
 
 
+def test_models_of_nodes_with_several_domains_have_no_score_by_domain(tmp_path: Path) -> None:
+    data = "digits-domains"
+    given = {"method": "silobn", "dataset": data, "partition": "iid", "rounds": "1"}
+    assert run("run", **given, results_dir=str(tmp_path)) == 0
+    summary = json.loads((run_in(tmp_path) / "summary.json").read_text())
+    assert "domain-accuracy" not in summary
+    assert np.shape(summary["node-domain-accuracy"]) == (2, 5)
+
+
 def test_a_node_whose_scores_cannot_be_read_is_left_out_by_name(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
