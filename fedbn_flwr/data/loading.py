@@ -20,6 +20,7 @@ from torch import Tensor
 from fedbn_flwr.data.domains import digits, digits_domains, image_domains
 from fedbn_flwr.data.file_split import WORKERS
 from fedbn_flwr.data.files import TORCHVISION, from_folder, from_torchvision
+from fedbn_flwr.data.own_data import OwnData, own_data
 from fedbn_flwr.data.sets.cityscapes import cityscapes
 from fedbn_flwr.data.sets.fedbn_archives import (
     DIGITS_SAMPLES,
@@ -337,17 +338,16 @@ _prepared = lru_cache(maxsize=2)(_prepare)
 
 
 @lru_cache(maxsize=2)
-def _call(spec: str, function: Callable[[], Data], image_size: int | None, channels: int) -> Data:
+def _call(
+    spec: str, function: Callable[[], OwnData], image_size: int | None, channels: int
+) -> Data:
     """Return the data that a user's function returns: the same object as long as it is the same
     function.
     """
-    made = function()
-    if not isinstance(made, Data):
-        raise ValueError(f"{spec} must return fedbn_flwr.data.Data, not {type(made).__name__}")
-    return _prepare(made, image_size, channels)
+    return _prepare(own_data(function, spec), image_size, channels)
 
 
-def _function_of(spec: str) -> Callable[[], Data]:
+def _function_of(spec: str) -> Callable[[], OwnData]:
     """Return the user's function of "package.module:function"."""
     module_name, _, name = spec.partition(":")
     meant = did_you_mean(spec, DATASETS, "or package.module:function")
@@ -365,4 +365,4 @@ def _function_of(spec: str) -> Callable[[], Data]:
     function = getattr(module, name, None)
     if not callable(function):
         raise ValueError(f"{module_name} has no function {name!r}")
-    return cast(Callable[[], Data], function)
+    return cast(Callable[[], OwnData], function)

@@ -19,12 +19,12 @@ READ_TWICE = 8
 MOST_IN_MAPS = 2**15
 #: in label maps of bytes the mark of pixels without a class, or of the foreground
 WHITE = 255
-#: `Data`, a function that returns them, or a pair of training and test data: each a `Split`,
-#: tensors or arrays (inputs, labels), or a list or torch `Dataset` of pairs (input, label)
-OwnData = Data | Callable[[], Data] | tuple[Any, Any]
+#: `Data`, or a pair of training and test data: each a `Split`, tensors or arrays (inputs, labels),
+#: or a list or torch `Dataset` of pairs (input, label); or a function that returns one of these
+OwnData = Data | tuple[Any, Any] | Callable[[], Data | tuple[Any, Any]]
 
 
-def own_data(given: Any) -> Data:
+def own_data(given: Any, name: str = "own data") -> Data:
     """Return a user's data as `Data`; a ValueError says what is allowed."""
     made = given
     if callable(given) and not isinstance(given, Data):
@@ -33,18 +33,18 @@ def own_data(given: Any) -> Data:
         return made
     if not isinstance(made, tuple | list) or len(made) != 2:
         able = (
-            "a name, fedbn_flwr.data.Data, a function that returns Data, or a pair (training "
-            "data, test data)"
+            "a name, fedbn_flwr.data.Data, a pair (training data, test data), or a function that "
+            "returns one of these two"
         )
-        raise ValueError(f"data must be {able}, got {type(made).__name__}")
+        raise ValueError(f"{name} must be {able}, got {type(made).__name__}")
     train, test = (
-        _split(part, name) for part, name in zip(made, ("training", "test"), strict=True)
+        _split(part, role) for part, role in zip(made, ("training", "test"), strict=True)
     )
     if train.targets == FLOATS:
-        return _data(train, test, train.labels.shape[1:].numel())
+        return _data(name, train, test, train.labels.shape[1:].numel())
     classes = torch.cat([train.counted, test.counted])
     if len(classes) == 0:
-        return _data(train, test, 0)
+        return _data(name, train, test, 0)
     lowest = int(classes.min())
     highest = int(classes.max())
     if lowest > 0:
@@ -58,11 +58,11 @@ def own_data(given: Any) -> Data:
             f"label maps have the value {WHITE} and not {WHITE - 1}: number the classes from 0, "
             f"and give {IGNORED} to pixels without a class"
         )
-    return _data(train, test, highest + 1)
+    return _data(name, train, test, highest + 1)
 
 
-def _data(train: Split, test: Split, num_classes: int) -> Data:
-    return Data("own data", train, test, num_classes, task=USUAL_TASKS[train.targets])
+def _data(name: str, train: Split, test: Split, num_classes: int) -> Data:
+    return Data(name, train, test, num_classes, task=USUAL_TASKS[train.targets])
 
 
 def preprocess(

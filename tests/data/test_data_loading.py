@@ -64,6 +64,10 @@ def own_moments():
 def derived():
     return load("digits").validation_split(0.1, 0)
 
+def pair():
+    images, labels = torch.rand(6, 1, 4, 4), torch.arange(6) % 2
+    return (images[:4], labels[:4]), (images[4:].numpy(), labels[4:].numpy())
+
 def wrong():
     return 3
 
@@ -87,6 +91,9 @@ def test_a_function_of_the_users_own(module: str) -> None:
     assert data.train.mean == pytest.approx([float(data.train.inputs.mean())])
     assert load(f"{module}:plain", image_size=10).image_size == 10
     assert load(f"{module}:own_moments").train.mean == (0.0,)
+    pair = load(f"{module}:pair")
+    assert (pair.name, pair.num_classes) == (f"{module}:pair", 2)
+    assert (len(pair.train), len(pair.test)) == (4, 2)
     # it may load in turn
     assert len(load(f"{module}:derived").train) == 1437 - 144
 
@@ -103,6 +110,7 @@ def test_a_users_module_that_misses_a_package_says_which(module: str) -> None:
         ("syntetic:n=3", "unknown data set 'syntetic:n=3'; did you mean 'synthetic'"),
         ("synthetic:size_=3", r"synthetic: unknown option 'size_'; did you mean 'size'\?"),
         ("digits:size=3", "digits: unknown option 'size'; known: none"),
+        ("synthetic:n=60:size=4:n=90", "synthetic: 'n' is given twice"),
         ("synthetic:n=many", "synthetic: n must be a whole number, got 'many'"),
         *(
             (f"synthetic:{option}", "synthetic: ")
@@ -113,7 +121,7 @@ def test_a_users_module_that_misses_a_package_says_which(module: str) -> None:
             for option in ("cities", "images", "test")
         ),
         ("folder:", "folder: needs a path"),
-        ("{module}:wrong", r"wrong must return fedbn_flwr.data.Data, not int"),
+        ("{module}:wrong", r"wrong must be .*fedbn_flwr.data.Data, a pair .*, got int"),
         ("{module}:number", "has no function 'number'"),
         ("{module}:absent", "has no function 'absent'"),
     ],

@@ -252,6 +252,11 @@ COMMANDS: list[tuple[str, str, str]] = [
         "--methods fedavg --grid 0.1",
         "--grid must be OPTION=VALUE,VALUE, such as lr=0.03,0.1, got ",
     ),
+    (
+        "compare",
+        "--methods fedavg --grid lr=0.1 --grid lr=0.3",
+        "--grid names 'lr' twice: write its values with commas",
+    ),
     ("compare", "--methods fedavg --grid-seeds 0", "--grid-seeds must be at least 1, got 0"),
     ("compare", "", "--methods"),
     (
@@ -372,6 +377,10 @@ RESOLVED: list[tuple[str | dict[str, Any], str]] = [
     ("fedavg:plugins=a", "method 'fedavg:plugins=a': unknown option 'plugins'"),
     ("fedavg:=0.1", "'=0.1' is not of the form key=value"),
     ("fedavg:lr:0.1", "'lr:0.1' is not of the form key=value"),
+    (
+        "fixbn:freeze-round=1:freeze_round=2",
+        "method 'fixbn:freeze-round=1:freeze_round=2': 'freeze_round' is given twice",
+    ),
     ("fedprox:mu=small", "method 'fedprox:mu=small': mu must be a number, got 'small'"),
     ("fedprox:lr=fast", "method 'fedprox:lr=fast': lr must be a number, got 'fast'"),
     ("fedprox:mu=-1", "method 'fedprox:mu=-1': mu must be at least 0"),
@@ -522,12 +531,12 @@ CALLS: list[tuple[Any, dict[str, Any], str]] = [
 ]
 #: data, and a part of the error
 OWN_DATA: list[tuple[Any, str]] = [
-    (None, "or a pair (training data, test data), got NoneType"),
-    (3, "data must be a name, fedbn_flwr.data.Data, a function that returns Data, or a pair"),
+    (None, "a function that returns one of these two, got NoneType"),
+    (3, "own data must be a name, fedbn_flwr.data.Data, a pair (training data, test data), or a "),
     (([1], [2]), "the training data must be a fedbn_flwr.data.Split, a pair"),
     (GOOD, "a Tensor has no labels: data is "),
     ((FRAME, FRAME), "a DataFrame has no labels: data is "),
-    (FRAME, "or a pair (training data, test data), got DataFrame"),
+    (FRAME, "a function that returns one of these two, got DataFrame"),
     (((FRAME.astype(str), Y), GOOD), "column 0 holds no numbers"),
     (
         ((FRAME.assign(town="here"), Y), GOOD),
