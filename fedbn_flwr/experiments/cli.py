@@ -390,6 +390,8 @@ def _read_grid(texts: Sequence[str]) -> dict[str, list[str]]:
     grid = dict[str, list[str]]()
     for text in texts:
         key, _, values = text.partition("=")
+        if key in grid:
+            raise UsageError(f"--grid names {key!r} twice: write its values with commas")
         grid[key] = [value.strip() for value in values.split(",") if value.strip()]
         if not grid[key]:
             raise UsageError(

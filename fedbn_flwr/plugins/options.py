@@ -150,11 +150,17 @@ def read_options(
 
 
 def read_pairs(owner: str, items: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Split each `key=value`; an item of another form is a UsageError."""
+    """Split each `key=value`; an item of another form, or a key that comes twice, is a
+    UsageError.
+    """
+    seen = set()
     for item in items:
         key, equals, value = item.partition("=")
         if not equals or not key:
             raise UsageError(f"{owner}: {item!r} is not of the form key=value")
+        if option_key(key) in seen:
+            raise UsageError(f"{owner}: {key!r} is given twice")
+        seen.add(option_key(key))
         yield key, value
 
 
