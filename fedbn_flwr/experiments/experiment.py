@@ -13,7 +13,7 @@ from fedbn_flwr.data import DATASETS, PARTITIONS, SITES, Data, leave_out, load
 from fedbn_flwr.data.files import TORCHVISION
 from fedbn_flwr.experiments.choice import Choice
 from fedbn_flwr.experiments.config import Config, DataOptions, shared_options
-from fedbn_flwr.experiments.method import Parsed, all_options, own_options, parse
+from fedbn_flwr.experiments.method import Parsed, all_options, own_options, parse, refuse_ignored
 from fedbn_flwr.models import LIBRARIES, MODELS, build, published
 from fedbn_flwr.norm import NORMS
 from fedbn_flwr.plugins import (
@@ -223,6 +223,8 @@ def resolve(values: Mapping[str, Any], federation: bool = False, read_from: str 
             if key not in ("method", "plugins", "resume")
         },
     }
+    with refusing(f"method {text!r}: "):
+        refuse_ignored([method], method.options)
     overrides = read_options(f"method {text!r}", inside, method.options.items())
     # in a run configuration every key must exist, and an empty text stands for "not given"
     options = {

@@ -21,7 +21,7 @@ from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.engines import ENGINES, engine_named, prepare
 from fedbn_flwr.experiments.experiment import data_here, import_plugins, resolve
 from fedbn_flwr.experiments.material import load_data
-from fedbn_flwr.experiments.method import Method, method_of, own_options, owners, parse, with_option
+from fedbn_flwr.experiments.method import Method, method_of, parse, refuse_ignored, with_option
 from fedbn_flwr.experiments.output.console import Bars
 from fedbn_flwr.experiments.results.results import Results
 from fedbn_flwr.experiments.runs import keeping, resume
@@ -138,7 +138,7 @@ def run(
                 "resume goes on with a run, and anew begins it again: give one of them"
             )
         if not resumed:
-            _refuse_ignored([asked], given)
+            refuse_ignored([parse(asked)], given)
         with _opened(resumed or given.get(RESULTS)) as (place, is_kept):
             if resumed:
                 one = resume(given, engine)
@@ -260,7 +260,7 @@ def comparison(
     twice = [text for text in texts if texts.count(text) > 1]
     if twice:
         raise UsageError(f"methods names {twice[0]!r} twice")
-    _refuse_ignored(asked, {**given, **grid})
+    refuse_ignored([parse(method) for method in asked], {**given, **grid})
     if given.get("unseen") == EACH:
         given = {key: value for key, value in given.items() if key != "unseen"}
         data = data_here(resolve({**given, "method": asked[0]}).config.data)
@@ -271,21 +271,6 @@ def comparison(
         asked = [with_option(method, "unseen", name) for name in names for method in asked]
     labels = {str(method): method for method in asked}
     return Study(labels, [Setting({}, given)], seeds, grid, grid_seeds, engine)
-
-
-def _refuse_ignored(methods: Sequence[str | Own], given: Mapping[str, Any]) -> None:
-    """Refuse an option of single strategies that none of the methods has.
-
-    In a comparison, one that some of them have is for these.
-    """
-    parsed = [parse(method) for method in methods]
-    for key in given:
-        names = owners(key)
-        if names and not any(key in own_options(method.strategy) for method in parsed):
-            ignoring = ", ".join(method.name for method in parsed)
-            raise UsageError(
-                f"{key} is an option of {', '.join(names)}; {ignoring} would ignore it"
-            )
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -66,6 +66,20 @@ def all_options() -> dict[str, Option]:
 def owners(key: str) -> list[str]:
     """Return the names of the strategies that have an option."""
     return [name for name, strategy in REGISTRY.items() if key in own_options(strategy)]
+
+
+def refuse_ignored(methods: Sequence[Parsed], keys: Iterable[str]) -> None:
+    """Refuse an option of single strategies that none of the methods has.
+
+    In a comparison, one that some of them have is for these.
+    """
+    for key in map(option_key, keys):
+        names = owners(key)
+        if names and not any(key in own_options(method.strategy) for method in methods):
+            ignoring = ", ".join(method.name for method in methods)
+            raise UsageError(
+                f"{key} is an option of {', '.join(names)}; {ignoring} would ignore it"
+            )
 
 
 def forms_of(key: str) -> dict[Option, list[str]]:

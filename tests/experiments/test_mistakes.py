@@ -366,7 +366,11 @@ RESOLVED: list[tuple[str | dict[str, Any], str]] = [
     ("fedavg+batch", f"unknown normalizer 'batch'{NORMALIZERS}"),
     ({"norm": "xn"}, f"unknown normalizer 'xn'{NORMALIZERS}"),
     ("fedavg+", f"unknown normalizer ''{NORMALIZERS}"),
-    ("fixbn:mu=1", "unknown option 'mu'; known: ... (all: `fedbn-flwr run --help-all`)"),
+    (
+        "fixbn:mu=1",
+        "method 'fixbn:mu=1': mu is an option of fedbs, fedprox; fixbn would ignore it",
+    ),
+    ("fed3r:clip_norm=1", "scaffold; fed3r would ignore it"),
     ("fixbn:freeze_rounds=1", "unknown option 'freeze_rounds'; did you mean 'freeze-round'?"),
     ("fixbn:method=1", "unknown option 'method'; known: ... (all: `fedbn-flwr run --help-all`)"),
     (
