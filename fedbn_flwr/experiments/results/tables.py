@@ -417,10 +417,12 @@ def _by_unseen_domain(runs: Frame) -> Frame:
     means = []
     for _, own in named.groupby(["label", "seed"], sort=False):
         if len(own) == domains.nunique() > 1:
-            # the mean of runs of which one failed or is missing is no number
-            first = own.loc[(own["state"] == "finished").idxmin()].dropna()
-            numbers = own[first.index].select_dtypes("float").dropna(axis="columns")
-            means.append({**first, **numbers.apply(fmean), "setting": "mean"})
+            # the mean of runs of which one failed, or has no number, is no number
+            has_ended = own["state"] == "finished"
+            mean = {**own.loc[has_ended.idxmin()], "setting": "mean"}
+            if has_ended.all():
+                mean |= own.select_dtypes("float").apply(fmean)
+            means.append(mean)
     return pd.concat([named, pd.DataFrame(means)], ignore_index=True)
 
 

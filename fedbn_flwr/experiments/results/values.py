@@ -95,8 +95,7 @@ def _columns(ended: Frame, quantity: str, rounds: int) -> dict[str, Any]:
         if own.empty:
             return {}
         domains = scale_of(quantity) * pd.DataFrame([*own], own.index)
-        means = [fmean(row.dropna()) for _, row in domains.iterrows()]
-        return {**domains, AVERAGE: pd.Series(means, own.index)}
+        return {**domains, AVERAGE: domains.mean(axis=1)}
     match quantity:
         # by which methods are compared: accuracy, unless data or objective have another one
         case "score":

@@ -227,6 +227,13 @@ def test_domains_that_nobody_trained_with_by_hand(
     ):
         _, _, rest = line.partition(" ")
         assert line in lines or rest in lines, (line, lines)
+    adapted = {"x": 0.4, "y": None}
+    lacking = [
+        ended("a", unseen=domain, **{"accuracy-adapted-20": score})
+        for domain, score in adapted.items()
+    ]
+    rows = map(str.split, shown(tmp_path / "lack", lacking).splitlines())
+    assert ["mean", "a", "93.1", "90.0", "51.0"] in [*rows]
     (alone,) = [
         line
         for line in shown(tmp_path / "one", [ended("a", unseen="x")]).splitlines()
@@ -252,6 +259,14 @@ def test_every_form_is_of_the_score_by_which_methods_are_compared(
     adapted = {f"{score}-adapted-20": 0.4, f"{score}-adapted-all": 0.4}
     one = ended("a", **{"metric": score, score: 0.3, "unseen": "x", **forms, **adapted})
     assert shown(tmp_path / "unseen", [one]).split().count(digits) == 3
+
+
+def test_domains_without_a_finite_score_are_empty(tmp_path: Path) -> None:
+    lost = {"domain-accuracy": {"real": None, "photos": None}}
+    found = {"domain-accuracy": {"real": 0.25, "photos": None}}
+    rows = map(str.split, shown(tmp_path, [ended("a", **lost), ended("b", **found)]).splitlines())
+    assert ["b", "25.0", "25.0"] in [*rows]
+    assert "by domain" not in shown(tmp_path / "lost", [ended("a", **lost)])
 
 
 def test_less_of_an_error_is_no_share(tmp_path: Path) -> None:
