@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from logging import ERROR, INFO, WARNING
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ from fedbn_flwr.server.round import Round
 from fedbn_flwr.simulation.how_trained import APART
 from fedbn_flwr.simulation.in_process import LocalGrid
 from fedbn_flwr.state import arrays_of, arrays_to_record
-from fedbn_flwr.strategies import BaseStrategy, CannotTrainError, wait_for_nodes
+from fedbn_flwr.strategies import BaseStrategy, CannotTrainError, DivergedError, wait_for_nodes
 from fedbn_flwr.transports.counting_grid import CountingGrid
 from fedbn_flwr.wire import Instruction
 
@@ -209,8 +210,13 @@ class AfterRound:
         self.journal.record(now, score)
         is_last = now.number >= config.rounds or self.strategy.is_finished(self.setup.grid)
         self.standing.take(now.number, score, scorer.metric, config.results, is_last)
+        reached = self.standing.score.get(scorer.metric)
         if self.progress:
-            self.progress(now.number, config.rounds, self.standing.score.get(scorer.metric))
+            self.progress(now.number, config.rounds, reached)
+        ends = is_last or self.standing.stopped_by
+        if ends and reached is not None and not isfinite(reached):
+            why = now.circumstances(self.strategy.state)
+            raise DivergedError(now.number, f"the model's {scorer.metric} is {reached}; {why}")
         stops = STOP.is_asked and not is_last
         if stops or self.saver.is_due(now.number):
             self.saver.save(now)

@@ -241,6 +241,18 @@ def test_domains_have_errors_of_their_own(method: str) -> None:
     )
 
 
+@pytest.mark.parametrize("more", [{}, {"stop_after": 1, "evaluate_every": 1}])
+def test_an_error_that_is_not_finite_is_no_result(more: dict[str, Any]) -> None:
+    """Whether a run comes to its last round or ends early; its square is beyond float32."""
+    train, (inputs, targets) = own()
+    data = train, (inputs, targets + 1e25)
+    given = {**SMALL, "model": net, "objective": "mse", **more}
+    results = compare(["fedavg"], data=data, **given)
+    (failure,) = results.failures.values()
+    assert "the model's mse is inf; the learning rate is" in failure
+    assert set(results.rows["state"]) == {"failed"}
+
+
 def test_held_out_data_and_an_early_end() -> None:
     options = {**SMALL, "model": net, "data": own(), "objective": "mse", "validation": 0.25}
     options |= {"evaluate_every": 1, "rounds": 12}
