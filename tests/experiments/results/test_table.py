@@ -227,11 +227,11 @@ def test_domains_that_nobody_trained_with_by_hand(
     ):
         _, _, rest = line.partition(" ")
         assert line in lines or rest in lines, (line, lines)
-    adapted = {"x": 0.4, "y": None}
-    lacking = [
-        ended("a", unseen=domain, **{"accuracy-adapted-20": score})
-        for domain, score in adapted.items()
+    adapted: list[Summary] = [
+        {"unseen": "x", "accuracy-adapted-20": 0.4},
+        {"unseen": "y", "accuracy-adapted-20": None},
     ]
+    lacking = [ended("a", **own) for own in adapted]
     rows = map(str.split, shown(tmp_path / "lack", lacking).splitlines())
     assert ["mean", "a", "93.1", "90.0", "51.0"] in [*rows]
     (alone,) = [
@@ -262,8 +262,8 @@ def test_every_form_is_of_the_score_by_which_methods_are_compared(
 
 
 def test_domains_without_a_finite_score_are_empty(tmp_path: Path) -> None:
-    lost = {"domain-accuracy": {"real": None, "photos": None}}
-    found = {"domain-accuracy": {"real": 0.25, "photos": None}}
+    lost: Summary = {"domain-accuracy": {"real": None, "photos": None}}
+    found: Summary = {"domain-accuracy": {"real": 0.25, "photos": None}}
     rows = map(str.split, shown(tmp_path, [ended("a", **lost), ended("b", **found)]).splitlines())
     assert ["b", "25.0", "25.0"] in [*rows]
     assert "by domain" not in shown(tmp_path / "lost", [ended("a", **lost)])
