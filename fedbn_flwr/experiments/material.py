@@ -134,7 +134,9 @@ def unlabeled_inputs(material: Material) -> dict[str, list[Tensor]]:
     """
     config = material.config
     train = material.data.train
-    if not config.data.unseen or config.data.validation or norm.lacks(material.model, "statistics"):
+    if not config.data.unseen or config.data.validation:
+        return {}
+    if norm.lacks(material.model, "statistics", in_training=False):
         return {}
     _, split = data.leave_out(read_data(replace(config.data, unseen="")), config.data.unseen)
     split = replace(split, mean=train.mean, std=train.std)

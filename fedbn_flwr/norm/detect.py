@@ -66,8 +66,9 @@ def after_norm(layer: _BatchNorm) -> Callable[[Tensor], Tensor] | None:
     return None
 
 
-def lacks(model: nn.Module, need: str) -> str:
-    """Return in words what a model lacks of what a method needs of BN; nothing if it has that.
+def lacks(model: nn.Module, need: str, in_training: bool = True) -> str:
+    """Return in words what a model lacks of what a method needs of BN, in training or afterwards;
+    nothing if it has that.
 
     `need` is `none`, `bn` (a layer), `affine` or `statistics` (of a layer), `all-statistics` (of
     every layer), `no-bn`, or the class that all of its BN layers must have.
@@ -94,7 +95,7 @@ def lacks(model: nn.Module, need: str) -> str:
     if need == "affine":
         kind = "affine parameters"
         entry = "weight"
-    if layers and all(map(keeps_statistics, layers.values())):
+    if in_training and layers and all(map(keeps_statistics, layers.values())):
         return (
             "none of the model's BN layers has a parameter that learns, so all of them keep "
             "their statistics"

@@ -151,7 +151,7 @@ def adapt(
     with n inputs counts the model's as N samples (Schneider et al., NeurIPS 2020). A model without
     running statistics is a ValueError.
     """
-    lacking = lacks(model, "statistics")
+    lacking = lacks(model, "statistics", in_training=False)
     if lacking:
         raise ValueError(f"adapt re-estimates BN's running statistics: {lacking}")
     if not 0 < weight <= 1:

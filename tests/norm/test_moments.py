@@ -179,6 +179,17 @@ def test_adapting_moves_nothing_else() -> None:
     ]
 
 
+def test_a_model_that_does_not_learn_is_adapted_too() -> None:
+    model, inputs = trained_model(), normal(60, 2, 4, 4)
+    adapted = adapt(model, inputs)
+    torch.testing.assert_close(
+        adapt(model.requires_grad_(False), inputs).state_dict(),
+        adapted.state_dict(),
+        rtol=0,
+        atol=0,
+    )
+
+
 def test_a_weight_is_between_the_models_statistics_and_the_new_ones() -> None:
     """By hand: twenty values 1 and twenty 3 have the mean 2 and the unbiased variance 40 / 39.
 
