@@ -12,7 +12,7 @@ from pkgutil import iter_modules
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fedbn_flwr import norm as norms
@@ -128,7 +128,7 @@ def build(
 
 
 def refuse_unmade(name: str | Own, model: nn.Module) -> None:
-    """Refuse a model of which an entry has no shape or no values yet."""
+    """Refuse a model of which an entry has no shape or no values yet, or is no tensor."""
     for entry, value in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(value):
             raise ValueError(
@@ -137,6 +137,12 @@ def refuse_unmade(name: str | Own, model: nn.Module) -> None:
             )
         if value.is_meta:
             raise ValueError(f"model {name!r} has no values yet ({entry!r} is on the meta device)")
+    for entry, state in model.state_dict().items():
+        if not isinstance(state, Tensor):
+            raise ValueError(
+                f"model {name!r} has an entry that is no tensor, and cannot be averaged: "
+                f"{entry!r}, a {type(state).__name__}"
+            )
 
 
 def _choose(model: nn.Module, patterns: Sequence[str]) -> None:

@@ -30,7 +30,7 @@ def foreign_layers(model: nn.Module) -> dict[str, nn.Module]:
         name: layer
         for name, layer in model.named_modules()
         if not isinstance(layer, _BatchNorm | _InstanceNorm)
-        and {"running_mean", "running_var"} <= layer._buffers.keys()
+        and {"running_mean", "running_var"} <= dict(layer.named_buffers(recurse=False)).keys()
         and [*layer.parameters(recurse=False)]
     }
 

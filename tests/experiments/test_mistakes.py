@@ -427,6 +427,16 @@ class Locked(nn.Module):
         self.lock = Lock()
 
 
+class Stateful(nn.Linear):
+    """A layer with a state that is no tensor."""
+
+    def get_extra_state(self) -> Any:
+        return {"calls": 3}
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
 class Items(Dataset[Any]):
     """Six times the same item."""
 
@@ -528,6 +538,12 @@ CALLS: list[tuple[Any, dict[str, Any], str]] = [
         ["fedavg"],
         {"model": nn.Linear(192, 3, device="meta")},
         "model 'Linear' has no values yet ('weight' is on the meta device)",
+    ),
+    (
+        ["fedavg"],
+        {"model": Stateful(192, 3)},
+        "model 'Stateful' has an entry that is no tensor, and cannot be averaged: '_extra_state', "
+        "a dict",
     ),
     (["fedavg"], {"model": Locked()}, "model 'Locked' cannot be copied, so give a function that"),
     (["fedavg"], {"model": lambda: 3}, "model '<lambda>' returned a int, not a torch.nn.Module"),

@@ -20,6 +20,7 @@ from fedbn_flwr.norm import (
     BatchNorm,
     bn_keys,
     bn_layers,
+    lacks,
     local_keys,
     normalize_features,
     replace,
@@ -385,3 +386,10 @@ def test_a_shared_layer_is_listed_once_but_has_all_its_keys() -> None:
     assert bn_layers(model) == {"0": shared, "2": last}
     assert bn_keys(model) == list(model.state_dict())
     assert statistics_keys(model)[2:4] == ["1.1.running_mean", "1.1.running_var"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_bn_in_a_traced_model_is_no_layer_of_torchs() -> None:
+    traced = torch.jit.trace(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), torch.rand(4, 2))
+    assert not bn_layers(traced)
+    assert lacks(traced, "bn").startswith("layer '1', of the class TracedModule, has running")
