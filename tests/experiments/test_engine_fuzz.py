@@ -14,18 +14,24 @@ from fedbn_flwr.experiments import main
 from tests.helpers.deaths import Death, dying, going_on
 from tests.helpers.runs import command, model_bytes, results, rounds
 
+KINDS_OF_DATA = "tests.helpers.kinds_of_data"
 METHODS = (
     *(
         "fedavg",
         "fedavg:weighting=uniform",
         "fedavg:server-optimizer=adam",
         "fedavg:robust=median",
+        "fedavg:robust=trimmed:0.3",
+        "fedavg:clip-norm=0.5",
+        "fedavg:freeze-bn=true",
         "fedbn",
+        "fbn",
     ),
     *(
         "fedprox:mu=0.5",
         "fixbn:freeze-round=2",
         "fixbn:freeze-round=1:freeze=both",
+        "fixbn:freeze-round=1:freeze=affine",
         "fixbn:freeze-round=auto:window=2",
     ),
     *(
@@ -47,6 +53,7 @@ METHODS = (
         "feddna",
     ),
     *("feddna:carry=true", "feddna:exchange=paper", "centralized"),
+    *("fed3r", "fed3r:balanced=true", "fed3r-personal", "fedncm", "fedavg:closed-form=head"),
     *(
         "fedavg:statistics=exact",
         "fixbn:freeze-round=2:statistics=exact",
@@ -62,18 +69,28 @@ METHODS = (
 #: what any method may be told, each seldom
 MORE = ("momentum-state=local", "momentum-state=global", "server-optimizer=momentum")
 PARTITIONS = ("iid", "dirichlet:0.1", "dirichlet:0.3", "dirichlet:1", "classes:1", "classes:2")
+#: options of data that are no images with a class
+KINDS = tuple(
+    {"dataset": f"{KINDS_OF_DATA}:{kind}", "model": model, "partition": "iid", **more}
+    for kind, model, more in (
+        ("label_maps", f"{KINDS_OF_DATA}:each_pixel", {"augmentation": "flip-rotate"}),
+        ("two_targets", "tests.helpers.harness:convolutions", {"objective": "mse"}),
+        ("pictures", f"{KINDS_OF_DATA}:denoiser", {"objective": "mae"}),
+        ("tokens", f"{KINDS_OF_DATA}:OfTokens", {}),
+    )
+)
 COUNTED = ("nodes", "exchanges", "payload-bytes-down", "payload-bytes-up", "paper-bytes")
 
 
 def drawn(chance: random.Random) -> dict[str, str]:
-    return {
+    images = {
         "dataset": f"synthetic:n={chance.choice((60, 120, 240))}:test=20:classes=4:size=4:channels=1",
         "method": ":".join(
             [chance.choice(METHODS), *(each for each in MORE if chance.random() < 0.15)]
         ),
         "model": f"tests.helpers.harness:{chance.choice(('perceptron', 'convolutions'))}",
         # whoever goes on with a run must trust the code that its folder names
-        "plugins": "tests.helpers.harness",
+        "plugins": f"tests.helpers.harness,{KINDS_OF_DATA}",
         "norm": chance.choice(("bn", "bn", "bn", "brn")),
         "partition": chance.choice(PARTITIONS),
         "clients": str(chance.randint(3, 9)),
@@ -95,6 +112,9 @@ def drawn(chance: random.Random) -> dict[str, str]:
         "lr": "0.02",
         "checkpoint-every": "1",
     }
+    if chance.random() < 0.6:
+        return images
+    return {**images, "augmentation": "none", **chance.choice(KINDS)}
 
 
 def refused(options: dict[str, str], folder: Path, capsys: pytest.CaptureFixture[str]) -> bool:
