@@ -79,7 +79,7 @@ def test_a_score_ends_a_run(tmp_path: Path, method: str, engine: dict[str, Any])
         ([0.1, 0.5, 0.4, 0.3, 0.6, 0.6], {"stop_after": 3}, None),
         # the scores of rounds 2, 4 and 5
         ([0.5, 0.4, 0.6], {"stop_after": 1, "evaluate_every": 2, "rounds": 5}, 4),
-        ([float("nan"), float("nan"), 0.1], {"stop_after": 2}, 2),
+        ([float("nan"), 0.1, float("nan"), 0.05, 0.2], {"stop_after": 2}, 4),
         # the last round ends a run anyway
         ([0.1, 0.2, 0.9], {"stop_at": 0.9}, None),
     ],

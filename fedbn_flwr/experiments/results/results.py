@@ -128,7 +128,8 @@ class Results:
         model = self._filled(key, read_weights(self._runs[key].folder / "model.safetensors"))
         if adapt is None:
             return model
-        if (self._runs[key].finished() or {}).get("frozen") in ("statistics", "both"):
+        frozen = (self._runs[key].finished() or {}).get("frozen")
+        if frozen in ("statistics", "both") or norm.lacks(model, "statistics"):
             warnings.warn(
                 f"{key[0]} trained with frozen statistics: with others, it may fail", stacklevel=2
             )
