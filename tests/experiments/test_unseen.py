@@ -46,6 +46,7 @@ def inputs_of(
     return Split((split.inputs[here] - mean[0]) / std[0], split.labels[here])
 
 
+@pytest.mark.filterwarnings("ignore:.* trained with frozen statistics")
 @pytest.mark.parametrize("method", ["fedavg", "fedavg:trainable=head", "fedbn"])
 def test_a_run_is_tested_on_the_domain_as_it_is_and_adapted(method: str, tmp_path: Path) -> None:
     data = made()
