@@ -128,12 +128,14 @@ class Results:
         model = self._filled(key, read_weights(self._runs[key].folder / "model.safetensors"))
         if adapt is None:
             return model
+        # refuses a model without statistics, of which there is nothing to warn
+        adapted = norm.adapt(model, adapt, preprocess=self.preprocess(*key))
         frozen = (self._runs[key].finished() or {}).get("frozen")
         if frozen in ("statistics", "both") or norm.lacks(model, "statistics"):
             warnings.warn(
                 f"{key[0]} trained with frozen statistics: with others, it may fail", stacklevel=2
             )
-        return norm.adapt(model, adapt, preprocess=self.preprocess(*key))
+        return adapted
 
     def models(self, method: Method = "", seed: int | None = None) -> dict[int | str, nn.Module]:
         """Return each node's own model, in evaluation mode; by default those of the first run.
