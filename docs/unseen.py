@@ -58,7 +58,7 @@ def measured(run: Mapping[str, Any]) -> Iterator[dict[str, object]]:
     yield row("none", run["accuracy"])
     if known(run.get("accuracy-mean-bn")):
         yield row("none, mean BN", run["accuracy-mean-bn"])
-    if lacks(model, "statistics"):
+    if lacks(model, "statistics", in_training=False):
         return
     state.load(model, read_weights(Path(run["folder"]) / "model.safetensors"))
     mean, std = (

@@ -31,7 +31,9 @@ class CannotTrainError(RuntimeError):
 
 
 class DivergedError(CannotTrainError):
-    """Training has diverged; `server_round` is the first round in which nothing was learned."""
+    """Training has diverged; `server_round` is the first round in which nothing was learned, or the
+    last of a run whose score is then not finite.
+    """
 
     def __init__(self, server_round: int, reason: str) -> None:
         super().__init__(server_round, reason)
