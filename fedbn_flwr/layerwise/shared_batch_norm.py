@@ -148,9 +148,12 @@ class SharedBatchNorm(torch.autograd.Function):
                 along_channels(a / n, inputs)
             )
             grad_inputs = grad_inputs.addcmul_(grad, along_channels(scale, inputs)).to(inputs.dtype)
-        if weight is None:
-            return grad_inputs, None, None, None, None
-        return grad_inputs, grad_weight.to(weight.dtype), grad_bias.to(weight.dtype), None, None
+        affine: list[Tensor | None] = [None, None]
+        if ctx.needs_input_grad[1]:
+            affine[0] = grad_weight.to(weight.dtype)
+        if ctx.needs_input_grad[2]:
+            affine[1] = grad_bias.to(weight.dtype)
+        return grad_inputs, *affine, None, None
 
     @staticmethod
     def vmap(

@@ -65,6 +65,13 @@ def vectors() -> nn.Module:
     )
 
 
+def test_layers_without_a_bias() -> None:
+    model = small_network()
+    for layer in bn_layers(model).values():
+        layer.register_parameter("bias", None)
+    assert_centralized(model, heterogeneous_batches([3, 2], (1, 4, 4)))
+
+
 def test_synchronized_batch_normalization_is_batch_normalization() -> None:
     model, batches = small_network(), heterogeneous_batches([3, 2], (1, 4, 4))
     synchronized = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(model))
