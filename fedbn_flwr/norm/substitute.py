@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from fedbn_flwr.plugins import add
+from fedbn_flwr.plugins import add, warn_once
 
 #: takes a model, and options as keyword arguments; returns the model's root
 Swap = Callable[..., nn.Module]
@@ -41,6 +41,8 @@ def register_norm(name: str) -> Callable[[S], S]:
     return register
 
 
+#: packages whose normalizers do nothing but normalize, and call their children
+WITHOUT_MORE = ("timm.", "torch.")
 #: not LayerNorm, which belongs to transformers
 NORMALIZERS = (_BatchNorm, _InstanceNorm, nn.GroupNorm)
 
@@ -119,20 +121,25 @@ def _slot(name: str, layer: nn.Module) -> Slot:
 
 def _refuse_loss(slot: Slot, new: nn.Module) -> None:
     """Refuse to replace a layer of a user's own that has parameters or buffers which no replacement
-    would have.
+    would have, and warn of a forward of its own.
 
-    Layers of this package start fresh.
+    Layers of this package start fresh. What a layer has as children stays.
     """
     layer = slot.layer
     if type(layer).__module__.startswith(f"{__name__.partition('.')[0]}."):
         return
     held = [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]
     lost = [name for name, _ in held if name not in ENTRIES]
+    kind = type(layer).__name__
+    other = type(new).__name__
     if lost:
-        kind = type(layer).__name__
-        other = type(new).__name__
         raise ValueError(
             f"layer {slot.name!r} is a {kind} with {', '.join(lost)}, which {other} would drop"
+        )
+    if not type(layer).forward.__module__.startswith(WITHOUT_MORE) and not [*layer.children()]:
+        warn_once(
+            f"layer {slot.name!r} is a {kind} with a forward of its own: {other} takes its place "
+            "without what that does besides normalizing"
         )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from timm.layers.norm import GroupNorm1
 from timm.layers.norm_act import BatchNormAct2d
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -225,6 +226,22 @@ def test_the_activation_inside_timms_bn_stays() -> None:
     outputs = model(torch.randn(2, 4, 3, 3))
     assert isinstance(model.get_submodule("0.0"), GroupNorm)
     assert outputs.min() == 0.0
+
+
+class WithActivation(nn.BatchNorm2d):
+    """BN with an activation that is no layer of its own."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalize, and cut off what is below zero."""
+        return super().forward(input).relu()
+
+
+def test_a_forward_that_is_lost_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    replace(nn.Sequential(nn.BatchNorm2d(4), GroupNorm1(4), BatchNormAct2d(4)), "gn")
+    assert not caplog.messages
+    replace(nn.Sequential(WithActivation(4)), "gn")
+    text = "layer '0' is a WithActivation with a forward of its own: GroupNorm takes its place"
+    assert text in caplog.text
 
 
 class Scaled(nn.BatchNorm1d):
