@@ -1,9 +1,12 @@
 """Convolutions with scaled weight standardization."""
 
+from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 
@@ -85,6 +88,9 @@ def standardized(
         return layer
     if "weight" not in layer._parameters:
         raise ValueError(f"layer {name!r} computes its weight, which cannot be standardized")
+    if _standardizes(layer):
+        kind = type(layer).__name__
+        raise ValueError(f"layer {name!r} is a {kind}, which standardizes its weight already")
     new: Any = _like(layer)
     new.eps = 1e-12
     if gamma is None:
@@ -98,6 +104,23 @@ def standardized(
     else:  # a constant is neither trained nor sent
         new.register_buffer("gain", gain, persistent=False)
     return new.train(layer.training)  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def _standardizes(layer: _ConvNd) -> bool:
+    """Return whether a convolution's output does not depend on the scale of its weight."""
+    if type(layer).forward.__module__.startswith("torch."):
+        return False
+    sizes = [2 * step * size for step, size in zip(layer.dilation, layer.kernel_size, strict=True)]
+    inputs = _waves(layer.weight, (1, layer.in_channels, *sizes))
+    weight = _waves(layer.weight, layer.weight.shape)
+    once, twice = (functional_call(layer, {"weight": factor * weight}, inputs) for factor in (1, 2))
+    return bool((twice - once).abs().max() < 1e-3 * once.abs().max())
+
+
+def _waves(like: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return numbers of which no two are the same."""
+    return torch.arange(prod(shape), device=like.device).sin().to(like.dtype).view(*shape)
 
 
 def _like(layer: _ConvNd) -> nn.Module:

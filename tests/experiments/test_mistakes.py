@@ -152,6 +152,15 @@ COMMANDS: list[tuple[str, str, str]] = [
     *(
         (
             "run",
+            f"--method {method} --model {HERE}:standardized",
+            f"method '{method}': layer '0' is a StandardizedConv2d, which standardizes its weight "
+            "already",
+        )
+        for method in ("fedwon", "fedavg+bn-ws", "fedavg+gn-ws")
+    ),
+    *(
+        (
+            "run",
             f"--method {method} --model {HERE}:own_norm",
             "would be another one: layer '4', of the class OwnNorm, has running statistics and is "
             "no BN of torch's: derive its class from",

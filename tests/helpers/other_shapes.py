@@ -82,6 +82,22 @@ def functional(num_classes: int, in_channels: int) -> nn.Module:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, num_classes))
 
 
+class StandardizedConv2d(nn.Conv2d):
+    """A convolution whose weight is standardized by `F.batch_norm`, as in timm's."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Convolve with the standardized weight."""
+        rows = self.weight.reshape(1, self.out_channels, -1)
+        weight = F.batch_norm(rows, None, None, training=True).view_as(self.weight)
+        return F.conv2d(input, weight, self.bias)
+
+
+def standardized(num_classes: int, in_channels: int) -> nn.Module:
+    """Return a network with BN behind a standardized convolution."""
+    layers = StandardizedConv2d(in_channels, 8, 3), nn.BatchNorm2d(8), nn.ReLU()
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, num_classes))
+
+
 class OwnNorm(nn.Module):
     """Batch normalization in plain arithmetic, of a class that is none of torch's."""
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from timm.layers.conv2d_same import Conv2dSame
 from timm.layers.std_conv import ScaledStdConv2d as TimmConv2d
+from timm.layers.std_conv import StdConv2d
 from torch import nn
 
 from fedbn_flwr.norm.convolutions import ScaledStdConv2d, standardized
@@ -76,6 +77,14 @@ def test_the_epsilon_does_not_matter_at_any_fan_in(channels: int) -> None:
     wanted = standardize(layer.weight.detach().numpy(), 1.0, 1.0)
     exact = torch.from_numpy(wanted).flatten(1).T.view_as(found)
     assert float((found - exact).abs().max() / exact.abs().max()) < 1e-8
+
+
+@pytest.mark.parametrize(
+    "layer", [StdConv2d(3, 4, 3), TimmConv2d(3, 4, (3, 1), dilation=2), ScaledStdConv2d(4, 4, 1)]
+)
+def test_a_weight_is_standardized_once(layer: nn.Module) -> None:
+    with pytest.raises(ValueError, match=r"which standardizes its weight already"):
+        standardized("layer", layer, gamma=1.0)
 
 
 def test_a_constant_row_stays_finite() -> None:
