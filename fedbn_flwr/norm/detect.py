@@ -2,6 +2,7 @@
 its place.
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -123,11 +124,14 @@ def along_channels(values: Tensor, inputs: Tensor) -> Tensor:
 class FunctionalBatchNorm(TorchFunctionMode):
     """While active, notes whether `F.batch_norm` is called with statistics that are no BN layer's
     of the model.
+
+    Calls that standardize a weight, as in ResNets without BN, do not count.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self._of_layers = {id(layer.running_mean) for layer in bn_layers(model).values()}
+        self._weights = set(map(_memory, model.parameters()))
         self.found = False
 
     def __torch_function__(
@@ -136,9 +140,16 @@ class FunctionalBatchNorm(TorchFunctionMode):
         """Note the call, and make it."""
         options = kwargs or {}
         if function is F.batch_norm:
-            mean = options.get("running_mean", args[1] if len(args) > 1 else None)
-            self.found = self.found or id(mean) not in self._of_layers
+            given = inspect.signature(function).bind(*args, **options).arguments
+            is_of_layer = id(given["running_mean"]) in self._of_layers
+            if not is_of_layer and _memory(given["input"]) not in self._weights:
+                self.found = True
         return function(*args, **options)
+
+
+def _memory(value: Tensor) -> int:
+    """Return where a tensor's values lie, which those of its views do, too."""
+    return value.untyped_storage().data_ptr()
 
 
 def statistics_keys(model: nn.Module) -> list[str]:

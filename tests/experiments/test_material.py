@@ -163,6 +163,13 @@ def test_a_method_that_does_without_bn_layers_takes_any_model(
     assert run("run", rounds="1", results_dir=str(tmp_path), **options) == 0
 
 
+def test_weights_that_are_standardized_as_batches_are_no_batch_normalization(
+    tmp_path: Path,
+) -> None:
+    chosen = {"method": "fedbn", "model": f"{HERE}:standardized"}
+    assert run("run", rounds="1", results_dir=str(tmp_path), **chosen) == 0
+
+
 @pytest.mark.parametrize(
     ("method", "engine"),
     [("fedtan", "inprocess"), ("fedtan", "stacked"), ("fixbn:freeze-round=15", "stacked")],
