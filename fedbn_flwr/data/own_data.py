@@ -172,8 +172,8 @@ def _checked(inputs: Tensor, labels: Tensor) -> Split:
         )
     if labels.is_floating_point():
         return Split(inputs, labels.to(torch.float32))
-    if len(shape) > 2 and labels.dim() == len(shape) and labels.shape[1] == 1:
-        labels = labels.squeeze(1)  # label maps with a channel
+    if labels.dim() in (2, len(shape)) and labels.shape[1] == 1:
+        labels = labels.squeeze(1)  # a column of labels, or label maps with a channel
     dtype = torch.int64
     if labels.dim() > 1 and labels.numel():
         values = labels.numpy(force=True)  # torch has no maximum of unsigned 16 bits

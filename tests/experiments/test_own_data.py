@@ -189,7 +189,9 @@ def test_arrays_of_any_order_and_lists_of_pairs_are_taken() -> None:
         (array[:, ::-1][:, ::-1], labels.numpy()[::-1][::-1]),
         (array[..., ::-1].copy()[..., ::-1], labels.tolist()),
         (array.astype(">f4"), labels.numpy().astype(">i8")),
+        (images, labels.unsqueeze(1)),
         list(zip(images, labels.tolist(), strict=True)),
+        list(zip(images, labels.numpy()[:, None], strict=True)),
     ]
     for form in forms:
         train = own_data((form, (images, labels))).train
