@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from fedbn_flwr.client.rules import Rule, Session, register_rule
@@ -103,14 +103,22 @@ def clip_gradients(
             whole = parameter.dim() - stacked < 2 or name.rpartition(".")[2] == "gain"
             unit = tuple(range(stacked + (not whole), parameter.dim()))
             gradients.append(parameter.grad)
-            ratios.append(torch.linalg.vector_norm(parameter.detach(), dim=unit, keepdim=True))
-            sizes.append(torch.linalg.vector_norm(parameter.grad, dim=unit, keepdim=True))
+            ratios.append(_norms(parameter.detach(), unit))
+            sizes.append(_norms(parameter.grad, unit))
     if gradients:
         torch._foreach_clamp_min_(ratios, EPS)
         torch._foreach_mul_(ratios, clip_factor)
         torch._foreach_div_(ratios, sizes)
         torch._foreach_clamp_max_(ratios, 1.0)
         torch._foreach_mul_(gradients, ratios)
+
+
+def _norms(values: Tensor, unit: tuple[int, ...]) -> Tensor:
+    """Return the norms over these dimensions, over none of them (all, to torch) the magnitudes."""
+    if not unit:
+        return values.abs()
+    norms: Tensor = torch.linalg.vector_norm(values, dim=unit, keepdim=True)
+    return norms
 
 
 def classifier_parameters(model: nn.Module) -> list[nn.Parameter]:

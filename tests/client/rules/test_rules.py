@@ -94,7 +94,8 @@ def test_a_learnable_gain_is_one_unit(convolution: type[nn.Module]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "shape"), [("a.weight", (3, 2, 3)), ("a.b.gain", (3, 1, 1)), ("a.bias", (3,))]
+    ("name", "shape"),
+    [("a.weight", (3, 2, 3)), ("a.b.gain", (3, 1, 1)), ("a.bias", (3,)), ("temperature", ())],
 )
 def test_stacked_models_are_clipped_one_by_one(name: str, shape: tuple[int, ...]) -> None:
     generator = torch.Generator().manual_seed(0)
