@@ -35,7 +35,7 @@ from fedbn_flwr.experiments.study import (
     quiet,
     write_study,
 )
-from fedbn_flwr.models import refuse_unmade
+from fedbn_flwr.models import check_entries
 from fedbn_flwr.plugins import Own, described
 from fedbn_flwr.plugins.options import UsageError, as_given, option_key, refusing, whole_number
 
@@ -199,7 +199,7 @@ def model_of(given: Model) -> str | Own:
     if isinstance(given, nn.Module):
         name = type(given).__name__
         with refusing():
-            refuse_unmade(name, given)
+            check_entries(name, given)
         try:
             held = deepcopy(given)
         except Exception as error:  # of whatever kind a user's class raises

@@ -111,7 +111,7 @@ def build(
         # Only the CPU's generator: torch.manual_seed would reseed the accelerators' too.
         torch.default_generator.manual_seed(derive(seed, "weights"))
         model = make(num_classes, in_channels, image_size)
-        refuse_unmade(name, model)
+        check_entries(name, model)
         if init_from not in (None, PRETRAINED):
             weights = read_weights(Path(str(init_from)).expanduser(), model)
             # said below, if they do not fit the model as it is in the end either
@@ -127,9 +127,13 @@ def build(
     return model
 
 
-def refuse_unmade(name: str | Own, model: nn.Module) -> None:
-    """Refuse a model of which an entry has no shape or no values yet, or is no tensor."""
-    for entry, value in (*model.named_parameters(), *model.named_buffers()):
+def check_entries(name: str | Own, model: nn.Module) -> None:
+    """Refuse a model of which an entry has no shape or no values yet, or is no tensor, or of which
+    copies would train in another way.
+    """
+    parameters = dict(model.named_parameters())
+    state_dict = model.state_dict()
+    for entry, value in (*parameters.items(), *model.named_buffers()):
         if is_lazy(value):
             raise ValueError(
                 f"model {name!r} has lazy layers ({entry!r} has no shape yet): call it once, on "
@@ -137,11 +141,19 @@ def refuse_unmade(name: str | Own, model: nn.Module) -> None:
             )
         if value.is_meta:
             raise ValueError(f"model {name!r} has no values yet ({entry!r} is on the meta device)")
-    for entry, state in model.state_dict().items():
+    for entry, state in state_dict.items():
         if not isinstance(state, Tensor):
             raise ValueError(
                 f"model {name!r} has an entry that is no tensor, and cannot be averaged: "
                 f"{entry!r}, a {type(state).__name__}"
+            )
+    for entry, parameter in parameters.items():
+        if entry not in state_dict:
+            raise ValueError(f"model {name!r} has no parameter {entry!r} in its state_dict")
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"model {name!r} has a hook on its parameter {entry!r}, which its copies would "
+                "lack: change gradients in a forward, or learning rates by `trainable`"
             )
 
 

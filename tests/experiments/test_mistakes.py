@@ -436,6 +436,22 @@ class Locked(nn.Module):
         self.lock = Lock()
 
 
+def hooked(num_classes: int) -> nn.Module:
+    """Return a model whose gradient is changed."""
+    model = nn.Linear(192, num_classes)
+    model.weight.register_hook(lambda gradient: gradient / 2)
+    return model
+
+
+class Renamed(nn.Linear):
+    """A layer whose entries have other names than its parameters."""
+
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        """Return the entries."""
+        entries = super().state_dict(*args, **options)
+        return {f"own.{name}": value for name, value in entries.items()}
+
+
 class Stateful(nn.Linear):
     """A layer with a state that is no tensor."""
 
@@ -553,6 +569,17 @@ CALLS: list[tuple[Any, dict[str, Any], str]] = [
         {"model": Stateful(192, 3)},
         "model 'Stateful' has an entry that is no tensor, and cannot be averaged: '_extra_state', "
         "a dict",
+    ),
+    (
+        ["fedavg"],
+        {"model": hooked},
+        "model 'hooked' has a hook on its parameter 'weight', which its copies would lack: change "
+        "gradients in a forward",
+    ),
+    (
+        ["fedavg"],
+        {"model": Renamed(192, 3)},
+        "model 'Renamed' has no parameter 'weight' in its state_dict",
     ),
     (["fedavg"], {"model": Locked()}, "model 'Locked' cannot be copied, so give a function that"),
     (["fedavg"], {"model": lambda: 3}, "model '<lambda>' returned a int, not a torch.nn.Module"),
