@@ -14,10 +14,12 @@ V = TypeVar("V")
 
 
 def under_all_names(model: nn.Module, by_layer: Mapping[str, V]) -> Iterator[tuple[str, V]]:
-    """Yield each layer's value under every name by which the model lists the layer."""
+    """Yield the value of each layer that has running statistics, under every name by which the model
+    lists the layer.
+    """
     values = {id(model.get_submodule(name)): value for name, value in by_layer.items()}
     for name, layer in model.named_modules(remove_duplicate=False):
-        if id(layer) in values:
+        if id(layer) in values and layer.running_mean is not None:
             yield name, values[id(layer)]
 
 

@@ -11,7 +11,7 @@ import torch
 from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 from torch import nn
 
-from fedbn_flwr import state, wire
+from fedbn_flwr import norm, state, wire
 from fedbn_flwr.client.evaluation import evaluate
 from fedbn_flwr.clientapp import ClientApp
 from fedbn_flwr.simulation.in_process import InProcessGrid
@@ -436,6 +436,24 @@ def test_a_model_without_statistics_has_no_others() -> None:
         CannotTrainError, match="the method would be another one: the model has no BN layer"
     ):
         Federation(make_model("gn")).run(FedAvg(statistics="exact"), 1)
+
+
+@pytest.mark.parametrize(("strategy", "statistics"), [(FedAvg, "exact"), (FedBN, "own")])
+def test_a_layer_without_statistics_leaves_those_of_others_to_be_gathered(
+    strategy: Callable[..., BaseStrategy], statistics: str
+) -> None:
+    model = make_model()
+    layer = norm.bn_layers(model)["net.1"]
+    layer.track_running_stats = False
+    for name in ("running_mean", "running_var", "num_batches_tracked"):
+        layer.register_buffer(name, None)
+    nodes, trained = Federation(model), Federation(model)
+    made = strategy(statistics=statistics, fraction_evaluate=1.0)
+    exact = nodes.run(made, **WHOLE)
+    running = trained.run(strategy(), **WHOLE)
+    assert len(made.evaluation.replies) == len(SIZES)
+    moved, before = (exact, running) if statistics == "exact" else (nodes.kept(0), trained.kept(0))
+    assert distance({"mean": moved["net.4.running_mean"]}, {"mean": before["net.4.running_mean"]})
 
 
 # ---- loops of a user's own -----------------------------------------------------------------------
