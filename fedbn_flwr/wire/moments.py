@@ -14,7 +14,7 @@ V = TypeVar("V")
 
 
 def under_all_names(model: nn.Module, by_layer: Mapping[str, V]) -> Iterator[tuple[str, V]]:
-    """Yield the value of each layer that has running statistics, under every name by which the model
+    """Yield the value of each layer with running statistics, under every name by which the model
     lists the layer.
     """
     values = {id(model.get_submodule(name)): value for name, value in by_layer.items()}
