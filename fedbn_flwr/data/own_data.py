@@ -140,6 +140,8 @@ def _tensor(values: Any) -> Tensor:
             raise ValueError(f"column {column!r} holds no numbers")
     if isinstance(values, tuple | list) and any(isinstance(value, Tensor) for value in values):
         return torch.stack([torch.as_tensor(value) for value in values])
+    if isinstance(values, tuple | list) and any(isinstance(value, np.ndarray) for value in values):
+        values = np.array(values)  # torch would take them one by one
     if isinstance(values, np.ndarray):
         # torch takes neither negative strides nor the byte order of other machines
         values = np.ascontiguousarray(values, values.dtype.newbyteorder("="))
