@@ -204,10 +204,13 @@ def _check_inputs(material: Material, split: data.Split, role: str) -> bool:
             f"model {config.model.model!r} has {logits.numel()} outputs for {loaded.num_classes} "
             "targets"
         )
-    if material.task.placed and logits.shape[2:] != shape[1:]:
+    places: tuple[int, ...] = ()
+    if material.task.placed:
+        places = shape[1:]
+    if material.task.has_classes and (logits.dim() < 2 or logits.shape[2:] != places):
         raise UsageError(
             f"model {config.model.model!r} has outputs of the shape {tuple(logits.shape[1:])} for "
-            f"{role}label maps of the shape {shape[1:]}"
+            f"a {role}sample, not {(loaded.num_classes, *places)}"
         )
     if config.model.objective:
         targets = split.batch(torch.zeros(1, dtype=torch.int64), logits.device)[1]
@@ -217,7 +220,7 @@ def _check_inputs(material: Material, split: data.Split, role: str) -> bool:
             raise UsageError(
                 f"objective {config.model.objective!r} fails for the outputs of the model: {error}"
             ) from error
-    if material.task.has_classes and logits.dim() > 1 and logits.shape[1] != loaded.num_classes:
+    if material.task.has_classes and logits.shape[1] != loaded.num_classes:
         about = (
             f"model {config.model.model!r} has {logits.shape[1]} outputs for "
             f"{loaded.num_classes} classes"

@@ -570,6 +570,13 @@ CALLS: list[tuple[Any, dict[str, Any], str]] = [
         "model 'Stateful' has an entry that is no tensor, and cannot be averaged: '_extra_state', "
         "a dict",
     ),
+    *(
+        (["fedavg"], {"model": nn.Sequential(nn.Flatten(), nn.Linear(64, 4), after)}, text)
+        for after, text in (
+            (nn.Unflatten(1, (4, 1, 1)), "outputs of the shape (4, 1, 1) for a sample, not (4,)"),
+            (nn.Flatten(0), "outputs of the shape () for a sample, not (4,)"),
+        )
+    ),
     (
         ["fedavg"],
         {"model": hooked},
