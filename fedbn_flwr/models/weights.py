@@ -33,8 +33,12 @@ def load_weights(
     left out.
     """
     own = model.state_dict()
-    if not own.keys() & state.keys():  # the names of `DataParallel`
-        state = {name.removeprefix("module."): value for name, value in state.items()}
+    if not own.keys() & state.keys():
+        # of what the model was a part of, such as `DataParallel`, a compiled or a Lightning module
+        first = next(iter(own), "")
+        named = next((name for name in state if name.endswith(f".{first}")), first)
+        holder = named.removesuffix(first)
+        state = {name.removeprefix(holder): value for name, value in state.items()}
     head = [
         name
         for name, value in own.items()

@@ -167,16 +167,18 @@ def test_fedtans_gradients_are_the_centralized_ones(name: str) -> None:
 # ---- weights -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", ["safetensors", "state_dict", "model", "module."])
+@pytest.mark.parametrize(
+    "form", ["safetensors", "state_dict", "model", "module.", "module._orig_mod.", "model."]
+)
 @pytest.mark.sampled(2)
 def test_a_file_with_another_head_is_loaded_but_for_the_head(
     form: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / ("weights.safetensors" if form == "safetensors" else "weights.pth")
     state = save_network(path)
-    if form == "module.":
+    if form.endswith("."):
         torch.save(
-            {"epoch": 3, "state_dict": {f"module.{name}": value for name, value in state.items()}},
+            {"epoch": 3, "state_dict": {f"{form}{name}": value for name, value in state.items()}},
             path,
         )
     elif form != "safetensors":
