@@ -18,8 +18,6 @@ from fedbn_flwr.plugins import did_you_mean
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.state.record_files import write_bytes
 
-#: keys of `config.json` that tell the machine
-
 
 class Content:
     """One part as it stands in the report; `template/page.html` shows its attributes."""

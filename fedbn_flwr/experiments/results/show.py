@@ -85,12 +85,13 @@ def to_csv(shown: Table) -> str:
     columns = {}
     for heading in shown.texts:
         own = shown.frame[heading]
-        columns[heading] = own["text"].map(_harmless)
+        name = _harmless(heading)
+        columns[name] = own["text"].map(_harmless)
         if heading in shown.numeric:
             there = own["number"].notna()
-            columns[heading] = columns[heading].astype(object).mask(there, own["number"])
+            columns[name] = columns[name].astype(object).mask(there, own["number"])
             if own["spread"].notna().any():
-                columns[f"{heading} ±"] = own["spread"]
+                columns[f"{name} ±"] = own["spread"]
     return str(pd.DataFrame(columns).to_csv(index=False))
 
 
