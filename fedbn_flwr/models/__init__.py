@@ -148,7 +148,7 @@ def check_entries(name: str | Own, model: nn.Module) -> None:
                 f"{entry!r}, a {type(state).__name__}"
             )
     for entry, parameter in parameters.items():
-        if entry not in state_dict:
+        if parameter.requires_grad and entry not in state_dict:
             raise ValueError(f"model {name!r} has no parameter {entry!r} in its state_dict")
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise ValueError(

@@ -4,6 +4,7 @@ import re
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from safetensors.torch import save, save_file
 from torch import nn
 
-from fedbn_flwr.models import MODELS, build
+from fedbn_flwr.models import MODELS, build, check_entries
 from fedbn_flwr.norm import bn_layers
 
 NORMS = ("bn", "gn", "none")
@@ -279,6 +280,24 @@ def test_lazy_layers_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError, match=r"has lazy layers \('1.weight' has no shape yet\)"):
         build("lazy_models:lazy")
+
+
+class Adapted(nn.Sequential):
+    """A layer that stands still, and one behind it, whose entries are the state."""
+
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        """Return the entries of the last layer."""
+        entries = super().state_dict(*args, **options)
+        return {name: value for name, value in entries.items() if name.startswith("1.")}
+
+
+def test_a_state_may_lack_what_does_not_learn() -> None:
+    first = nn.Linear(4, 4).requires_grad_(False)
+    model = Adapted(first, nn.Linear(4, 3))
+    check_entries("adapted", model)
+    first.requires_grad_()
+    with pytest.raises(ValueError, match=r"'adapted' has no parameter '0.weight' in its state"):
+        check_entries("adapted", model)
 
 
 def test_the_models_of_other_libraries_get_the_number_of_classes() -> None:
