@@ -120,10 +120,10 @@ def _read(dataset: Any, name: str) -> tuple[Sequence[Any], Sequence[Any]]:
         if isinstance(each, dict) or not hasattr(each, "__len__")
     ]
     if others:
-        raise TypeError(
-            f"its items must be (tensor, label), not {others[0]} (PILToTensor makes tensors of "
-            "images)"
-        )
+        remedy = "PILToTensor makes tensors of images"
+        if others[0] == "dict":
+            remedy = "of a Hugging Face data set, save_to_disk, and give data='hf:FOLDER'"
+        raise TypeError(f"its items must be (tensor, label), not {others[0]} ({remedy})")
     inputs, labels = zip(*items, strict=True)
     again = [dataset[place][0] for place in range(min(len(items), READ_TWICE))]
     if not torch.equal(_tensor(again), _tensor(inputs[: len(again)])):

@@ -611,7 +611,10 @@ OWN_DATA: list[tuple[Any, str]] = [
         "items must be (tensor, label), not Image (PILToTensor makes tensors",
     ),
     ((GOOD, Items({"image": X[0], "label": 1})), "the test data must be "),
-    ((GOOD, Items({"image": X[0], "label": 1})), "its items must be (tensor, label), not dict"),
+    (
+        (GOOD, Items({"image": X[0], "label": 1})),
+        "its items must be (tensor, label), not dict (of a Hugging Face data set, save_to_disk",
+    ),
     (((X.to(torch.complex64), Y), GOOD), "or (for ids) int64, not (24, 3, 8, 8), torch.complex64"),
     (
         ((X, Y.to(torch.complex64)), GOOD),
