@@ -3,7 +3,7 @@
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import closing, nullcontext
 from functools import cached_property
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from fedbn_flwr.data import Split
 from fedbn_flwr.data.splits import USUAL_TASKS
 from fedbn_flwr.device import pick_device
 from fedbn_flwr.layerwise import Exchange, shared_statistics
+from fedbn_flwr.models import check_entries
 from fedbn_flwr.randomness import OwnRandomness, derive, torch_generator
 from fedbn_flwr.state import State, tied_names, with_all_names
 from fedbn_flwr.wire import Instruction
@@ -59,6 +60,9 @@ class BNClient:
         captured: Captured = "auto",
     ) -> None:
         self.device = pick_device(device)
+        if model not in _CHECKED:
+            check_entries(type(model).__name__, model)
+            _CHECKED.add(model)
         #: the model as it was given, which need not be on the device
         self.structure = model
         self.train_split = train
@@ -335,3 +339,5 @@ def model_names(model: nn.Module) -> dict[str, list[str]]:
 
 
 _NAMES: WeakKeyDictionary[nn.Module, dict[str, list[str]]] = WeakKeyDictionary()
+#: the models that clients may have: to look at one takes as long as a message
+_CHECKED: WeakSet[nn.Module] = WeakSet()

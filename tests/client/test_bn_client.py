@@ -255,6 +255,13 @@ def test_a_client_without_test_data_says_so() -> None:
         toy_client(test=None).test({wire.ARRAYS: start()}, INSTRUCTION)
 
 
+def test_a_model_whose_copies_would_train_in_another_way_is_refused() -> None:
+    model = toy_cnn()
+    next(model.parameters()).register_hook(lambda gradient: gradient / 2)
+    with pytest.raises(ValueError, match=r"has a hook on its parameter '.*weight', which its cop"):
+        BNClient(model, toy_split())
+
+
 def test_a_description_says_who_the_node_is() -> None:
     split = toy_split(8, domains=[0, 0, 0, 0, 1, 1, 1, 1])
     at_home, everywhere = (
