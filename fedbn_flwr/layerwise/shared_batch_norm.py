@@ -150,9 +150,9 @@ class SharedBatchNorm(torch.autograd.Function):
             grad_inputs = grad_inputs.addcmul_(grad, along_channels(scale, inputs)).to(inputs.dtype)
         affine: list[Tensor | None] = [None, None]
         if ctx.needs_input_grad[1]:
-            affine[0] = grad_weight.to(weight.dtype)
+            affine[0] = grad_weight
         if ctx.needs_input_grad[2]:
-            affine[1] = grad_bias.to(weight.dtype)
+            affine[1] = grad_bias
         return grad_inputs, *affine, None, None
 
     @staticmethod

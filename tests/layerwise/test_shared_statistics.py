@@ -65,10 +65,11 @@ def vectors() -> nn.Module:
     )
 
 
-def test_layers_without_a_bias() -> None:
+@pytest.mark.parametrize("entry", ["bias", "weight"])
+def test_layers_may_have_one_of_weight_and_bias(entry: str) -> None:
     model = small_network()
     for layer in bn_layers(model).values():
-        layer.register_parameter("bias", None)
+        layer.register_parameter(entry, None)
     assert_centralized(model, heterogeneous_batches([3, 2], (1, 4, 4)))
 
 
