@@ -138,10 +138,13 @@ def _tensor(values: Any) -> Tensor:
     for column in getattr(values, "columns", ()):
         if np.array(values[column]).dtype.kind not in "biuf":
             raise ValueError(f"column {column!r} holds no numbers")
-    if isinstance(values, tuple | list) and any(isinstance(value, Tensor) for value in values):
-        return torch.stack([torch.as_tensor(value) for value in values])
-    if isinstance(values, tuple | list) and any(isinstance(value, np.ndarray) for value in values):
-        values = np.array(values)  # torch would take them one by one
+    items: Sequence[Any] = ()
+    if isinstance(values, tuple | list):
+        items = values
+    if any(isinstance(item, Tensor) for item in items):
+        return torch.stack([torch.as_tensor(item) for item in items])
+    if any(isinstance(item, np.ndarray) for item in items):
+        values = np.array(items)  # torch would take them one by one
     if isinstance(values, np.ndarray):
         # torch takes neither negative strides nor the byte order of other machines
         values = np.ascontiguousarray(values, values.dtype.newbyteorder("="))
