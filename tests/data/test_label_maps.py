@@ -150,7 +150,7 @@ def test_models_of_torchvision_return_a_dictionary() -> None:
 
 def test_a_model_of_another_size_than_the_maps_is_refused() -> None:
     with pytest.raises(
-        UsageError, match=r"outputs of the shape \(3, 5, 7\) for a sample, not \(3,"
+        UsageError, match=r"outputs of the shape \(3, 5, 7\) for a sample, not \(3, 10, 14\)$"
     ):
         run("fedavg", model=half, data=(pictures(), pictures(4)), clients=2, rounds=1)
 
