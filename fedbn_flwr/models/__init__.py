@@ -153,7 +153,7 @@ def check_entries(name: str | Own, model: nn.Module) -> None:
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise ValueError(
                 f"model {name!r} has a hook on its parameter {entry!r}, which its copies would "
-                "lack: change gradients in a forward, or learning rates by `trainable`"
+                "lack: change gradients in a forward, or give parameters other learning rates"
             )
 
 

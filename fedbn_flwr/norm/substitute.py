@@ -101,7 +101,7 @@ def swap_normalizers(model: nn.Module, make: Callable[[Slot], nn.Module]) -> nn.
         new = make(slot)
         if new is layer:
             return layer
-        _refuse_loss(slot, new)
+        _check_loss(slot, new)
         return _fit(new, slot, fallback)
 
     return substitute(model, make_one)
@@ -119,7 +119,7 @@ def _slot(name: str, layer: nn.Module) -> Slot:
     return Slot(name, layer, channels, layer.eps, momentum, affine=layer.weight is not None)  # type: ignore[arg-type]
 
 
-def _refuse_loss(slot: Slot, new: nn.Module) -> None:
+def _check_loss(slot: Slot, new: nn.Module) -> None:
     """Refuse to replace a layer of a user's own that has parameters or buffers which no replacement
     would have, and warn of a forward of its own.
 
@@ -136,7 +136,8 @@ def _refuse_loss(slot: Slot, new: nn.Module) -> None:
         raise ValueError(
             f"layer {slot.name!r} is a {kind} with {', '.join(lost)}, which {other} would drop"
         )
-    if not type(layer).forward.__module__.startswith(WITHOUT_MORE) and not [*layer.children()]:
+    has_more = not type(layer).forward.__module__.startswith(WITHOUT_MORE)
+    if has_more and not [*layer.children()]:
         warn_once(
             f"layer {slot.name!r} is a {kind} with a forward of its own: {other} takes its place "
             "without what that does besides normalizing"
