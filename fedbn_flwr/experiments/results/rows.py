@@ -222,7 +222,9 @@ def finished(runs: Frame) -> Frame:
 
 def column(runs: Frame, name: str) -> Any:
     """Return a column of runs, which has nothing if no run has it."""
-    return runs.reindex(columns=[name])[name]
+    if name in runs:
+        return runs[name]
+    return pd.Series(index=runs.index, dtype=float)
 
 
 def known(value: Any) -> bool:
