@@ -57,7 +57,7 @@ INNER_FLOORS = (
         "study",
     ),
     ("recipes.schema",),
-    ("results", "recipes.findings"),  # what its numbers say
+    ("results", "recipes.statements"),  # what its numbers say
     ("recipes", "laboratory", "diagnose", "doctor", "flower_run", "cli"),  # what users call
 )
 #: public import paths that stand for a room, and the package itself, which imports the experiments

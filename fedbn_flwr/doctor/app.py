@@ -25,7 +25,7 @@ from flwr.serverapp import ServerApp
 from fedbn_flwr import wire
 from fedbn_flwr.device import count_cores
 from fedbn_flwr.doctor.node import (
-    Answer,
+    Answered,
     in_one_line,
     load,
     message_arrays,
@@ -93,7 +93,7 @@ class AppRound:
 
 
 @dataclass
-class History:
+class AppHistory:
     """What was seen of an app."""
 
     rounds: list[AppRound]
@@ -163,7 +163,7 @@ def _overrides(text: str) -> RunConfig:
         ) from error
 
 
-def run_app(app: FlowerApp, nodes: int, rounds: int, seconds: float) -> History:
+def run_app(app: FlowerApp, nodes: int, rounds: int, seconds: float) -> AppHistory:
     """Run an app until its nodes have trained for some rounds, and return what was seen."""
     # the first optimizer of a process imports the second one, which takes as long as torch itself
     preload([serve_message.__module__, "torch._dynamo"])
@@ -215,10 +215,10 @@ class WatchingGrid(InProcessGrid):
         self._history = list[AppRound]()
         self._underway = 0
 
-    def history(self) -> History:
+    def history(self) -> AppHistory:
         """Return what was seen."""
         self._take_server()
-        return History(self._history, self.stopped)
+        return AppHistory(self._history, self.stopped)
 
     def get_node_ids(self) -> Iterable[int]:
         """Return all nodes; ends the run if the app waits for more of them."""
@@ -292,9 +292,9 @@ class WatchingGrid(InProcessGrid):
         self._running.append(process)
         there.close()
         try:
-            left: Answer = here.recv()
+            left: Answered = here.recv()
         except EOFError:
-            left = Answer(None, RecordDict(), None, "its process died")
+            left = Answered(None, RecordDict(), None, "its process died")
         process.join()
         visit.network = left.network
         if left.reply is None:

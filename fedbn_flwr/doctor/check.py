@@ -48,7 +48,7 @@ _NAMES: dict[Fate, str] = {
 
 
 @dataclass
-class Round:
+class SentRound:
     """The arrays of a round by the entries of the model, as far as they are known."""
 
     before: Arrays
@@ -81,7 +81,7 @@ def check(
         layers = bn_layers(before)
         before = before.state_dict()
     nodes = [as_arrays(state) for state in after]
-    seen = Round(as_arrays(before), nodes, as_arrays(averaged), weights)
+    seen = SentRound(as_arrays(before), nodes, as_arrays(averaged), weights)
     if layers is None:
         layers = layers_by_name([seen.before, *nodes])
     names = list(layers)
@@ -104,7 +104,7 @@ def statistics_of(layer: str) -> list[str]:
     return [entry_of(layer, MEAN), entry_of(layer, VARIANCE)]
 
 
-def look_at(seen: Round, layers: Sequence[str], of: int) -> list[Finding]:
+def look_at(seen: SentRound, layers: Sequence[str], of: int) -> list[Finding]:
     """Return what is to be said of the running statistics of some of a network's layers; fills in
     fates and shares.
     """
@@ -160,14 +160,14 @@ def look_at(seen: Round, layers: Sequence[str], of: int) -> list[Finding]:
     return findings
 
 
-def _least(seen: Round, layers: Iterable[str], fate: Fate) -> str:
+def _least(seen: SentRound, layers: Iterable[str], fate: Fate) -> str:
     if fate != "below zero":
         return ""
     least = min(float(seen.averaged[entry_of(layer, VARIANCE)].min()) for layer in layers)
     return f": down to {least:.2g}"
 
 
-def _other_kind(seen: Round, name: str) -> bool:
+def _other_kind(seen: SentRound, name: str) -> bool:
     if name not in seen.averaged or not _sent_by_all(seen, name):
         return False
     was = seen.after[0][name]
@@ -175,7 +175,7 @@ def _other_kind(seen: Round, name: str) -> bool:
     return (was.dtype, was.shape) != (now.dtype, now.shape)
 
 
-def _is_half(seen: Round, name: str) -> bool:
+def _is_half(seen: SentRound, name: str) -> bool:
     return any(name in state and state[name].dtype == np.float16 for state in seen.after)
 
 
@@ -188,11 +188,11 @@ def end_of(before: Arrays, change: Arrays) -> Arrays:
     return ends
 
 
-def _sent_by_all(seen: Round, name: str) -> bool:
+def _sent_by_all(seen: SentRound, name: str) -> bool:
     return all(name in state for state in seen.after)
 
 
-def _is_mean(seen: Round, layers: Sequence[str], weights: Sequence[Values]) -> bool:
+def _is_mean(seen: SentRound, layers: Sequence[str], weights: Sequence[Values]) -> bool:
     """Return whether the averaged means of all layers are means."""
     names = [entry_of(layer, MEAN) for layer in layers]
     sent = [name for name in names if _sent_by_all(seen, name)]
@@ -202,7 +202,7 @@ def _is_mean(seen: Round, layers: Sequence[str], weights: Sequence[Values]) -> b
 # ---- one entry -----------------------------------------------------------------------------------
 
 
-def _weights(seen: Round, layers: Sequence[str]) -> list[Values]:
+def _weights(seen: SentRound, layers: Sequence[str]) -> list[Values]:
     """Return the weights that a mean may have: the numbers of samples, none, and those that the
     means of all layers suggest.
     """
@@ -229,7 +229,7 @@ def _weights(seen: Round, layers: Sequence[str]) -> list[Values]:
     return candidates
 
 
-def _fate(seen: Round, name: str, weights: Sequence[Values]) -> Fate:
+def _fate(seen: SentRound, name: str, weights: Sequence[Values]) -> Fate:
     if name not in seen.averaged or seen.averaged[name].size != seen.after[0][name].size:
         return "absent"
     now = _flat(seen.averaged[name])
@@ -257,7 +257,7 @@ def _fate(seen: Round, name: str, weights: Sequence[Values]) -> Fate:
     return "beyond"
 
 
-def _is_pooled(seen: Round, name: str, weights: Sequence[Values], tolerance: float) -> bool:
+def _is_pooled(seen: SentRound, name: str, weights: Sequence[Values], tolerance: float) -> bool:
     """Return whether a variance is that of the nodes' data together, or wider than all of theirs
     as that is.
     """
@@ -279,7 +279,7 @@ def _is_between(old: Values, mean: Values, now: Values, tolerance: float) -> boo
     return bool(0 < part < 0.999) and _equal(now, old + part * way, tolerance)
 
 
-def _share_between(seen: Round, layer: str, weights: Values) -> float:
+def _share_between(seen: SentRound, layer: str, weights: Values) -> float:
     """Return the share of a layer's variance that lies between the nodes, over its channels."""
     means = _stacked(seen, entry_of(layer, MEAN))
     variances = _stacked(seen, entry_of(layer, VARIANCE))
@@ -290,7 +290,7 @@ def _share_between(seen: Round, layer: str, weights: Values) -> float:
     return between / (between + within)
 
 
-def _tolerance(seen: Round, name: str) -> float:
+def _tolerance(seen: SentRound, name: str) -> float:
     kinds = [state[name].dtype for state in (*seen.after, seen.averaged)]
     rounding = [float(np.finfo(kind).eps) for kind in kinds if np.issubdtype(kind, np.floating)]
     largest = float(np.abs(_stacked(seen, name)).max(initial=0.0))
@@ -301,7 +301,7 @@ def _equal(left: Values, right: Values, tolerance: float) -> bool:
     return bool((np.abs(left - right) <= tolerance).all())
 
 
-def _stacked(seen: Round, name: str) -> Values:
+def _stacked(seen: SentRound, name: str) -> Values:
     return np.stack([_flat(state[name]) for state in seen.after])
 
 

@@ -3,12 +3,12 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
-from fedbn_flwr.doctor.app import AppRound, History, Visit
+from fedbn_flwr.doctor.app import AppHistory, AppRound, Visit
 from fedbn_flwr.doctor.check import (
     COUNTER,
     MEAN,
     VARIANCE,
-    Round,
+    SentRound,
     end_of,
     entry_of,
     look_at,
@@ -53,7 +53,7 @@ class Examination:
     trained: bool = True
 
 
-def examine(history: History, model: Network | None = None) -> Examination:
+def examine(history: AppHistory, model: Network | None = None) -> Examination:
     """Examine a run; `model` describes the network if no node's process has called one."""
     findings = list(_of_errors(history))
     for each in history.rounds:
@@ -83,7 +83,7 @@ def _as_matched(model: Network, visit: Visit) -> Network:
     return replace(model, start=start, end=end, received=received, sent=sent)
 
 
-def _unpack(history: History) -> None:
+def _unpack(history: AppHistory) -> None:
     """Where an app packs its arrays, take the networks' own entries for what was sent and what came
     back: all but those that a node's next message finds as the node left them.
     """
@@ -117,7 +117,7 @@ def _unpack(history: History) -> None:
 # ---- what a node's process saw -------------------------------------------------------------------
 
 
-def _of_errors(history: History) -> Iterator[Finding]:
+def _of_errors(history: AppHistory) -> Iterator[Finding]:
     for each in history.rounds:
         for visit in each.visits:
             if not visit.error:
@@ -154,7 +154,7 @@ def _counted(kinds: dict[str, int]) -> str:
     return ", ".join(f"{count} {kind}" for kind, count in kinds.items())
 
 
-def _of_processes(history: History, fates: dict[str, LayerFate]) -> Iterator[Finding]:
+def _of_processes(history: AppHistory, fates: dict[str, LayerFate]) -> Iterator[Finding]:
     """What layers were called with, and whether their statistics moved."""
     of = len(fates)
     called = dict[str, LayerSeen]()
@@ -226,7 +226,7 @@ def _is_new(state: Arrays, layer: str) -> bool:
 # ---- what nodes send, what is made of it, what comes back ----------------------------------------
 
 
-def _of_wire(history: History, fates: dict[str, LayerFate]) -> Iterator[Finding]:
+def _of_wire(history: AppHistory, fates: dict[str, LayerFate]) -> Iterator[Finding]:
     of = len(fates)
     tracked = [name for name, fate in fates.items() if fate.tracks]
     failed = any(visit.error for each in history.rounds for visit in each.trained)
@@ -276,7 +276,7 @@ def _of_wire(history: History, fates: dict[str, LayerFate]) -> Iterator[Finding]
         yield Finding("averaged", good, of=of)
 
 
-def _note_sent(history: History, fates: dict[str, LayerFate]) -> None:
+def _note_sent(history: AppHistory, fates: dict[str, LayerFate]) -> None:
     """Fill in what of each layer all nodes send."""
     every = [network for each in history.rounds for _, network in each.networks]
     told = [network.sent for network in every if network.sent]
@@ -289,7 +289,7 @@ def _note_sent(history: History, fates: dict[str, LayerFate]) -> None:
             fate.sent = "weights"
 
 
-def _note_returns(history: History, fates: dict[str, LayerFate]) -> None:
+def _note_returns(history: AppHistory, fates: dict[str, LayerFate]) -> None:
     """Fill in where the running statistics come from with which a node's later messages begin."""
     ends: dict[int, Arrays] = {}
     for each in history.rounds:
@@ -344,7 +344,7 @@ def _source_of_new(visit: Visit, network: Network) -> str:
 
 
 def _of_rounds(
-    history: History, fates: dict[str, LayerFate], shared: list[str]
+    history: AppHistory, fates: dict[str, LayerFate], shared: list[str]
 ) -> Iterator[Finding]:
     of = len(fates)
     for each in history.rounds:
@@ -371,7 +371,7 @@ def _of_rounds(
             fates[name].averaged = seen.fates.get(entry_of(name, VARIANCE), fates[name].averaged)
 
 
-def _named(each: AppRound, visits: Visits) -> Round:
+def _named(each: AppRound, visits: Visits) -> SentRound:
     """Return the arrays of a round by the entries of the network."""
     after = [_after(visit, network) for visit, network in visits]
     first, network = visits[0]
@@ -379,7 +379,7 @@ def _named(each: AppRound, visits: Visits) -> Round:
     # what comes back has the places of what was sent
     averaged = {entry: each.averaged[key] for entry, key in places.items() if key in each.averaged}
     before = {entry: first.received[key] for entry, key in places.items() if key in first.received}
-    return Round(before, after, averaged, [visit.weight for visit, _ in visits])
+    return SentRound(before, after, averaged, [visit.weight for visit, _ in visits])
 
 
 def _after(visit: Visit, network: Network) -> Arrays:
@@ -440,7 +440,7 @@ def _of_lag(visits: Visits, shared: list[str], of: int) -> Iterator[Finding]:
         yield Finding("lag", tuple(dict.fromkeys(lagging)), f"{100 * most:.0f} %", of)
 
 
-def _of_evaluations(history: History, groups: Iterable[str], of: int) -> Iterator[Finding]:
+def _of_evaluations(history: AppHistory, groups: Iterable[str], of: int) -> Iterator[Finding]:
     """Evaluations with statistics of a new layer, unless that was said as what it comes from."""
     if {"statistics-not-sent", "local-lost"} & set(groups):
         return

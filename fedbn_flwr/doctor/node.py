@@ -22,7 +22,7 @@ from fedbn_flwr.state import Arrays
 
 
 @dataclass
-class Answer:
+class Answered:
     """What a node's process leaves."""
 
     reply: Message | None
@@ -51,7 +51,7 @@ def serve_message(
     parent.send(answer(folder, reference, message, context))
 
 
-def answer(folder: Path, reference: str, message: Message, context: Context) -> Answer:
+def answer(folder: Path, reference: str, message: Message, context: Context) -> Answered:
     """Answer a message as the app does, and tell what was seen of its network."""
     received = message_arrays(message.content)
     with Observer() as observer:
@@ -59,7 +59,7 @@ def answer(folder: Path, reference: str, message: Message, context: Context) -> 
             app: ClientApp = load(folder, reference, ClientApp)
             reply = app(message, context)
         except Exception as error:
-            return Answer(None, RecordDict(), None, in_one_line(error))
+            return Answered(None, RecordDict(), None, in_one_line(error))
         networks = observer.take()
     sent: Arrays = {}
     if reply.has_content():
@@ -71,7 +71,7 @@ def answer(folder: Path, reference: str, message: Message, context: Context) -> 
         _compare_with_sent(network, received, sent)
         network.statistics_share = _statistics_share(network)
         network = network.of_layers()
-    return Answer(reply, context.state, network)
+    return Answered(reply, context.state, network)
 
 
 def in_one_line(error: Exception) -> str:

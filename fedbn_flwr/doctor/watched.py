@@ -7,7 +7,7 @@ from flwr.app import Message
 from flwr.common import log
 from flwr.serverapp import Grid
 
-from fedbn_flwr.doctor.check import COUNTER, MEAN, VARIANCE, Round, layers_by_name, look_at
+from fedbn_flwr.doctor.check import COUNTER, MEAN, VARIANCE, SentRound, layers_by_name, look_at
 from fedbn_flwr.doctor.findings import Finding, worst_first
 from fedbn_flwr.doctor.node import named_arrays, weight_of
 from fedbn_flwr.doctor.observer import layer_of
@@ -67,7 +67,7 @@ class WatchedGrid(PassingGrid):
 
     def _compare(self, averaged: Arrays) -> None:
         layers = layers_by_name([self._before, *self._after])
-        seen = Round(self._before, self._after, averaged, self._weights)
+        seen = SentRound(self._before, self._after, averaged, self._weights)
         known = {finding.name for finding in self._findings}
         for finding in look_at(seen, layers, len(layers)):
             if finding.name not in known:

@@ -9,7 +9,7 @@ from typing import Any
 
 from fedbn_flwr import __version__
 from fedbn_flwr.experiments.output.run_folder import make_folder, read_config
-from fedbn_flwr.experiments.recipes.findings import findings
+from fedbn_flwr.experiments.recipes.statements import statements
 from fedbn_flwr.experiments.results.plots import SETTINGS, bars, curves
 from fedbn_flwr.experiments.results.rows import Part, counts, read_parts, rounds_of
 from fedbn_flwr.experiments.results.show import fill, say, to_csv, to_latex
@@ -34,7 +34,7 @@ class Content:
         self.tables = [shown for shown in (self.results, self.costs) if len(shown.frame)]
         # they are not drawn yet
         self.pictures = [*bars(runs, paper), *curves(runs)]
-        self.findings = findings(runs, paper)
+        self.statements = statements(runs, paper)
         self.settings_left_out = max(0, rounds_of(runs)["setting"].nunique() - SETTINGS)
 
     def draw(self, folder: Path, kind: str) -> list[bytes]:

@@ -9,8 +9,8 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from fedbn_flwr.experiments.output.console import console, new_table
-from fedbn_flwr.experiments.recipes.findings import findings
 from fedbn_flwr.experiments.recipes.paper import Paper
+from fedbn_flwr.experiments.recipes.statements import statements
 from fedbn_flwr.experiments.results.rows import Frame, Part, pd, score_of, typical
 from fedbn_flwr.experiments.results.tables import (
     WEAK,
@@ -191,7 +191,7 @@ def show_part(part: Part) -> None:
         return
     place = f" ({paper.place})" if paper.place else ""
     terminal(reproduced(part.runs, paper, f"{part.title}: {paper.about}{place}"))
-    found = findings(part.runs, paper)
+    found = statements(part.runs, paper)
     say(
         [
             *(line for item in found for line in item.lines()),

@@ -16,7 +16,7 @@ TOLD_APART = 1.0
 ACCURACIES = ("", "accuracy", "Average")
 
 
-class Finding(NamedTuple):
+class Statement(NamedTuple):
     """One sentence about the results."""
 
     text: str
@@ -34,7 +34,7 @@ class Finding(NamedTuple):
 Values = Mapping[tuple[str, str, str], Any]
 
 
-def findings(runs: Frame, paper: Paper) -> list[Finding]:
+def statements(runs: Frame, paper: Paper) -> list[Statement]:
     """Return why cells failed, and where the order of methods and the directions hold."""
     values = values_of(numbers_of(runs, paper.quantities, paper.rounds)).itertuples()
     means = {each.Index: each for each in values}
@@ -42,7 +42,7 @@ def findings(runs: Frame, paper: Paper) -> list[Finding]:
     cells = {
         " | ".join(filter(None, (run.label, run.setting))): run.error for run in failed.itertuples()
     }
-    failures = [Finding(f"Failed: {cell}: {error}", False) for cell, error in cells.items()]
+    failures = [Statement(f"Failed: {cell}: {error}", False) for cell, error in cells.items()]
     orders = (_order(place, runs, means) for place in paper.reported)
     settings = dict(zip(runs["setting"], runs["labels"], strict=True))
     return [
@@ -52,7 +52,7 @@ def findings(runs: Frame, paper: Paper) -> list[Finding]:
     ]
 
 
-def _order(place: Reported, runs: Frame, means: Values) -> Finding | None:
+def _order(place: Reported, runs: Frame, means: Values) -> Statement | None:
     """Say how many pairs of methods are ordered as in the paper, among those that it tells apart in
     one column.
     """
@@ -72,7 +72,7 @@ def _order(place: Reported, runs: Frame, means: Values) -> Finding | None:
     details = [*(f"not: {line}" for line in against[:NAMED]), *more]
     text = f"Order: {told - len(against)} of {told} pairs of methods are as in {place.place}."
     if told:
-        return Finding(text, not against, details)
+        return Statement(text, not against, details)
     return None
 
 
@@ -106,7 +106,7 @@ def _text(value: Any) -> str:
 
 def _claim(
     direction: Direction, settings: Mapping[str, Mapping[str, str]], means: Values
-) -> Finding:
+) -> Statement:
     """Say of a direction of the paper in how many settings the runs agree."""
     pairs = list(_pairs(direction, settings, means))
     against = [pair for pair in pairs if pair[1].mean <= pair[2].mean]
@@ -121,14 +121,14 @@ def _claim(
         place = f" in {', '.join(named)}"
     text = f"Direction: {direction.text}{place}{source}: "
     if not pairs:
-        return Finding(f"{text}not run", None)
+        return Statement(f"{text}not run", None)
     if not against:
-        return Finding(f"{text}agrees{_where(pairs)}", True)
+        return Statement(f"{text}agrees{_where(pairs)}", True)
     if len(pairs) == 1:
         where = ""
     else:
         where = f" in {len(against)} of {len(pairs)} settings"
-    return Finding(f"{text}does not agree{where}{_where(against)}", False)
+    return Statement(f"{text}does not agree{where}{_where(against)}", False)
 
 
 def _where(pairs: Sequence[tuple[str, Any, Any]]) -> str:
