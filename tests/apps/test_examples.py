@@ -158,6 +158,7 @@ def seeded(project: str, target: Path, kind: str, grid: str) -> Path:
 
 
 @pytest.mark.parametrize(("project", "kind"), [("quickstart", "before"), ("advanced", "after")])
+@pytest.mark.sampled(1)
 def test_workers_bring_the_results_of_one_process(
     project: str,
     kind: str,

@@ -199,6 +199,7 @@ def wanted_of(method: str) -> state.State:
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.sampled(8)
 def test_a_plain_loop_obeys_every_strategy(method: str) -> None:
     assert run_both(method, plain_loop) < EXACT
 
@@ -384,11 +385,11 @@ def compiled(model: nn.Module, batches: Iterator[Batch], lr: float, momentum: fl
             for method in ("fixbn, statistics and affine", "scaffold", "fedtan", "fedtan, carried")
             for loop in (own_network_first, mean_teacher)
         ),
-        ("fixbn, statistics and affine", compiled),
-        ("scaffold", compiled),
+        pytest.param("fixbn, statistics and affine", compiled, marks=pytest.mark.slow),
+        pytest.param("scaffold", compiled, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 def test_the_model_that_begins_as_received_is_meant(method: str, loop: Loop) -> None:
     """Whatever else trains, and however it is called."""
     assert run_both(method, loop) < EXACT

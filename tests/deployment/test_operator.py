@@ -194,6 +194,7 @@ def test_an_operators_folder_can_move(federation: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("beside", [True, False])
+@pytest.mark.sampled(1)
 def test_what_flower_refuses_is_one_line(
     beside: bool,
     federation: Path,

@@ -14,6 +14,7 @@ from tests.helpers.checkout import ROOT, environment, run
 from tests.helpers.waiting import PATIENCE
 
 
+@pytest.mark.slow
 def test_every_connection_to_the_database_waits_a_minute(tmp_path: Path) -> None:
     code = f"""from fedbn_flwr.deployment import superlink
 from flwr.server.superlink.linkstate import SqlLinkState
@@ -102,6 +103,7 @@ part = Path({str(folder)!r}, str(os.getpid())); part.write_text(json.dumps(row))
     return sorted(rows, key=lambda row: str(row["words"])), done.stderr
 
 
+@pytest.mark.slow
 def test_each_clientapp_is_a_process_of_its_own_with_its_own_token(tmp_path: Path) -> None:
     rows, _ = clientapps(tmp_path)
     assert [row["words"][:5] for row in rows] == [

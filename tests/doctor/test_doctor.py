@@ -45,7 +45,7 @@ def examined(name: str, **config: str | int) -> Examination:
     "name",
     [pytest.param(name, marks=pytest.mark.slow if name in LARGE else ()) for name in NAMES],
 )
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(6)
 def test_what_is_planted_is_found_and_nothing_else(name: str) -> None:
     planted = import_module(name)
     examination = examined(name)

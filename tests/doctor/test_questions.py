@@ -85,6 +85,10 @@ def test_errors_have_these_texts() -> None:
         nn.BatchNorm1d(3)(torch.zeros(1, 3))
     nn.BatchNorm2d(3)(torch.zeros(1, 3, 2, 2))
     assert "module.bn1.weight" in nn.DataParallel(Net()).state_dict()
+
+
+@pytest.mark.slow
+def test_a_compiled_model_has_these_names() -> None:
     compiled: Any = torch.compile(Net())
     assert "_orig_mod.bn1.weight" in compiled.state_dict()
 
@@ -171,6 +175,7 @@ def test_flowers_strategies_are_the_table_that_is_tested() -> None:
     assert set(tested) <= set(written)
 
 
+@pytest.mark.slow
 def test_the_detector_says_what_the_page_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(APPS))
     monkeypatch.chdir(APPS)

@@ -69,6 +69,7 @@ def test_the_bits_are_those_of_the_command(method: str, engine: str, tmp_path: P
         ("fedavg", "ray", "without exchanges at every BN layer: Flower's simulation"),
     ],
 )
+@pytest.mark.sampled(1)
 def test_layerwise_methods_train_on_workers_by_default_and_a_run_keeps_its_engine(
     method: str, wanted: str, why: str, tmp_path: Path, shown: pytest.LogCaptureFixture
 ) -> None:
@@ -90,6 +91,7 @@ def test_layerwise_methods_train_on_workers_by_default_and_a_run_keeps_its_engin
 
 
 @pytest.mark.parametrize("key", ["", "resume"])
+@pytest.mark.sampled(1)
 def test_an_unfinished_run_goes_on_with_its_engine(
     key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -188,7 +188,7 @@ OTHER_PLACES = (
     [*PLACES, *(pytest.param(place, marks=pytest.mark.slow) for place in OTHER_PLACES)],
     ids=".".join,
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_a_configuration_that_was_edited_ends_in_one_line_or_counts_as_none(
     place: tuple[str, ...], half: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

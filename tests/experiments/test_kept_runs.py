@@ -314,6 +314,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_an_interrupt_while_workers_import_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text("import os, signal; os.killpg(0, signal.SIGINT)\n")
     done = subprocess.run(

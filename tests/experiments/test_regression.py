@@ -96,6 +96,7 @@ def denoiser() -> nn.Module:
     )
 
 
+@pytest.mark.slow
 def test_targets_may_be_images() -> None:
     data = noisy()
     torch.manual_seed(0)

@@ -358,6 +358,7 @@ def test_a_plan_says_how_many_steps(
     assert "?" not in shown
 
 
+@pytest.mark.slow
 def test_side_by_side_is_the_same(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()

@@ -389,6 +389,7 @@ def test_layers_that_keep_their_statistics_exchange_nothing(tmp_path: Path) -> N
     assert row["exchanges"] == 4
 
 
+@pytest.mark.slow
 def test_exact_statistics_are_of_layers_that_learn(tmp_path: Path) -> None:
     path = tmp_path / "weights.safetensors"
     before = save_network(path, num_classes=4)
@@ -401,6 +402,7 @@ def test_exact_statistics_are_of_layers_that_learn(tmp_path: Path) -> None:
     assert moved == {"bn2.running_mean", "bn2.running_var"}
 
 
+@pytest.mark.slow
 def test_a_diagnosis_is_of_layers_that_learn(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -76,7 +76,7 @@ AT_THE_END = ("a list of losses", "no losses in a list")
         *((kind, "scaffold") for kind in VARIATES),
     ],
 )
-@pytest.mark.sampled(60)
+@pytest.mark.sampled(30)
 def test_nonsense_is_refused_by_name(
     kind: str, method: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -90,6 +90,7 @@ def test_nonsense_is_refused_by_name(
 
 @pytest.mark.parametrize("method", ["fedavg", "fedtan"])
 @pytest.mark.parametrize("kind", HARMLESS)
+@pytest.mark.sampled(20)
 def test_the_run_goes_on_with_what_is_odd(kind: str, method: str) -> None:
     after = run(METHODS[method](), sends(HARMLESS[kind]))
     assert all(value.isfinite().all() for value in after.values())
@@ -97,6 +98,7 @@ def test_the_run_goes_on_with_what_is_odd(kind: str, method: str) -> None:
 
 @pytest.mark.parametrize("method", ASKING)
 @pytest.mark.parametrize("kind", DESCRIPTIONS)
+@pytest.mark.sampled(26)
 def test_a_node_that_describes_itself_as_nonsense_is_named(
     kind: str, method: str, caplog: pytest.LogCaptureFixture
 ) -> None:

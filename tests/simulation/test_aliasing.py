@@ -141,7 +141,7 @@ def _node(message: Message) -> int:
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 def test_nothing_changes_an_array_that_was_sent_or_stored(name: str) -> None:
     nodes = Federation(make_model(), grid=Frozen)
     nodes.run(make_strategy(name), momentum=0.9)

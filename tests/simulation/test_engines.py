@@ -148,7 +148,7 @@ SOME: dict[str, Callable[[str], bool]] = {
         if SOME.get(kind, bool)(case)
     ],
 )
-@pytest.mark.sampled(30)
+@pytest.mark.sampled(15)
 def test_an_engine_has_the_end_of_messages(
     kind: str, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -67,9 +67,11 @@ def assert_same_files(options: Sequence[str], folder: Path) -> None:
     assert model_bytes(folder / "ray") == model_bytes(folder / "inprocess")
 
 
-@pytest.mark.usefixtures("joined", "only_composed")
-def test_ray_gives_the_bits_of_one_process(tmp_path: Path) -> None:
-    assert_same_files([*SHARED, *ALL_AT_ONCE], tmp_path)
+@pytest.mark.usefixtures("only_composed")
+def test_ray_gives_the_bits_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ray_cluster(1, processors=2) as cluster:
+        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+        assert_same_files([*SHARED, *ALL_AT_ONCE], tmp_path)
 
 
 # ---- a cluster that is there already -------------------------------------------------------------

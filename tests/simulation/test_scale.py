@@ -152,6 +152,7 @@ def test_a_new_run_begins_with_nothing_and_leaves_what_is_not_its_own(tmp_path: 
     assert tell(first, 3, "new") == "old"
 
 
+@pytest.mark.slow
 def test_runs_whose_folders_have_the_same_name_do_not_share_what_nodes_keep(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -107,6 +107,7 @@ def test_which_methods_give_every_node_a_model_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("name", TABLE)
+@pytest.mark.sampled(8)
 def test_dtypes_and_shapes_are_kept(name: str) -> None:
     before = make_model(TABLE[name][1]).state_dict()
     after = plain(name)
@@ -118,6 +119,7 @@ def test_dtypes_and_shapes_are_kept(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TABLE)
+@pytest.mark.sampled(8)
 def test_a_model_in_float32_stays_in_float32(name: str) -> None:
     after = Federation(make_float32_model(TABLE[name][1])).run(make(name), 2)
     assert {value.dtype for value in after.values()} <= {torch.float32, torch.int64}
@@ -166,6 +168,7 @@ def test_frozen_bn_is_fixbn_frozen_from_the_start() -> None:
 
 
 @pytest.mark.parametrize("name", TABLE)
+@pytest.mark.sampled(8)
 def test_same_seed_same_bits(name: str) -> None:
     again = federation(name).run(make(name))
     assert all(torch.equal(again[key], value) for key, value in plain(name).items())
@@ -176,6 +179,7 @@ def test_same_seed_same_bits(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TABLE)
+@pytest.mark.sampled(8)
 def test_order_and_ids_of_nodes_do_not_matter(name: str) -> None:
     other = federation(name, grid=Backwards).run(make(name))
     assert all(torch.equal(other[key], value) for key, value in plain(name).items())

@@ -88,6 +88,7 @@ def survivors() -> state.State:
         *(("raises", index) for index in range(1, LAST)),
     ],
 )
+@pytest.mark.sampled(5)
 def test_a_fault_at_any_exchange_leaves_the_round_to_the_others(
     case: str, index: int, survivors: state.State, caplog: pytest.LogCaptureFixture
 ) -> None:

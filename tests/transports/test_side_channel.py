@@ -253,6 +253,7 @@ SLOW = ("sends a huge frame", "waits", "freezes", "never comes")
     "case",
     [pytest.param(case, marks=pytest.mark.slow if case in SLOW else ()) for case in LEFT_OUT],
 )
+@pytest.mark.sampled(3)
 def test_a_node_that_fails_or_does_not_come_leaves_the_round_to_the_others(
     case: str, survivors: state.State, caplog: pytest.LogCaptureFixture
 ) -> None:

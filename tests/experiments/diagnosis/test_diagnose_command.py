@@ -115,6 +115,7 @@ def test_mini_batches_that_disagree_suggest_nothing(draws: list[float], is_certa
 
 
 @pytest.mark.parametrize(("partition", "is_suggested"), [("domain:1", True), ("classes:2", False)])
+@pytest.mark.sampled(1)
 def test_clients_of_one_domain_each_get_models_of_their_own(
     tmp_path: Path, partition: str, is_suggested: bool
 ) -> None:

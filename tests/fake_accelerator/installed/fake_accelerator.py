@@ -21,6 +21,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache, partial, partialmethod
 from pathlib import Path
 from types import SimpleNamespace
@@ -275,12 +276,44 @@ def _is_here(tensor: Tensor) -> bool:
     return tensor.device.type == NAME
 
 
+@dataclass(frozen=True)
+class _Form:
+    """What is known of an operation before it runs."""
+
+    #: without its overload, and with it
+    name: str
+    full: str
+    #: its arguments, by position and by name: how each is called, and whether it is written
+    arguments: list[tuple[str, bool]]
+    by_name: dict[str, tuple[str, bool]]
+    #: where its generator stands among the arguments; none if it has none
+    generator: int | None
+    #: whether it takes numbers of the CPU beside the device's tensors
+    relaxed: bool
+
+
+@cache
+def _form(op: Any) -> _Form:
+    schema = op._schema
+    name = schema.name.removeprefix("aten::")
+    full = f"{name}.{schema.overload_name}".removesuffix(".")
+    arguments = [
+        (each.name, each.alias_info is not None and each.alias_info.is_write)
+        for each in schema.arguments
+    ]
+    names = [each for each, _ in arguments]
+    generator = names.index("generator") if "generator" in names else None
+    relaxed = full in _iterator_operations() or name.startswith("_foreach_")
+    return _Form(
+        name, full, arguments, dict(zip(names, arguments, strict=True)), generator, relaxed
+    )
+
+
 def _run(op: Any, *args: Any, **options: Any) -> Any:
     """Run an operation on the CPU, on the memory of its arguments."""
     _module.start()
-    schema, name = op._schema, op._schema.name.removeprefix("aten::")
-    full = f"{name}.{schema.overload_name}".removesuffix(".")
-    relaxed = full in _iterator_operations() or name.startswith("_foreach_")
+    form = _form(op)
+    name, full = form.name, form.full
     #: the device's tensors and the CPU's, by the ids of the former
     table: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -289,7 +322,7 @@ def _run(op: Any, *args: Any, **options: Any) -> Any:
             if name in _INDEXING and argument == "indices":
                 _refuse_in_graphs(f"{full} with the host's indices")
                 _note("to device", full, tensor.nbytes)
-            elif not relaxed or written or tensor.dim():
+            elif not form.relaxed or written or tensor.dim():
                 raise RuntimeError(
                     "Expected all tensors to be on the same device, but found at least two "
                     "devices, "
@@ -312,22 +345,25 @@ def _run(op: Any, *args: Any, **options: Any) -> Any:
             )
         return table[id(tensor)][1]
 
-    def convert(argument: Any, value: Any) -> Any:
-        written = argument.alias_info is not None and argument.alias_info.is_write
-        if argument.name == "device" and value is not None:
+    def convert(argument: tuple[str, bool], value: Any) -> Any:
+        called, written = argument
+        if called == "device" and value is not None:
             return torch.device("cpu")
-        if argument.name == "generator" and value not in (None, _module.generator):
+        if called == "generator" and value not in (None, _module.generator):
             raise RuntimeError(
                 f"Expected a '{NAME}' device type for generator but found '{value.device}'"
             )
-        return _map(partial(to_cpu, argument.name, written), value)
+        if isinstance(value, Tensor):
+            return to_cpu(called, written, value)
+        if isinstance(value, list | tuple):
+            return _map(partial(to_cpu, called, written), value)
+        return value
 
-    by_name = {argument.name: argument for argument in schema.arguments}
     given = [
-        convert(argument, value) for argument, value in zip(schema.arguments, args, strict=False)
+        convert(argument, value) for argument, value in zip(form.arguments, args, strict=False)
     ]
-    named = {key: convert(by_name[key], value) for key, value in options.items()}
-    if "generator" in by_name and len(given) <= list(by_name).index("generator"):
+    named = {key: convert(form.by_name[key], value) for key, value in options.items()}
+    if form.generator is not None and len(given) <= form.generator:
         named["generator"] = _module.generator
         _refuse_in_graphs(f"{full} draws")
     if name in _WAITING:

@@ -81,14 +81,20 @@ def ends(
     """Return how far a run with replays ends from one without, the number of replays, and what was
     logged.
     """
+
+    def training_only() -> BaseStrategy:
+        strategy = make()
+        strategy.fraction_evaluate = 0.0
+        return strategy
+
     with Counted() as none:
         wanted = Federation(model(), SIZES, device="fake", grid=grid, wrap=eager).run(
-            make(), rounds, **options
+            training_only(), rounds, **options
         )
     assert not none.replays
     with Counted() as counted, watching() as watch:
         nodes = Federation(model(), SIZES, device="fake", grid=grid, wrap=wrap)
-        ended = nodes.run(make(), rounds, **options)
+        ended = nodes.run(training_only(), rounds, **options)
     return distance(wanted, ended), counted.replays, watch
 
 
@@ -105,7 +111,7 @@ UNLIKE = ("fedavg", "fixbn", "fedtan", "fedtan, carried", "fedwon", "fedbs", "fb
     "name",
     [pytest.param(name, marks=() if name in UNLIKE else pytest.mark.slow) for name in CASES],
 )
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 def test_replayed_steps_have_the_bits_of_eager_ones(name: str, grid: type[InProcessGrid]) -> None:
     make, norm = CASES[name]
 
@@ -131,6 +137,7 @@ def test_replayed_steps_have_the_bits_of_eager_ones(name: str, grid: type[InProc
 
 
 @pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.sampled(1)
 def test_forward_is_not_called_in_replayed_steps(
     grid: type[InProcessGrid], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,6 +159,7 @@ def test_forward_is_not_called_in_replayed_steps(
     ("rule", "bounds"),
     [(Clipping, {"clip_factor": 0.02}), (GradientNorm, {"clip_norm": 0.1})],
 )
+@pytest.mark.sampled(1)
 def test_clipping_is_replayed_with_the_bound_that_it_had(
     rule: type[Rule], bounds: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,7 +198,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", OPTIMIZERS)
 @pytest.mark.parametrize("method", [FedAvg, FedProx, Scaffold])
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 def test_the_optimizers_step_is_replayed_at_every_rate(
     method: Callable[..., BaseStrategy], case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,6 +232,7 @@ def test_the_optimizers_step_is_replayed_at_every_rate(
     assert len(calls) == 5 * 4 + 4 + 2 * 2
 
 
+@pytest.mark.slow
 def test_runs_with_other_optimizers_find_no_steps_of_each_other() -> None:
     """On the same model, whose stack has what optimizers work with where it was."""
     every: list[dict[str, Any]] = [
@@ -242,7 +251,7 @@ def test_runs_with_other_optimizers_find_no_steps_of_each_other() -> None:
 
 
 @pytest.mark.parametrize("case", OPTIMIZERS)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 def test_stacks_optimizers_step_as_those_of_the_cpu(case: str) -> None:
     options = OPTIMIZERS[case]
     ended = [
@@ -264,6 +273,7 @@ class Pairs(StackedGrid):
 
 
 @pytest.mark.parametrize("where", ["local", "global"])
+@pytest.mark.sampled(1)
 def test_stacks_keep_no_momentum_of_parameters_without_gradients(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -333,7 +343,7 @@ CHANGES: dict[str, tuple[Callable[[], BaseStrategy], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("case", CHANGES)
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 def test_what_changes_is_captured_again(case: str, grid: type[InProcessGrid]) -> None:
     make, options = CHANGES[case]
     model = make_float32_model if case == "bfloat16" else make_model
@@ -343,6 +353,7 @@ def test_what_changes_is_captured_again(case: str, grid: type[InProcessGrid]) ->
 
 
 @pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.sampled(1)
 def test_steps_of_more_kinds_than_are_kept_are_taken_by_autograd(
     grid: type[InProcessGrid], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -356,6 +367,7 @@ def test_steps_of_more_kinds_than_are_kept_are_taken_by_autograd(
 
 
 @pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.sampled(1)
 def test_a_capture_that_computes_something_else_is_not_used(
     grid: type[InProcessGrid], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -439,6 +451,7 @@ class Alternating(nn.Module):
         return masked
 
 
+@pytest.mark.slow
 def test_masks_are_for_the_layers_that_they_were_drawn_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -560,6 +573,7 @@ def test_a_replay_that_leaves_other_values_is_not_used(monkeypatch: pytest.Monke
     assert (apart, said(watch)) == (0, [captured.OTHER_VALUES])
 
 
+@pytest.mark.slow
 def test_the_captured_yardstick_ends_as_the_plain_one() -> None:
     data = torch.randn(40, 3, 8, 8).to("fake"), (torch.arange(40) % 10).to("fake")
     parts = [torch.arange(16).to("fake"), torch.arange(16, 40).to("fake")]
@@ -575,6 +589,7 @@ def test_the_captured_yardstick_ends_as_the_plain_one() -> None:
     assert all(map(torch.equal, ended[0].values(), ended[1].values()))
 
 
+@pytest.mark.slow
 def test_a_client_whose_replay_fails_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """And ends where it would have ended, as do all others."""
     wanted = Federation(make_model(), SIZES, device="fake", wrap=eager).run(FedAvg(), 3)

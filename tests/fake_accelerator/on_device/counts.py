@@ -90,7 +90,7 @@ def measured(case: str, grid: type[InProcessGrid]) -> tuple[dict[str, float], di
         if (case, grid) != ("kept Adam", Stacked)
     ],
 )
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 def test_a_step_waits_for_nothing_and_a_round_has_few_copies(
     case: str, grid: type[InProcessGrid]
 ) -> None:
@@ -149,6 +149,7 @@ def test_rules_launch_few_kernels() -> None:
     assert kernels("FedWon, clipping") == kernels("FedWon") + (2 * 4 + 5) / 2
 
 
+@pytest.mark.slow
 def test_a_run_of_the_command_asks_no_more() -> None:
     step, a_round = step_and_round("fedavg", "stacked", model="small-cnn")
     assert (step["wait"], a_round["to device"], a_round["to host"]) == (0, *CASES["FedAvg"][3])
@@ -185,6 +186,7 @@ def test_data_that_have_room_on_the_device_are_sent_once(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.sampled(1)
 def test_a_device_without_pinned_memory_does_as_well(
     fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,7 +56,7 @@ def end_of(
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 def test_one_after_another_has_the_bits_of_the_cpu(name: str) -> None:
     wanted, ended = end_of(name, "cpu"), end_of(name, DEVICE)
     # torch composes group normalization of other operations on devices that it does not know
@@ -76,7 +76,7 @@ def test_stacks_agree_with_the_cpu(name: str) -> None:
 
 @pytest.mark.parametrize("where", ["local", "global"])
 @pytest.mark.parametrize("optimizer", KEPT)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_kept_states_of_optimizers_have_the_bits_of_the_cpu(optimizer: str, where: str) -> None:
     options = KEPT[optimizer]
     ends = [
@@ -93,7 +93,7 @@ def test_kept_states_of_optimizers_have_the_bits_of_the_cpu(optimizer: str, wher
         for method in sorted(own.METHODS.keys() - {"fedbn", "fedbs", "global momentum"})
     ],
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_own_loops_end_and_obey(method: str) -> None:
     made = own.make_without_bn if method == "fedwon" else own.make
     asked: dict[str, Any] = {"lr": 0.05, "momentum": own.momentum_of(method)}

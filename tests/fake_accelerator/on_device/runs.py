@@ -140,6 +140,7 @@ class Noting(nn.Sequential):
 
 @pytest.mark.parametrize("engine", ["stacked", "inprocess"])
 @pytest.mark.parametrize(("precision", "wanted"), [("float32", "ieee"), ("tf32", "tf32")])
+@pytest.mark.sampled(2)
 def test_all_passes_of_a_run_multiply_in_its_precision(
     precision: str, wanted: str, engine: str
 ) -> None:
@@ -199,6 +200,7 @@ def test_nodes_of_a_worker_whose_device_fails_are_named(
     assert "2 nodes were missing in rounds" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.slow
 def test_a_run_that_died_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     options = {
         "method": "scaffold",

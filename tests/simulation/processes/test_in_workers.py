@@ -114,7 +114,7 @@ def trained(strategy: Any, grid: Any) -> tuple[dict[str, torch.Tensor], dict[int
         ("own_app", lambda: FedTAN(fraction_evaluate=0.0), 0, 2),
     ],
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_any_projects_nodes_train_as_in_flowers_simulation(
     app: str, strategy: Any, loaders: int, workers: int
 ) -> None:
@@ -166,6 +166,7 @@ def test_a_deployments_grid_stays() -> None:
         ("own_task:train", "'own_task:train' is not a ClientApp"),
     ],
 )
+@pytest.mark.sampled(1)
 def test_an_app_that_is_not_there_is_named(name: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         in_workers(simulated("plain_app"), context(), name)

@@ -86,6 +86,7 @@ def test_a_worker_decodes_images_by_itself(kind: type[WorkerHandle]) -> None:
     assert decoding_process() != os.getpid()
 
 
+@pytest.mark.slow
 def test_a_process_that_has_others_decode_ends_with_them() -> None:
     process = get_context("forkserver").Process(target=decoding_process, daemon=False)
     process.start()

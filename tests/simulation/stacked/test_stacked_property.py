@@ -197,7 +197,7 @@ QUIET = {
 @pytest.mark.parametrize("name", REGISTRY)
 @settings(max_examples=6, **QUIET)  # type: ignore[arg-type]
 @given(st.data())
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 def test_stacked_is_as_alone(name: str, data: st.DataObject) -> None:
     compare(name, data)
 
