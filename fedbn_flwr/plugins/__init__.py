@@ -109,7 +109,7 @@ def _plain(name: str) -> str:
 
 
 class MissingExtraError(ImportError):
-    """A package of one of this project's extras is not installed."""
+    """A package of one of this project's extras is not installed, or cannot be imported."""
 
 
 @contextmanager
@@ -121,6 +121,10 @@ def extra(name: str) -> Iterator[None]:
         raise MissingExtraError(
             f"{str(error.name).partition('.')[0]} is not installed: pip install '.[{name}]' in "
             "the clone"
+        ) from error
+    except ImportError as error:  # such as for two versions that do not go together
+        raise MissingExtraError(
+            f"what the extra {name!r} installs cannot be imported: {error}"
         ) from error
 
 

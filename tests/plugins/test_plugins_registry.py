@@ -23,7 +23,7 @@ from fedbn_flwr.data import (
 )
 from fedbn_flwr.models import MODELS, register_model
 from fedbn_flwr.norm import NORMS, Slot, register_norm, swap_normalizers
-from fedbn_flwr.plugins import add, load_plugins, same_definition
+from fedbn_flwr.plugins import MissingExtraError, add, extra, load_plugins, same_definition
 from fedbn_flwr.strategies import REGISTRY, register_strategy
 from tests.helpers.registered import registries_restored
 
@@ -203,3 +203,9 @@ def test_what_cannot_be_imported_is_named(modules: Path, name: str, message: str
     (modules / "half_plugin.py").write_text("import something_missing\n")
     with pytest.raises(ValueError, match=message):
         load_plugins(name)
+
+
+def test_a_package_that_is_there_and_cannot_be_imported_is_said() -> None:
+    said = "^what the extra 'data' installs cannot be imported: cannot import name 'nothing' from"
+    with pytest.raises(MissingExtraError, match=said), extra("data"):
+        from math import nothing  # type: ignore[attr-defined]  # noqa: F401
