@@ -3,15 +3,13 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from logging import WARNING
 from typing import ClassVar
 
 from flwr.app import ArrayRecord
-from flwr.common import log
 
 from fedbn_flwr.server.method_state import MethodState
 from fedbn_flwr.server.pooling import Pooled, Sent, average
-from fedbn_flwr.server.replies import CannotTrainError, NodeReply
+from fedbn_flwr.server.replies import NodeReply, RefusedError
 from fedbn_flwr.state import Arrays, arrays_to_record
 from fedbn_flwr.state.records import make_record
 
@@ -37,8 +35,8 @@ class FedNorm(FedAvg):
         w <- sum_k p_k w_k  over all nodes;   BN_d <- sum_{k in d} p_k BN_k / sum_{k in d} p_k
 
     A node says its domain when asked (`describe`). A node whose samples are not of exactly one
-    domain has no weight, which is logged; only such nodes are an error. With a single domain this
-    is FedAvg. Unlike FedBN nothing stays on a node, so a node that comes late gets its domain's BN.
+    domain is refused; only such nodes are an error. With a single domain this is FedAvg. Unlike
+    FedBN nothing stays on a node, so a node that comes late gets its domain's BN.
     """
 
     paper: ClassVar[str] = "Bernecker et al., 2022, arXiv:2205.11096"
@@ -65,22 +63,16 @@ class FedNorm(FedAvg):
                 )
         return packages
 
-    def weigh(self, replies: Sequence[NodeReply]) -> list[float]:
-        """Return the weights of models, 0 for a node without a domain."""
-        described = self.describe(self.round.grid, [reply.node for reply in replies])
-        stray = [node for node in described if described[node].domain < 0]
-        if len(stray) == len(replies):
-            raise CannotTrainError(
-                f"FedNorm needs one domain a node, and node {stray[0]} names none: its samples "
-                "must all come from one domain of a data set that has domains (for example "
-                "digits-domains with the partition domain:1)"
+    def check(self, reply: NodeReply) -> None:
+        """Refuse what was trained by a node without a domain."""
+        super().check(reply)
+        described = self.describe(self.round.grid, [reply.node])
+        if described[reply.node].domain < 0:
+            raise RefusedError(
+                "FedNorm needs one domain a node, and this one names none: its samples must all "
+                "come from one domain of a data set that has domains (for example digits-domains "
+                "with the partition domain:1)"
             )
-        for node in stray:
-            log(
-                WARNING, "FedNorm: node %d names no domain, so it has no weight in this round", node
-            )
-        weights = zip(replies, super().weigh(replies), strict=True)
-        return [0.0 if reply.node in stray else weight for reply, weight in weights]
 
     def update(self, pooled: Pooled) -> Arrays:
         """Average BN within domains.

@@ -123,7 +123,7 @@ def test_the_other_domains_go_on_without_a_silent_node(caplog: pytest.LogCapture
     strategy.roster = Roster(0.05)
     after = Federation(make_model(), grid=Silent).run(strategy, 2)
     assert all(value.isfinite().all() for value in after.values())
-    assert "FedNorm: node 1000 names no domain" in caplog.text
+    assert "Node 1000 is left out of this round: FedNorm needs one domain a node" in caplog.text
 
 
 def test_an_odd_number_of_tied_names_is_refused_where_it_is_read(

@@ -65,19 +65,17 @@ def test_the_personal_mean_is_that_of_the_domains() -> None:
     assert set(strategy.state.personal) == set(bn_entries(make_model(), EVERYTHING))
 
 
-def test_a_node_without_a_domain_has_no_weight(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_node_without_a_domain_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     nodes, strategy = Federation(make_model()), FedNorm()
     domains = nodes.split.domains
     assert domains is not None
     domains[:3] = 3  # the first node now holds samples of two domains
     nodes.run(strategy, 1)
-    assert (
-        "FedNorm: node 1000 names no domain, so it has no weight in this round" in caplog.messages
-    )
+    assert "Node 1000 is left out of this round: FedNorm needs one domain a node" in caplog.text
     domains[::2] = 0
     domains[1::2] = 1
     with pytest.raises(
-        CannotTrainError, match="FedNorm needs one domain a node, and node 1000 names none"
+        CannotTrainError, match="node 1000: FedNorm needs one domain a node, and this one names"
     ):
         nodes.run(FedNorm(), 1)
 
