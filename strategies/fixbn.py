@@ -239,7 +239,6 @@ class Centralized(FixBN):
     """
 
     paper: ClassVar[str] = ""
-    one_node: ClassVar[bool] = True
     replaced: ClassVar[tuple[str, ...]] = ()
 
     def __init__(

@@ -7,6 +7,7 @@ import numpy as np
 
 from fedbn_flwr.plugins.options import Range
 from fedbn_flwr.server.pooling import Pooled
+from fedbn_flwr.server.round import Round
 from fedbn_flwr.state import Arrays
 
 from .partial_sharing import PartialSharing
@@ -43,7 +44,6 @@ class HBN(PartialSharing):
     personal: ClassVar[bool] = False
     needs: str = "HybridBatchNorm"
     evaluated_with: ClassVar[tuple[str, ...]] = ("exact",)
-    gathers_always: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -63,6 +63,10 @@ class HBN(PartialSharing):
     def own_norm(cls, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         """Hybrid BN."""
         return "hbn", {}
+
+    def gathers_from(self, now: Round) -> list[int]:
+        """Return the nodes that have trained, after every round."""
+        return sorted(node for reply in now.replies for node in reply.nodes)
 
     def update(self, pooled: Pooled) -> Arrays:
         """Update, and move the steady statistics."""

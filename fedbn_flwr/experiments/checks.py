@@ -22,7 +22,7 @@ from fedbn_flwr.layerwise.shared_statistics import check_layers
 from fedbn_flwr.norm.detect import FunctionalBatchNorm, about_foreign
 from fedbn_flwr.plugins import Own, described, warn_once
 from fedbn_flwr.plugins.options import UsageError, refusing
-from fedbn_flwr.strategies import BaseStrategy, Layerwise
+from fedbn_flwr.strategies import BaseStrategy, Centralized, Layerwise
 from fedbn_flwr.wire.closed_form import last_matrix, linear_layer
 
 
@@ -58,7 +58,7 @@ def checked_material(experiment: Experiment, strategy: BaseStrategy) -> Material
         # another method, or another normalizer, may do
         is_told = text in about or (config.model.norm == "bn" and ":" not in text)
         raise UsageError(about if is_told else f"method {config.method!r}: {about}") from error
-    if material is None and experiment.strategy_class.one_node:
+    if material is None and issubclass(experiment.strategy_class, Centralized):
         raise UsageError(
             f"method {config.method!r} needs all data in one place, but the data set 'sites' "
             "stays at the sites"

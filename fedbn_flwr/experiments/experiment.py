@@ -33,7 +33,7 @@ from fedbn_flwr.plugins.options import (
     read_options,
     refusing,
 )
-from fedbn_flwr.strategies import BaseStrategy
+from fedbn_flwr.strategies import BaseStrategy, Centralized
 from fedbn_flwr.wire import wire_key
 
 #: normalizers whose running statistics only one strategy provides
@@ -255,7 +255,7 @@ def resolve(values: Mapping[str, Any], federation: bool = False, read_from: str 
     config = _with_clients(_with_images(config), federation)
     config = _with_norm(config, method.strategy, options, method.norm)
     experiment = Experiment(config, method.name, method.strategy, options)
-    if method.strategy.one_node:
+    if issubclass(method.strategy, Centralized):
         return _pooled(experiment, method)
     return experiment
 

@@ -92,6 +92,7 @@ class BaseStrategy(FlowerFedAvg):
     - `weigh`: how much each reply counts,
     - `update`: the new global state, made of what was pooled; it knows nothing of who pooled,
     - `lose_round`: takes the place of `update` after a round without a usable reply,
+    - `gathers_from`: the nodes that exact statistics are gathered from after the round,
     - `is_finished`: whether later rounds would bring nothing,
     - `instruct_evaluation`: what clients do when they evaluate,
     - `learn_from_evaluation`: what the method takes from the nodes' evaluations.
@@ -129,9 +130,6 @@ class BaseStrategy(FlowerFedAvg):
     replaced: ClassVar[tuple[str, ...]] = ()
     #: the values that `statistics` may have
     evaluated_with: ClassVar[tuple[str, ...]] = ("running", "exact")
-    #: whether exact statistics are gathered in every round, and from its nodes, not from all where
-    #: it is evaluated
-    gathers_always: ClassVar[bool] = False
     #: what nodes send beside the model; each class of a hierarchy names only its own
     sends: ClassVar[tuple[Sent, ...]] = ()
     #: what the method keeps from round to round
@@ -143,8 +141,6 @@ class BaseStrategy(FlowerFedAvg):
     reads_replies: bool = False
     #: how much a client counts, `examples` or `uniform`, where stacks average their nodes' replies
     weighting: str = "examples"
-    #: whether an experiment gives this method one node with the union of the clients' samples
-    one_node: ClassVar[bool] = False
     #: the arguments of the constructor: an experiment makes a strategy of its own from them for
     #: each run
     made_with: tuple[tuple[Any, ...], Mapping[str, Any]]
@@ -537,29 +533,15 @@ class BaseStrategy(FlowerFedAvg):
         return merged, now.mean_metrics(self.train_metrics_aggr_fn, self.weighted_by_key)
 
     def gather(self, arrays: ArrayRecord) -> ArrayRecord:
-        """Return the round's new state with statistics of its own, after rounds in which these are
-        looked at or frozen.
+        """Return the round's new state with exact statistics, if they are due.
 
         If no node has trained in the round, the state may still have the statistics of training.
         """
         now = self.training
         now.was_gathered = True
-        is_due = (
-            self.gathers_always
-            or self.evaluates(now.number)
-            or now.number == self.state.frozen_after
-        )
-        if (
-            self.statistics != "exact"
-            or not is_due
-            or now.instruction.freeze in ("statistics", "both")
-        ):
+        if self.statistics != "exact" or now.instruction.freeze in ("statistics", "both"):
             return arrays
-        trained = sorted(node for reply in now.replies for node in reply.nodes)
-        if self.gathers_always:
-            asked = trained
-        else:
-            asked = sorted(now.grid.get_node_ids())
+        asked = self.gathers_from(now)
         if not asked:
             return arrays
         models = {
@@ -569,6 +551,14 @@ class BaseStrategy(FlowerFedAvg):
         return with_exact_statistics(
             arrays, models, now, self.averager, self.exchange_timeout, self.state
         )
+
+    def gathers_from(self, now: Round) -> list[int]:
+        """Return the nodes that exact statistics are gathered from after a round: all, where it is
+        evaluated or frozen.
+        """
+        if self.evaluates(now.number) or now.number == self.state.frozen_after:
+            return sorted(now.grid.get_node_ids())
+        return []
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
