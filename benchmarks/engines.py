@@ -143,7 +143,7 @@ def own_cluster(processors: int) -> Iterator[str]:
         try:
             yield cluster.address
         finally:
-            cluster.shutdown()  # type: ignore[no-untyped-call]
+            cluster.shutdown()
 
 
 ENGINES: dict[str, Engine] = {

@@ -52,14 +52,14 @@ def joined(address: str) -> Iterator[Mapping[str, float]]:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     try:
-        yield ray.cluster_resources()  # type: ignore[no-untyped-call]
+        yield ray.cluster_resources()
     finally:
         ray.shutdown()
 
 
 def free() -> dict[str, float]:
     """Return what the cluster has that nobody uses."""
-    return dict(ray.available_resources())  # type: ignore[no-untyped-call]
+    return dict(ray.available_resources())
 
 
 class Cluster:
@@ -195,7 +195,7 @@ class _Listening:
         Modules are also looked for in the folders of `path`.
         """
         sys.path += [folder for folder in path if folder not in sys.path]
-        host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        host = ray.util.get_node_ip_address()
         self._listener = Listener((host, 0), authkey=key)
         device = accelerator_name() or "CPU"
         address: Any = self._listener.address
