@@ -66,7 +66,7 @@ class HBN(PartialSharing):
 
     def gathers_from(self, now: Round) -> list[int]:
         """Return the nodes that have trained, after every round."""
-        return sorted(node for reply in now.replies for node in reply.nodes)
+        return sorted(now.answered)
 
     def update(self, pooled: Pooled) -> Arrays:
         """Update, and move the steady statistics."""

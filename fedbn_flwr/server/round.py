@@ -92,6 +92,11 @@ class Round:
         now.other_config = other_config
         return now
 
+    @property
+    def answered(self) -> set[int]:
+        """The nodes whose replies are usable."""
+        return {node for reply in self.replies for node in reply.nodes}
+
     def end(self, after: ArrayRecord) -> Self:
         """Take note of the state that the round ends with; return the round."""
         self.after = after

@@ -245,7 +245,7 @@ class Journal:
             late = "was left out"
         else:
             late = f"did not answer in {self.config.network.timeout:g} s"
-        silent = sorted({*now.nodes} - {node for reply in now.replies for node in reply.nodes})
+        silent = sorted({*now.nodes} - now.answered)
         missing = {
             names.get(node, node): "was left out" if node in refused else late for node in silent
         }
@@ -273,7 +273,7 @@ class Journal:
         if reasons:
             text = f"; {row['nodes']} of {total} sites: {', '.join(reasons)}"
         tested = self.strategy.evaluation
-        silent = {*tested.nodes} - {node for reply in tested.replies for node in reply.nodes}
+        silent = {*tested.nodes} - tested.answered
         if tested.number == row["round"]:
             others = {names.get(node, node) for node in silent} - {*missing}
             if others:
