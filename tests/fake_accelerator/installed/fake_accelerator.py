@@ -313,7 +313,8 @@ def _run(op: Any, *args: Any, **options: Any) -> Any:
     """Run an operation on the CPU, on the memory of its arguments."""
     _module.start()
     form = _form(op)
-    name, full = form.name, form.full
+    name = form.name
+    full = form.full
     #: the device's tensors and the CPU's, by the ids of the former
     table: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -353,9 +354,7 @@ def _run(op: Any, *args: Any, **options: Any) -> Any:
             raise RuntimeError(
                 f"Expected a '{NAME}' device type for generator but found '{value.device}'"
             )
-        if isinstance(value, Tensor):
-            return to_cpu(called, written, value)
-        if isinstance(value, list | tuple):
+        if isinstance(value, Tensor | list | tuple):
             return _map(partial(to_cpu, called, written), value)
         return value
 
