@@ -230,15 +230,18 @@ class BNClient:
         for rule in rules:
             rule.begin(session)
         exchange = exchange or training.carried_exchange(session.received, session.instruction)
+        losses = training.LossTotals(session, 1, self.device)
 
-        def loss_of(batch: training.Batch) -> tuple[Tensor, int]:
+        def loss_of(batch: training.Batch) -> Tensor:
             inputs, targets = batch
             # a class of a user's own gets the usual order
             if type(self) is BNClient:
                 inputs = channels_last(inputs, self.model)
-            return training.batch_loss(
+            loss = training.batch_loss(
                 self.model, (inputs, targets), session.instruction, self.loss_function
             )
+            losses.add(loss, len(targets))
+            return loss
 
         step = captured.steps(
             session,
@@ -251,11 +254,13 @@ class BNClient:
         )
         # closed, because clients may share the model, and an error that is kept keeps its step
         with closing(self._first_shared(planned, session, exchange)) as drawn:
-            loss = training.train(drawn, step)
+            for batch in drawn:
+                step(batch)
         for rule in rules:
             rule.finish(session)
         session.records |= training.carried_records(exchange)
-        return float(loss)
+        [mean] = losses.means([sum(planned.sizes)])
+        return mean
 
     def plan(self, instruction: Instruction) -> BatchLoader:
         """Draw the mini-batches of a round."""

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from fedbn_flwr.client.rules import Rule, Session
-from fedbn_flwr.client.training import Change, LossFunction, Step, by_autograd
+from fedbn_flwr.client.training import Change, Loss, LossFunction, Step, by_autograd
 from fedbn_flwr.device import form_of, has_graphs
 from fedbn_flwr.randomness import OwnRandomness
 
@@ -56,23 +56,18 @@ class CapturedStep:
     graph: Any
     batch: Tensors
     gradients: Sequence[Tensor | None]
-    loss: Tensor
-    count: int | Tensor = 0
     #: how often it was replayed
     taken: int = 0
     #: whether a replay had other values than the same step by autograd
     differs: bool = False
 
-    def replay(
-        self, batch: Tensors, learned: Sequence[nn.Parameter]
-    ) -> tuple[Tensor, int | Tensor]:
+    def replay(self, batch: Tensors, learned: Sequence[nn.Parameter]) -> None:
         """Take the step on another batch."""
         self.taken += 1
         _put(self.batch, batch)
         self.graph.replay()
         for parameter, gradient in zip(learned, self.gradients, strict=True):
             parameter.grad = gradient
-        return self.loss.clone(), self.count
 
 
 class _Captures:
@@ -126,7 +121,7 @@ _BROKEN: list[Any] = []
 def steps(
     session: Session,
     rules: Sequence[Rule],
-    loss_of: Step[B],
+    loss_of: Loss[B],
     loss_function: LossFunction,
     wanted: Captured,
     tensors_of: Callable[[B], tuple[Hashable, Tensors]],
@@ -201,11 +196,11 @@ class _Replaying(Generic[B]):
     #: whether the optimizer's step is, too
     whole: bool
     learned: Sequence[nn.Parameter]
-    loss_of: Step[B]
+    loss_of: Loss[B]
     #: what is replayed after both passes
     changes: Sequence[Change]
     #: takes by autograd what is replayed
-    eager: Step[B]
+    eager: Loss[B]
     #: what follows a replay
     after: Sequence[Change]
     tensors_of: Callable[[B], tuple[Hashable, Tensors]]
@@ -222,18 +217,18 @@ class _Replaying(Generic[B]):
         #: of this session, by the form of the batch and the mode
         self._steps: dict[Hashable, CapturedStep | str | None] = {}
 
-    def __call__(self, batch: B) -> tuple[Tensor, int | Tensor]:
-        """Take a step, and return the loss and the number of samples."""
-        result = self._take(batch)
+    def __call__(self, batch: B) -> None:
+        """Take a step."""
+        self._take(batch)
         for change in self.after:
             change()
-        return result
 
-    def _take(self, batch: B) -> tuple[Tensor, int | Tensor]:
+    def _take(self, batch: B) -> None:
         mode = self._mode
         self._mode = "none"
         if mode != "none" and not self.asks_nobody:
-            return self.eager(batch)
+            self.eager(batch)
+            return
         kind, tensors = self.tensors_of(batch)
         forms = tuple(map(form_of, tensors))
         shape = kind, forms, mode
@@ -241,18 +236,18 @@ class _Replaying(Generic[B]):
             key = (shape, self._state())
             steps = self.known.steps
             if steps.get(key) is NEW and not _BROKEN:  # since an earlier session
-                result, self._steps[shape] = self._try(batch, tensors)
-                steps[key] = self._steps[shape]
-                return result
+                self._steps[shape] = steps[key] = self._try(batch, tensors)
+                return
             self._steps[shape] = steps[key] = steps.pop(key, NEW)
             if len(steps) > KEPT:
                 steps.popitem(last=False)
         step = self._steps[shape]
         if not isinstance(step, CapturedStep) or step.differs:
-            return self.eager(batch)
-        if self.doubts and step.taken.bit_count() == 1:  # 1, 2, 4, ...
-            return self._check(batch, tensors, step)
-        return step.replay(tensors, self.learned)
+            self.eager(batch)
+        elif self.doubts and step.taken.bit_count() == 1:  # 1, 2, 4, ...
+            self._check(batch, tensors, step)
+        else:
+            step.replay(tensors, self.learned)
 
     def _state(self) -> Hashable:
         """Return all else that a step depends on: where what it reads and writes lies, what learns,
@@ -299,13 +294,8 @@ class _Replaying(Generic[B]):
         ]
         return type(optimizer), tuple(settings), tuple(places)
 
-    def _try(
-        self, batch: B, tensors: Tensors
-    ) -> tuple[tuple[Tensor, int | Tensor], CapturedStep | str | None]:
-        """Take a step by autograd, capture it, and compare.
-
-        Return what it returns, and what is known now.
-        """
+    def _try(self, batch: B, tensors: Tensors) -> CapturedStep | str | None:
+        """Take a step by autograd, capture it, and compare; return what is known now."""
         buffers = self._written()
         device = tensors[0].device
         module = torch.get_device_module(device)
@@ -319,12 +309,12 @@ class _Replaying(Generic[B]):
             torch.autograd.set_multithreading_enabled(False),
             _waits(module) as waits,
         ):
-            loss, count = self.eager(batch)
+            loss = self.eager(batch)
         module.current_stream(device).wait_stream(stream)
         made = [parameter.grad for parameter in self.learned]
         after = _copies(buffers)
-        if not loss.isfinite().all():
-            return (loss, count), NEW
+        if not loss.isfinite():
+            return NEW
         now = torch.get_rng_state(), module.get_rng_state(device)
         draws = times != OwnRandomness.times or not all(map(torch.equal, drawn, now))
         reason = ""
@@ -335,31 +325,31 @@ class _Replaying(Generic[B]):
         step = None
         if not reason:
             try:
-                step = self._capture(batch, tensors, loss, stream)
+                step = self._capture(batch, tensors, stream)
                 _put(buffers, before)
-                if not self._ends_at(step, tensors, [loss, *_present(made), *after]):
+                if not self._ends_at(step, tensors, [*_present(made), *after]):
                     reason = OTHER_VALUES
             except Exception as error:
                 reason = f"{type(error).__name__}: {error}"
         if reason:
             self.known.say(reason)
             self._put_back(made, after)
-        return (loss, count), None if reason else step
+            return None
+        return step
 
-    def _check(self, batch: B, tensors: Tensors, step: CapturedStep) -> tuple[Tensor, int | Tensor]:
+    def _check(self, batch: B, tensors: Tensors, step: CapturedStep) -> None:
         """Take a step by autograd, and compare it with the replay."""
         buffers = self._written()
         before = _copies(buffers)
-        loss, count = self.eager(batch)
+        self.eager(batch)
         made = [parameter.grad for parameter in self.learned]
         after = _copies(buffers)
         _put(buffers, before)
-        if not self._ends_at(step, tensors, [loss, *_present(made), *after]):
+        if not self._ends_at(step, tensors, [*_present(made), *after]):
             step.differs = True
             self._put_back(made, after)
             self.known.reasons.add(OTHER_VALUES)
             log(WARNING, CHANGED, step.taken)
-        return loss, count
 
     def _written(self) -> list[Tensor]:
         """Return what steps write beside gradients."""
@@ -369,11 +359,11 @@ class _Replaying(Generic[B]):
         return [*self.session.model.buffers(), *self.session.kept(), *moved, *self.written()]
 
     def _ends_at(self, step: CapturedStep, tensors: Tensors, wanted: Sequence[Tensor]) -> bool:
-        """Replay a step, and compare the loss, the gradients and what else it writes."""
-        for value in (step.loss, *_present(step.gradients)):
+        """Replay a step, and compare the gradients and what else it writes."""
+        for value in _present(step.gradients):
             value.fill_(nan)  # what is not written must not pass
-        found, _ = step.replay(tensors, self.learned)
-        return self._agree(wanted, [found, *_present(step.gradients), *self._written()])
+        step.replay(tensors, self.learned)
+        return self._agree(wanted, [*_present(step.gradients), *self._written()])
 
     def _put_back(self, gradients: Sequence[Tensor | None], buffers: Sequence[Tensor]) -> None:
         """Go on as after the step by autograd."""
@@ -394,33 +384,32 @@ class _Replaying(Generic[B]):
             for one, other, much in zip(wanted, found, most, strict=True)
         )
 
-    def _capture(self, like: B, tensors: Tensors, loss: Tensor, stream: Any) -> CapturedStep:
+    def _capture(self, like: B, tensors: Tensors, stream: Any) -> CapturedStep:
         """Record a step: nothing is computed."""
-        module = torch.get_device_module(loss.device)
+        device = tensors[0].device
+        module = torch.get_device_module(device)
         batch = tuple(_copies(tensors))
         kept = [
             None if parameter.grad is None else self.known.gradient(parameter)
             for parameter in self.learned
         ]
-        step = CapturedStep(module.CUDAGraph(), batch, kept, torch.empty_like(loss))
+        step = CapturedStep(module.CUDAGraph(), batch, kept)
         pool = next((other.graph.pool() for other in _ALIVE), None)
         _BROKEN.append(step.graph)
         with (
             # older torch does not go back to it after a failure
-            module.stream(module.current_stream(loss.device)),
+            module.stream(module.current_stream(device)),
             module.graph(step.graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
             torch.autograd.set_multithreading_enabled(False),
         ):
-            found, step.count = self.loss_of(self.batch_of(like, step.batch))
-            total = found.sum() if found.dim() else found
-            gradients = torch.autograd.grad(total, self.learned, allow_unused=True)
+            loss = self.loss_of(self.batch_of(like, step.batch))
+            gradients = torch.autograd.grad(loss, self.learned, allow_unused=True)
             # out of the graph's own memory, in which nothing stays
             torch._foreach_copy_(_present(kept), _present(gradients))
             for parameter, gradient in zip(self.learned, kept, strict=True):
                 parameter.grad = gradient
             for change in self.changes:
                 change()
-            step.loss.copy_(found.detach())
         _BROKEN.remove(step.graph)
         _ALIVE.add(step)
         return step

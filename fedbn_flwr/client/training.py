@@ -3,7 +3,7 @@ instructions ask of it.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from inspect import unwrap
@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedbn_flwr import norm, wire
-from fedbn_flwr.device import started
+from fedbn_flwr.client.rules import Session
+from fedbn_flwr.device import Rows, exact, index_on, started
 from fedbn_flwr.layerwise import Exchange, Mode
 from fedbn_flwr.layerwise.carried import CorrectedClients
 from fedbn_flwr.state import State
@@ -30,47 +31,50 @@ MakeOptimizer = Callable[[nn.Module, Instruction], torch.optim.Optimizer]
 Change = Callable[[], Any]
 B = TypeVar("B")
 K = TypeVar("K", bound=torch.optim.Optimizer)
-#: takes a step on a batch, or its forward pass alone, and gives the mean loss and the number of
-#: samples: of one client, or (stacked) of several at once in a row for each
-Step = Callable[[B], tuple[Tensor, int | Tensor]]
+#: of a batch, or of those of several clients the sum
+Loss = Callable[[B], Tensor]
+#: takes a step on a batch
+Step = Callable[[B], object]
 
 
-def train(batches: Iterable[B], step: Step[B]) -> Tensor:
-    """Take one step a batch; returns the mean loss a sample over all of them."""
-    losses = []
-    counts = []
-    for batch in batches:
-        loss, count = step(batch)
-        # kept on the device: reading the value here would wait for the GPU in every step
-        losses.append(loss)
-        counts.append(count)
-    if not losses:
-        return torch.zeros(())
-    if losses[0].dim() == 0:
-        means = torch.stack(losses).tolist()
-        total = sum(mean * count for mean, count in zip(means, counts, strict=True))
-        return torch.tensor(total / sum(counts), dtype=torch.float64)
-    samples = torch.stack(
-        [torch.as_tensor(count).cpu().expand(losses[0].shape) for count in counts]
-    ).double()
-    return (torch.stack(losses).cpu().double() * samples).sum(0) / samples.sum(0).clamp(min=1)
+class LossTotals:
+    """The losses of clients, added up over their samples where the model is: to read one would wait
+    for a GPU in every step.
+    """
+
+    def __init__(self, session: Session, clients: int, device: torch.device) -> None:
+        like = torch.empty(clients, dtype=torch.float32, device=device)
+        if exact(like.device) == like.device:
+            like = torch.empty_like(like, dtype=torch.float64)
+        [self._totals] = session.keep("losses", [like])
+        self._totals.zero_()
+
+    def add(self, means: Tensor, samples: int, rows: Rows = slice(0, 1)) -> None:
+        """Add the mean losses of these clients' batches, each of so many samples."""
+        index = index_on(rows, self._totals.device)
+        self._totals[index] = self._totals[index].add(means.detach(), alpha=samples)
+
+    def means(self, samples: Sequence[int]) -> list[float]:
+        """Return every client's mean loss a sample."""
+        means: list[float] = (self._totals.cpu().double() / torch.tensor(samples)).tolist()
+        return means
 
 
 def by_autograd(
-    loss_of: Step[B], learned: Sequence[nn.Parameter], changes: Sequence[Change]
-) -> Step[B]:
-    """Return what takes a step: gradients of a batch's loss by autograd, then changes of these and
-    of the parameters.
+    loss_of: Loss[B], learned: Sequence[nn.Parameter], changes: Sequence[Change]
+) -> Loss[B]:
+    """Return what takes a step, and returns its loss: gradients by autograd, then changes of these
+    and of the parameters.
     """
 
-    def step(batch: B) -> tuple[Tensor, int | Tensor]:
+    def step(batch: B) -> Tensor:
         for parameter in learned:
             parameter.grad = None
-        loss, count = loss_of(batch)
-        (loss.sum() if loss.dim() else loss).backward()
+        loss = loss_of(batch)
+        loss.backward()
         for change in changes:
             change()
-        return loss.detach(), count
+        return loss.detach()
 
     return step
 
@@ -80,13 +84,11 @@ def batch_loss(
     batch: Batch,
     instruction: Instruction,
     loss_function: LossFunction,
-) -> tuple[Tensor, int]:
-    """The mean loss of one client's batch, in the instruction's precision, and the number of its
-    samples.
-    """
+) -> Tensor:
+    """The mean loss of one client's batch, in the instruction's precision."""
     inputs, targets = batch
     with autocast(instruction, inputs.device):
-        return model_loss(model, inputs, targets, loss_function), len(targets)
+        return model_loss(model, inputs, targets, loss_function)
 
 
 def autocast(instruction: Instruction, device: torch.device) -> AbstractContextManager[Any]:

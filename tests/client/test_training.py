@@ -8,17 +8,20 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from flwr.app import RecordDict
 from torch import Tensor, nn
 
 from fedbn_flwr.client import training
+from fedbn_flwr.client.node_memory import Memory
+from fedbn_flwr.client.rules import Session
 from fedbn_flwr.client.training import (
     OPTIMIZERS,
     Batch,
+    LossTotals,
     batch_loss,
     by_autograd,
     make_optimizer,
     products,
-    train,
 )
 from fedbn_flwr.wire import Instruction
 from tests.helpers.toys import CLASSES, toy_cnn, toy_split
@@ -38,10 +41,19 @@ def trained(
     model.train()
     optimizer = optimizer or make_optimizer(model, instruction)
 
-    def loss_of(batch: Batch) -> tuple[Tensor, int]:
-        return batch_loss(model, batch, instruction, F.cross_entropy)
+    session = Session(model, optimizer, instruction, {}, Memory(RecordDict()))
+    losses = LossTotals(session, 1, torch.device("cpu"))
 
-    return float(train(batches, by_autograd(loss_of, [*model.parameters()], [optimizer.step])))
+    def loss_of(batch: Batch) -> Tensor:
+        loss = batch_loss(model, batch, instruction, F.cross_entropy)
+        losses.add(loss, len(batch[1]))
+        return loss
+
+    step = by_autograd(loss_of, [*model.parameters()], [optimizer.step])
+    for batch in batches:
+        step(batch)
+    [mean] = losses.means([sum(len(targets) for _, targets in batches)])
+    return mean
 
 
 def test_bfloat16_computes_in_bfloat16_and_keeps_the_weights_in_float32() -> None:

@@ -5,7 +5,7 @@ samples differ.
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from itertools import islice
 from typing import Any
 
@@ -18,7 +18,7 @@ from fedbn_flwr.client.batch_plan import BatchLoader, augment_together, load_gro
 from fedbn_flwr.client.reply import Metrics
 from fedbn_flwr.client.rules import Session, rules_for
 from fedbn_flwr.client.steady import steady
-from fedbn_flwr.device import Rows, constant
+from fedbn_flwr.device import Rows
 from fedbn_flwr.layerwise import Exchange, shared_statistics
 from fedbn_flwr.layerwise.carried import CorrectedClients
 from fedbn_flwr.layerwise.one_stack import OneStackExchange
@@ -69,7 +69,7 @@ def train_together(
     memory.write()
     unsent = stays | state.group_keys(structure, instruction.omit)
     shared = {name: value for name, value in stack.state_dict().items() if name not in unsent}
-    metrics = _metrics(clients, stack, instruction, losses.tolist())
+    metrics = _metrics(clients, stack, instruction, losses)
     for name, value in session.metrics.items():
         for row, own in enumerate(_rows_of(value, len(clients))):
             metrics[row][name] = own
@@ -117,7 +117,7 @@ def _states(
 
 def _learn(
     clients: Sequence[BNClient], stack: Stack, session: Session, exchange: Exchange | None
-) -> Tensor:
+) -> list[float]:
     instruction = session.instruction
     plans = [client.plan(instruction) for client in clients]
     carried = None
@@ -142,7 +142,8 @@ def _learn(
         written=stack.corrected.written,
     )
     batches.draws_ahead = captured.replays(step)
-    losses = training.train(batches, step)
+    for batch in batches:
+        step(batch)
     batches.restore()
     for rule in rules:
         rule.finish(session)
@@ -150,7 +151,7 @@ def _learn(
         values = carried.local_values()
         if values:
             session.records[wire.CARRIED] = values
-    return losses
+    return batches.losses.means([sum(plan.sizes) for plan in plans])
 
 
 @dataclass(frozen=True)
@@ -192,6 +193,7 @@ class StackedBatches:
         self.steps = lengths[0] if lengths[0] == lengths[-1] else torch.tensor(lengths)
         seeds = [client.step_seed(self.session.instruction) for client in self.clients]
         self.streams = [OwnRandomness(seed) for seed in seeds]
+        self.losses = training.LossTotals(self.session, self.stack.clients, self.clients[0].device)
 
     def __iter__(self) -> Iterator[list[BatchGroup]]:
         """Iterate over the steps: for each, the batches of those clients that take it."""
@@ -205,20 +207,14 @@ class StackedBatches:
             yield [self._batch_group(rows, *next(loaded)) for rows in self._groups(step)]
             self.first_step = False
 
-    def loss_of(self, groups: list[BatchGroup]) -> tuple[Tensor, int | Tensor]:
-        """Return every client's loss and number of samples, zeros where a client takes no step."""
-        if len(groups) == 1 and groups[0].rows == slice(0, self.stack.clients):
-            return self._losses(groups[0]), groups[0].batch[1].shape[1]
-        counts = torch.zeros(self.stack.clients, dtype=torch.int64)
-        losses: Tensor | float = 0.0
+    def loss_of(self, groups: list[BatchGroup]) -> Tensor:
+        """Return the sum of the losses of all clients that take a step."""
+        sums = []
         for group in groups:
-            of_group = self._losses(group)
-            numbers = tuple(_numbers(group.rows))
-            counts[list(numbers)] = group.batch[1].shape[1]
-            rows = constant(numbers, torch.int64, of_group.device)
-            losses = of_group.new_zeros(self.stack.clients).index_add(0, rows, of_group) + losses
-        assert isinstance(losses, Tensor)
-        return losses, counts
+            means = self._losses(group)
+            self.losses.add(means, group.batch[1].shape[1], group.rows)
+            sums.append(means.sum())
+        return reduce(torch.add, sums)
 
     def tensors_of(self, groups: list[BatchGroup]) -> tuple[Hashable, captured.Tensors]:
         """Return which clients take a step, and what they take it on."""

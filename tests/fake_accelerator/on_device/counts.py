@@ -153,8 +153,8 @@ def test_rules_launch_few_kernels() -> None:
 def test_a_run_of_the_command_asks_no_more() -> None:
     step, a_round = step_and_round("fedavg", "stacked", model="small-cnn")
     assert (step["wait"], a_round["to device"], a_round["to host"]) == (0, *CASES["FedAvg"][3])
-    # inputs, targets, the graph with the optimizer's step in it, and the loss
-    assert step["kernel"] == 4
+    # inputs, targets, and the graph with the loss and the optimizer's step in it
+    assert step["kernel"] == 3
 
 
 def test_an_evaluation_waits_once_a_batch() -> None:
