@@ -7,7 +7,7 @@ TF32 in `fedbn_flwr/client/training.py`.
 
 import logging
 import os
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, lru_cache
 from pathlib import Path
@@ -20,8 +20,8 @@ from torch import Tensor
 _MEMORY: Any = torch.utils.deterministic
 #: the memory limit of a container
 _CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
-#: rows of a tensor that follow each other, or the numbers of chosen ones
-Rows = slice | tuple[int, ...]
+#: rows of a tensor that follow each other, or the numbers of chosen ones on its device
+Rows = slice | Tensor
 
 
 @cache
@@ -193,11 +193,11 @@ def constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device
     return torch.tensor(values, dtype=dtype, device=device)
 
 
-def index_on(rows: Rows, device: torch.device) -> slice | Tensor:
-    """Return what picks rows from tensors on a device."""
-    if isinstance(rows, slice):
-        return rows
-    return constant(rows, torch.int64, device)
+def rows_on(numbers: Sequence[int], device: torch.device) -> Rows:
+    """Return what picks the rows of these numbers from tensors on a device."""
+    if isinstance(numbers, range):
+        return slice(numbers.start, numbers.stop)
+    return constant(tuple(numbers), torch.int64, device)
 
 
 @cache

@@ -54,17 +54,19 @@ class CapturedStep:
     """A graph of a step, and the tensors that it reads and writes."""
 
     graph: Any
-    batch: Tensors
+    #: the batch that it reads, and its tensors
+    batch: Any
+    tensors: Tensors
     gradients: Sequence[Tensor | None]
     #: how often it was replayed
     taken: int = 0
     #: whether a replay had other values than the same step by autograd
     differs: bool = False
 
-    def replay(self, batch: Tensors, learned: Sequence[nn.Parameter]) -> None:
+    def replay(self, tensors: Tensors, learned: Sequence[nn.Parameter]) -> None:
         """Take the step on another batch."""
         self.taken += 1
-        _put(self.batch, batch)
+        _put(self.tensors, tensors)
         self.graph.replay()
         for parameter, gradient in zip(learned, self.gradients, strict=True):
             parameter.grad = gradient
@@ -388,12 +390,12 @@ class _Replaying(Generic[B]):
         """Record a step: nothing is computed."""
         device = tensors[0].device
         module = torch.get_device_module(device)
-        batch = tuple(_copies(tensors))
+        read = tuple(_copies(tensors))
         kept = [
             None if parameter.grad is None else self.known.gradient(parameter)
             for parameter in self.learned
         ]
-        step = CapturedStep(module.CUDAGraph(), batch, kept)
+        step = CapturedStep(module.CUDAGraph(), self.batch_of(like, read), read, kept)
         pool = next((other.graph.pool() for other in _ALIVE), None)
         _BROKEN.append(step.graph)
         with (
@@ -402,7 +404,7 @@ class _Replaying(Generic[B]):
             module.graph(step.graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
             torch.autograd.set_multithreading_enabled(False),
         ):
-            loss = self.loss_of(self.batch_of(like, step.batch))
+            loss = self.loss_of(step.batch)
             gradients = torch.autograd.grad(loss, self.learned, allow_unused=True)
             # out of the graph's own memory, in which nothing stays
             torch._foreach_copy_(_present(kept), _present(gradients))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fedbn_flwr import norm, wire
 from fedbn_flwr.client.rules import Session
-from fedbn_flwr.device import Rows, exact, index_on, started
+from fedbn_flwr.device import Rows, exact, started
 from fedbn_flwr.layerwise import Exchange, Mode
 from fedbn_flwr.layerwise.carried import CorrectedClients
 from fedbn_flwr.state import State
@@ -51,8 +51,7 @@ class LossTotals:
 
     def add(self, means: Tensor, samples: int, rows: Rows = slice(0, 1)) -> None:
         """Add the mean losses of these clients' batches, each of so many samples."""
-        index = index_on(rows, self._totals.device)
-        self._totals[index] = self._totals[index].add(means.detach(), alpha=samples)
+        self._totals[rows] = self._totals[rows].add(means.detach(), alpha=samples)
 
     def means(self, samples: Sequence[int]) -> list[float]:
         """Return every client's mean loss a sample."""

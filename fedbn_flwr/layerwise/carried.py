@@ -92,7 +92,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedbn_flwr.device import Rows, index_on
+from fedbn_flwr.device import Rows
 from fedbn_flwr.layerwise.exchange import (
     MOST,
     Answer,
@@ -227,7 +227,7 @@ class CorrectedClients:
         correction = self._corrections.get(requests.kind, {}).get(requests.layer)
         if correction is None:
             return Answer(values, requests.counts[0])
-        own = correction.tensor[index_on(rows, correction.tensor.device)]
+        own = correction.tensor[rows]
         corrected = correct(requests.kind, values + added, own) - added
         if requests.kind == "statistics":
             corrected[:, 1].clamp_(min=0)
@@ -239,9 +239,8 @@ class CorrectedClients:
             kept = values.new_zeros((self._clients, *values.shape[1:]))
             self._asked[key] = kept, kept.new_zeros(self._clients, dtype=torch.int64)
         kept, counts = self._asked[key]
-        index = index_on(rows, kept.device)
-        kept[index] = values
-        counts[index] = counts.new_full((len(values),), requests.counts[0])
+        kept[rows] = values
+        counts[rows] = counts.new_full((len(values),), requests.counts[0])
 
     def local_values(self) -> dict[str, Tensor]:
         """Return the entries of the clients' replies after the step, stacked; none for a model

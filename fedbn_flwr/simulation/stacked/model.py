@@ -16,7 +16,7 @@ from torch.func import vmap
 
 from fedbn_flwr.client import training
 from fedbn_flwr.client.node_memory import Memory
-from fedbn_flwr.device import Rows, index_on
+from fedbn_flwr.device import Rows
 from fedbn_flwr.layerwise.carried import CorrectedClients
 from fedbn_flwr.randomness import OwnRandomness
 from fedbn_flwr.simulation.stacked.layers import CannotStackError, StackedLayers
@@ -136,13 +136,12 @@ class Stack(nn.Module):
                 name: value for name, value in now.items() if value is not entries[name]
             }
 
-        index = index_on(rows, images.device)
-        values = self._entries_of(index)
+        values = self._entries_of(rows)
         result, replaced = vmap(one)(self._layers.images(images), labels, values)
         for name in buffers:
             # other buffers may have been changed in their places; those of some rows are copies
             if values[name] is not self._buffers_of_all[name] or name in replaced:
-                self._buffers_of_all[name][index] = replaced.get(name, values[name]).detach()
+                self._buffers_of_all[name][rows] = replaced.get(name, values[name]).detach()
         if afterwards:
             return _cross_entropies(result, labels)
         return result
@@ -151,13 +150,13 @@ class Stack(nn.Module):
         """Draw what dropout needs in a step on these inputs, ahead of it, where that is known."""
         return self._layers.draw_masks(inputs, streams)
 
-    def _entries_of(self, index: slice | Tensor) -> dict[str, Tensor]:
-        if isinstance(index, slice) and index == slice(0, self.clients):
+    def _entries_of(self, rows: Rows) -> dict[str, Tensor]:
+        if isinstance(rows, slice) and rows == slice(0, self.clients):
             return {**self._parameters_of_all, **self._buffers_of_all}
-        chosen = {name: value[index] for name, value in self._parameters_of_all.items()}
+        chosen = {name: value[rows] for name, value in self._parameters_of_all.items()}
         # copies: autograd would refuse to use views of buffers of which other clients' rows have
         # changed since
-        return chosen | {name: value[index].clone() for name, value in self._buffers_of_all.items()}
+        return chosen | {name: value[rows].clone() for name, value in self._buffers_of_all.items()}
 
 
 class Stacks:

@@ -4,7 +4,7 @@ samples differ.
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from itertools import islice
 from typing import Any
@@ -18,7 +18,7 @@ from fedbn_flwr.client.batch_plan import BatchLoader, augment_together, load_gro
 from fedbn_flwr.client.reply import Metrics
 from fedbn_flwr.client.rules import Session, rules_for
 from fedbn_flwr.client.steady import steady
-from fedbn_flwr.device import Rows
+from fedbn_flwr.device import Rows, rows_on
 from fedbn_flwr.layerwise import Exchange, shared_statistics
 from fedbn_flwr.layerwise.carried import CorrectedClients
 from fedbn_flwr.layerwise.one_stack import OneStackExchange
@@ -158,6 +158,8 @@ def _learn(
 class BatchGroup:
     """The batches of one step of those clients whose batches have the same number of samples."""
 
+    #: their numbers, and their rows of the stack
+    clients: Sequence[int]
     rows: Rows
     #: inputs, targets, and the masks of dropout that were drawn ahead
     batch: captured.Tensors
@@ -204,7 +206,7 @@ class StackedBatches:
             if now < active:
                 self._retire(slice(now, active))
             active = now
-            yield [self._batch_group(rows, *next(loaded)) for rows in self._groups(step)]
+            yield [self._batch_group(group, *next(loaded)) for group in self._groups(step)]
             self.first_step = False
 
     def loss_of(self, groups: list[BatchGroup]) -> Tensor:
@@ -218,16 +220,16 @@ class StackedBatches:
 
     def tensors_of(self, groups: list[BatchGroup]) -> tuple[Hashable, captured.Tensors]:
         """Return which clients take a step, and what they take it on."""
-        rows = tuple(str(group.rows) for group in groups)
+        clients = tuple(str(group.clients) for group in groups)
         form: Hashable = ()
         if self.carried and self.first_step:
             form = self.carried.form()
-        return (rows, form), tuple(value for group in groups for value in group.batch)
+        return (clients, form), tuple(value for group in groups for value in group.batch)
 
     def batch_of(self, groups: list[BatchGroup], tensors: captured.Tensors) -> list[BatchGroup]:
         """Return a step of the same clients on other tensors."""
         left = iter(tensors)
-        return [BatchGroup(group.rows, tuple(islice(left, len(group.batch)))) for group in groups]
+        return [replace(group, batch=tuple(islice(left, len(group.batch)))) for group in groups]
 
     def restore(self) -> None:
         """Put back what clients had at their own ends, since the optimizer has gone on moving their
@@ -246,7 +248,7 @@ class StackedBatches:
                 group.rows,
                 group.batch,
                 loss_function,
-                self._streams_of(group.rows),
+                self._streams_of(group.clients),
                 self._around(group.rows),
             )
 
@@ -263,8 +265,8 @@ class StackedBatches:
         mode = training.layerwise_mode(self.session.instruction)
         return partial(shared_statistics, self.stack.structure, exchange, mode, apply=apply_shared)
 
-    def _groups(self, step: int) -> list[Rows]:
-        """Return the rows that take a step, those with batches of one size together."""
+    def _groups(self, step: int) -> list[Sequence[int]]:
+        """Return the clients that take a step, those with batches of one size together."""
         return _by_size([plan.sizes[step] for plan in self.plans if len(plan.sizes) > step])
 
     def _loaded(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -274,20 +276,21 @@ class StackedBatches:
         """
         steps = range(self.lengths[0])
         return load_groups(
-            self.plans, [(_numbers(rows), step) for step in steps for rows in self._groups(step)]
+            self.plans, [(group, step) for step in steps for group in self._groups(step)]
         )
 
-    def _batch_group(self, rows: Rows, inputs: Tensor, targets: Tensor) -> BatchGroup:
-        plans = [self.plans[row] for row in _numbers(rows)]
+    def _batch_group(self, clients: Sequence[int], inputs: Tensor, targets: Tensor) -> BatchGroup:
+        plans = [self.plans[client] for client in clients]
         shape = len(plans), len(targets) // len(plans)
         inputs = augment_together(plans, inputs.unflatten(0, shape))
         masks = []
         if self.draws_ahead:
-            masks = self.stack.draw_masks(inputs, self._streams_of(rows))
-        return BatchGroup(rows, (inputs, targets.unflatten(0, shape), *masks))
+            masks = self.stack.draw_masks(inputs, self._streams_of(clients))
+        rows = rows_on(clients, inputs.device)
+        return BatchGroup(clients, rows, (inputs, targets.unflatten(0, shape), *masks))
 
-    def _streams_of(self, rows: Rows) -> list[OwnRandomness]:
-        return [self.streams[row] for row in _numbers(rows)]
+    def _streams_of(self, clients: Sequence[int]) -> list[OwnRandomness]:
+        return [self.streams[client] for client in clients]
 
     def _retire(self, rows: slice) -> None:
         """Keep what these clients have at their end, to be put back."""
@@ -301,18 +304,11 @@ class StackedBatches:
         self.finished.append((rows, [(value, value[rows].clone()) for value in moving + kept]))
 
 
-def _numbers(rows: Rows) -> Sequence[int]:
-    """Return the numbers of the rows."""
-    if isinstance(rows, slice):
-        return range(rows.start, rows.stop)
-    return rows
-
-
-def _by_size(sizes: Sequence[int]) -> list[Rows]:
-    """Return the rows of each size; as a slice where they follow each other."""
-    groups: list[Rows] = []
+def _by_size(sizes: Sequence[int]) -> list[Sequence[int]]:
+    """Return the numbers of each size; as a range where they follow each other."""
+    groups: list[Sequence[int]] = []
     for size in dict.fromkeys(sizes):
-        rows = [row for row, other in enumerate(sizes) if other == size]
-        together = rows[-1] - rows[0] + 1 == len(rows)
-        groups.append(slice(rows[0], rows[-1] + 1) if together else tuple(rows))
+        numbers = [number for number, other in enumerate(sizes) if other == size]
+        together = range(numbers[0], numbers[-1] + 1)
+        groups.append(together if len(together) == len(numbers) else numbers)
     return groups

@@ -3,11 +3,12 @@ that run on the CPU.
 
 It refuses what a GPU refuses: operations on tensors of two devices, the CPU's generators,
 `numpy()`, use after a fork, and while a graph is captured, waits, host reads, generators and copies
-between host and device. It has no memory for tensors larger than `largest`. Its results have the
-CPU's bits. An observer is told of kernels, copies and waits. It shows neither speed nor what an
-accelerator rounds in another way. Two variables of the environment change it: with
-`FAKE_ACCELERATOR_FLOAT64=0` it has no float64, and it fails in processes of multiprocessing while
-the file exists that `FAKE_ACCELERATOR_FAILS` names.
+between host and device. A graph does not own what it reads and has not made: once others have freed
+such memory, it refuses to replay the graph, where a GPU would read what is there by then. It has no
+memory for tensors larger than `largest`. Its results have the CPU's bits. An observer is told of
+kernels, copies and waits. It shows neither speed nor what an accelerator rounds in another way. Two
+variables of the environment change it: with `FAKE_ACCELERATOR_FLOAT64=0` it has no float64, and it
+fails in processes of multiprocessing while the file exists that `FAKE_ACCELERATOR_FAILS` names.
 
 Tensors become those of the other device through DLPack, whose records say in a field where the
 memory is. Processes whose `PYTHONPATH` has this folder have the device, because torch loads it by
@@ -19,6 +20,7 @@ import multiprocessing
 import os
 import re
 import warnings
+from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +31,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import backend_registration
 
 NAME = "fake"
@@ -64,10 +67,20 @@ _ATEN = torch.ops.aten
 #: of a copy
 Observer = Callable[[str, str, int], None]
 observer: Observer | None = None
-#: of the graph that is captured: operations, and their arguments and results in the CPU's memory
-_tape: list[tuple[Any, Any, Any, Any]] | None = None
+#: the graph that is captured
+_tape: "_Graph | None" = None
+#: the device's memory, by where it begins
+_allocated: dict[int, "_Memory"] = {}
 _libraries: list[torch.library.Library] = []
 _pinned: set[int] = set()
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """Memory of a tensor: how many bytes, and whether somebody holds it."""
+
+    size: int
+    held: StorageWeakRef
 
 
 class _DLTensor(ctypes.Structure):
@@ -113,13 +126,49 @@ class _Graph:
     """A graph of operations, which runs them again in the same memory."""
 
     def __init__(self) -> None:
+        #: operations, and their arguments and results in the CPU's memory
         self.tape: list[tuple[Any, Any, Any, Any]] = []
+        #: memory that there is when it is captured, by where it begins, in order
+        self._before: dict[int, _Memory] = {}
+        self._starts: list[int] = []
+        #: what of that it reads or writes
+        self._foreign: dict[int, _Memory] = {}
+
+    def begin(self) -> None:
+        for start, memory in [*_allocated.items()]:
+            if memory.held.expired():
+                del _allocated[start]
+        self._before = dict(_allocated)
+        self._starts = sorted(self._before)
+
+    def record(self, *operation: Any) -> None:
+        op, given, named, results = _map(self._held, operation)
+        self.tape.append((op, given, {key: _map(self._held, named[key]) for key in named}, results))
+
+    def _held(self, tensor: Tensor) -> Tensor:
+        """Return a tensor as the graph holds it: without owning it, if it was there before."""
+        place = tensor.data_ptr()
+        found = bisect(self._starts, place)
+        if not tensor.numel() or not found:
+            return tensor
+        start = self._starts[found - 1]
+        memory = self._before[start]
+        if place >= start + memory.size or memory.held.expired():
+            return tensor
+        self._foreign[start] = memory
+        last = sum(
+            (count - 1) * step for count, step in zip(tensor.shape, tensor.stride(), strict=True)
+        )
+        there = (ctypes.c_byte * ((last + 1) * tensor.itemsize)).from_address(place)
+        return torch.frombuffer(there, dtype=tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
     def pool(self) -> tuple[int, int]:
         return 0, 1
 
     def replay(self) -> None:
         _note("kernel", "graph")
+        if any(memory.held.expired() for memory in self._foreign.values()):
+            raise RuntimeError("fake error: a graph reads memory that has been freed")
         for op, given, named, results in self.tape:
             _write(results, op(*given, **named))
 
@@ -232,7 +281,8 @@ class _Module:
     ) -> Iterator[None]:
         global _tape
         with self.stream(stream or _Stream()):
-            _tape = graph.tape
+            graph.begin()
+            _tape = graph
             try:
                 yield
             finally:
@@ -372,14 +422,22 @@ def _run(op: Any, *args: Any, **options: Any) -> Any:
     results = op(*given, **named)
     _map(_refuse_large, results)
     if _tape is not None and name not in _VIEWS:
-        _tape.append((op, given, named, results))
+        _tape.record(op, given, named, results)
     for own, cpu in table.values():
         if own.shape != cpu.shape:
+            _note_memory(cpu)
             own.data = _retag(cpu, _FAKE)
     back = {id(cpu): own for own, cpu in table.values()}
-    return _map(
-        lambda result: back[id(result)] if id(result) in back else _retag(result, _FAKE), results
-    )
+    known = {cpu.untyped_storage()._cdata for _, cpu in table.values()}
+
+    def to_fake(result: Tensor) -> Tensor:
+        if id(result) in back:
+            return back[id(result)]
+        if result.untyped_storage()._cdata not in known:
+            _note_memory(result)
+        return _retag(result, _FAKE)
+
+    return _map(to_fake, results)
 
 
 def _map(change: Callable[[Tensor], Tensor], values: Any) -> Any:
@@ -424,7 +482,14 @@ def _garbage(tensor: Tensor) -> Tensor:
     """Return fresh memory of the device, which holds no zeros by chance."""
     if tensor.is_floating_point():
         tensor.fill_(torch.nan)
+    _note_memory(tensor)
     return _retag(tensor, _FAKE)
+
+
+def _note_memory(tensor: Tensor) -> None:
+    storage = tensor.untyped_storage()
+    if storage.nbytes():
+        _allocated[storage.data_ptr()] = _Memory(storage.nbytes(), StorageWeakRef(storage))
 
 
 def _copy(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
@@ -442,7 +507,7 @@ def _copy(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
     )
     there.copy_(here)
     if _tape is not None:
-        _tape.append((Tensor.copy_, (there, here), {}, there))
+        _tape.record(Tensor.copy_, (there, here), {}, there)
     return target
 
 

@@ -1,6 +1,7 @@
 """Steps that are captured and replayed, against the same steps by autograd."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import fake_accelerator  # type: ignore[import-not-found]
@@ -14,6 +15,7 @@ from fedbn_flwr.client import BNClient, captured
 from fedbn_flwr.client.rules import Rule, Session, register_rule
 from fedbn_flwr.client.rules.gradient_norm import Clipping, GradientNorm
 from fedbn_flwr.client.steady import steady
+from fedbn_flwr.device import constant
 from fedbn_flwr.layerwise.carried import CorrectedClients
 from fedbn_flwr.models import build
 from fedbn_flwr.simulation.in_process import InProcessGrid, OneByOneGrid
@@ -526,6 +528,26 @@ def test_steps_of_several_sizes_are_captured(monkeypatch: pytest.MonkeyPatch) ->
     apart, replays, watch = ends(FedAvg, make_model, Stacked, rounds=4, batch_size=8, local_steps=3)
     assert (apart, said(watch)) == (0, [])
     assert replays == 3 * 3
+
+
+@pytest.mark.parametrize("make", [FedAvg, partial(FedTAN, carry=True)])
+def test_a_captured_step_keeps_what_it_reads(
+    make: Callable[[], BaseStrategy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Constants on the device are forgotten when there are many, as in a run of many rounds with
+    other clients in each.
+    """
+
+    def forgetting(client: BNClient, _: int) -> BNClient:
+        constant.cache_clear()
+        return client
+
+    monkeypatch.setattr(f"{__name__}.SIZES", (5, 13, 9, 16))
+    apart, replays, watch = ends(
+        make, make_model, Stacked, rounds=5, wrap=forgetting, batch_size=8, local_steps=2
+    )
+    assert (apart, said(watch)) == (0, [])
+    assert replays > 0
 
 
 @pytest.mark.parametrize("make", [FedTAN, pytest.param(FedDNA, marks=pytest.mark.slow)])
