@@ -4,7 +4,8 @@ that run on the CPU.
 It refuses what a GPU refuses: operations on tensors of two devices, the CPU's generators,
 `numpy()`, use after a fork, and while a graph is captured, waits, host reads, generators and copies
 between host and device. A graph does not own what it reads and has not made: once others have freed
-such memory, it refuses to replay the graph, where a GPU would read what is there by then. It has no
+such memory, it refuses to replay the graph, where a GPU would read what is there by then. And what a
+graph has made is garbage after a replay, as where other graphs have the same memory. It has no
 memory for tensors larger than `largest`. Its results have the CPU's bits. An observer is told of
 kernels, copies and waits. It shows neither speed nor what an accelerator rounds in another way. Two
 variables of the environment change it: with `FAKE_ACCELERATOR_FLOAT64=0` it has no float64, and it
@@ -133,6 +134,8 @@ class _Graph:
         self._starts: list[int] = []
         #: what of that it reads or writes
         self._foreign: dict[int, _Memory] = {}
+        #: by where it begins, what it makes
+        self._made: dict[int, Tensor] = {}
 
     def begin(self) -> None:
         for start, memory in [*_allocated.items()]:
@@ -143,6 +146,7 @@ class _Graph:
 
     def record(self, *operation: Any) -> None:
         op, given, named, results = _map(self._held, operation)
+        _map(self._note_made, operation[-1])
         self.tape.append((op, given, {key: _map(self._held, named[key]) for key in named}, results))
 
     def _held(self, tensor: Tensor) -> Tensor:
@@ -162,6 +166,11 @@ class _Graph:
         there = (ctypes.c_byte * ((last + 1) * tensor.itemsize)).from_address(place)
         return torch.frombuffer(there, dtype=tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
+    def _note_made(self, tensor: Tensor) -> Tensor:
+        if self._held(tensor) is tensor and tensor.numel():
+            self._made[tensor.data_ptr()] = tensor
+        return tensor
+
     def pool(self) -> tuple[int, int]:
         return 0, 1
 
@@ -171,6 +180,8 @@ class _Graph:
             raise RuntimeError("fake error: a graph reads memory that has been freed")
         for op, given, named, results in self.tape:
             _write(results, op(*given, **named))
+        for memory in self._made.values():
+            memory.fill_(torch.nan if memory.is_floating_point() else -1)
 
 
 def _write(targets: Any, values: Any) -> None:
