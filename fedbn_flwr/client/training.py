@@ -51,7 +51,10 @@ class LossTotals:
 
     def add(self, means: Tensor, samples: int, rows: Rows = slice(0, 1)) -> None:
         """Add the mean losses of these clients' batches, each of so many samples."""
-        self._totals[rows] = self._totals[rows].add(means.detach(), alpha=samples)
+        if isinstance(rows, slice):
+            self._totals[rows].add_(means.detach(), alpha=samples)
+        else:
+            self._totals.index_add_(0, rows, means.detach().to(self._totals), alpha=samples)
 
     def means(self, samples: Sequence[int]) -> list[float]:
         """Return every client's mean loss a sample."""
