@@ -301,6 +301,12 @@ def _load(request: DatasetRequest, read: Read, image_size: int | None, channels:
     return _prepare(read(request), image_size, channels)
 
 
+def forget() -> None:
+    """Read data sets of a name again when they are asked for."""
+    with _loading:
+        _load.cache_clear()
+
+
 def _prepare(data: Data, image_size: int | None, channels: int) -> Data:
     """Return the data with such images, normalized; a value that is not finite is a ValueError."""
     splits = ("training", data.train), ("test", data.test)

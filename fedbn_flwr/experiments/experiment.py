@@ -11,6 +11,7 @@ from typing import Any
 
 from fedbn_flwr.data import DATASETS, PARTITIONS, SITES, Data, leave_out, load
 from fedbn_flwr.data.files import TORCHVISION
+from fedbn_flwr.data.loading import forget
 from fedbn_flwr.experiments.choice import Choice
 from fedbn_flwr.experiments.config import Config, DataOptions, shared_options
 from fedbn_flwr.experiments.method import Parsed, all_options, own_options, parse, refuse_ignored
@@ -173,11 +174,30 @@ def _is_own(value: str | Own, built_in: Mapping[str, Any]) -> bool:
     return bool(colon) and name not in LIBRARIES
 
 
-@cache
-def _listing(dataset: str) -> str:
-    """Return a fingerprint of the names and sizes of the files of `folder:PATH`, which a process
-    reads once.
+def look_again() -> None:
+    """Forget data whose files have changed since they were read, as between two calls in a
+    notebook.
     """
+    before = dict(_LISTINGS)
+    _LISTINGS.clear()
+    if any(_listing(dataset) != listed for dataset, listed in before.items()):
+        forget()
+
+
+#: by data set
+_LISTINGS: dict[str, str] = {}
+
+
+def _listing(dataset: str) -> str:
+    """Return a fingerprint of the names and sizes of the files of `folder:PATH`, as they were when
+    it was looked at.
+    """
+    if dataset not in _LISTINGS:
+        _LISTINGS[dataset] = _list_files(dataset)
+    return _LISTINGS[dataset]
+
+
+def _list_files(dataset: str) -> str:
     kind, _, path = dataset.partition(":")
     folder = Path(path).expanduser()
     if kind != "folder" or not folder.is_dir():

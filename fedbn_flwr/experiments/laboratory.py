@@ -19,7 +19,7 @@ from fedbn_flwr.experiments.checks import check_simulation
 from fedbn_flwr.experiments.choice import SEEDS, Grid
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.engines import ENGINES, engine_named, prepare
-from fedbn_flwr.experiments.experiment import data_here, import_plugins, resolve
+from fedbn_flwr.experiments.experiment import data_here, import_plugins, look_again, resolve
 from fedbn_flwr.experiments.material import load_data
 from fedbn_flwr.experiments.method import Method, method_of, parse, refuse_ignored, with_option
 from fedbn_flwr.experiments.output.console import Bars
@@ -171,8 +171,9 @@ def given_options(
 ) -> dict[str, Any]:
     """Return options by the keys of the command; objects get names.
 
-    Plug-ins are imported.
+    Plug-ins are imported, and what was read from files that have changed since is forgotten.
     """
+    look_again()
     given = {option_key(key): as_given(value) for key, value in options.items()}
     import_plugins(str(given.get("plugins", "")))
     objective = given.get("objective")

@@ -35,7 +35,6 @@ from fedbn_flwr import compare, run
 from fedbn_flwr.client.evaluation import evaluate
 from fedbn_flwr.data import Split, load
 from fedbn_flwr.experiments import UsageError
-from fedbn_flwr.experiments.experiment import _listing
 from fedbn_flwr.experiments.laboratory import UNSET, comparison, given_options
 from fedbn_flwr.experiments.output.run_folder import RunFolder
 from fedbn_flwr.experiments.study import write_study
@@ -347,11 +346,11 @@ def test_numbers_of_other_libraries_and_mappings_are_options(tmp_path: Path) -> 
     assert quick("fedavg", rounds=np.int64(1), lr=np.float32(0.5)).summaries[0]["lr"] == 0.5
 
 
-def test_changed_files_are_another_run(tmp_path: Path) -> None:
+def test_changed_files_are_another_run_with_other_data(tmp_path: Path) -> None:
     """An initial model counts by its content, images of a folder by their names and sizes."""
 
     def name(**options: Any) -> str:
-        _listing.cache_clear()  # as in another process
+        given_options(UNSET, UNSET, None, {})  # as in a later call, or in another process
         return name_of(**options)
 
     model, images = tmp_path / "model.pt", tmp_path / "images"
@@ -362,12 +361,14 @@ def test_changed_files_are_another_run(tmp_path: Path) -> None:
     torch.save({"a": torch.zeros(1)}, model)
     first = [name(), name(**{"init-from": str(model)}), name(dataset=data)]
     assert len({*first}) == 3
+    assert len(load(data).train) == 2
     model.touch()
     assert first == [name(), name(**{"init-from": str(model)}), name(dataset=data)]
     torch.save({"a": torch.ones(1)}, model)
     paint(images / "train" / "cat" / "2.png")
     again = [name(), name(**{"init-from": str(model)}), name(dataset=data)]
     assert [one == other for one, other in zip(first, again, strict=True)] == [True, False, False]
+    assert len(load(data).train) == 3
 
 
 def test_without_a_folder_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
