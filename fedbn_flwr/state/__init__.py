@@ -82,7 +82,11 @@ def load(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     target = check_fit(model, state)
     if target:
         values = dict(to_device(state, target).items())
-        torch._foreach_copy_(list(target.values()), [values[name] for name in target])
+        by_dtype: dict[torch.dtype, list[str]] = {}
+        for name, value in target.items():
+            by_dtype.setdefault(value.dtype, []).append(name)
+        for names in by_dtype.values():  # of several, a GPU copies one by one
+            torch._foreach_copy_([target[name] for name in names], [values[name] for name in names])
 
 
 def check_fit(model: nn.Module, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

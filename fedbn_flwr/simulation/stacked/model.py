@@ -73,18 +73,38 @@ class Stack(nn.Module):
         Where states lack an entry, clients get the structure's. What learns is what learns in the
         structure.
         """
-        values = {**self._parameters_of_all, **self._buffers_of_all}
         if any(state is not states[0] for state in states):
             rows = stacked(states, self._entries)
         else:
-            rows = to_device(states[0], self._entries)
-        given = [
-            rows.get(name, self._entries[name]).expand(value.shape)
-            for name, value in values.items()
-        ]
-        torch._foreach_copy_(list(values.values()), given)
+            rows = {
+                name: value[None] for name, value in to_device(states[0], self._entries).items()
+            }
+        by_dtype: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
+        for name, value in {**self._parameters_of_all, **self._buffers_of_all}.items():
+            given = rows.get(name, self._entries[name][None])
+            by_dtype.setdefault(value.dtype, []).append((value, given))
+        for pairs in by_dtype.values():
+            self._put(*zip(*pairs, strict=True))
         for name, parameter in self._parameters_of_all.items():
             parameter.requires_grad_(self._entries[name].requires_grad)
+
+    def _put(self, targets: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+        """Overwrite tensors of a dtype with others, of which each has a row for all clients, or one
+        for each: in few operations, however many tensors there are.
+        """
+        sizes = [target[0].numel() for target in targets]
+        rows = max(map(len, given))
+        parts = [
+            value.expand(rows, *value.shape[1:]).reshape(rows, size)
+            for value, size in zip(given, sizes, strict=True)
+        ]
+        joined = torch.cat(parts, 1).to(targets[0].dtype).expand(self.clients, -1)
+        if joined.device.type != "cpu":
+            joined = joined.contiguous()  # else a GPU copies one by one
+        flat = [
+            target.view(self.clients, size) for target, size in zip(targets, sizes, strict=True)
+        ]
+        torch.split_with_sizes_copy(joined, sizes, 1, out=flat)
 
     def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Iterate over the parameters, stacked."""

@@ -429,7 +429,8 @@ def _run(op: Any, *args: Any, **options: Any) -> Any:
     if name in _WAITING:
         _refuse_in_graphs(f"the host waits for {full}")
     if name not in _VIEWS:
-        _note("wait" if name in _WAITING else "kernel", full)
+        for _ in range(_launches(name, args)):
+            _note("wait" if name in _WAITING else "kernel", full)
     results = op(*given, **named)
     _map(_refuse_large, results)
     if _tape is not None and name not in _VIEWS:
@@ -449,6 +450,24 @@ def _run(op: Any, *args: Any, **options: Any) -> Any:
         return _retag(result, _FAKE)
 
     return _map(to_fake, results)
+
+
+def _launches(name: str, args: Sequence[Any]) -> int:
+    """Return how many kernels an operation is: as CUDA, one on lists of tensors only where all of a
+    list have one dtype, and those at one place of the lists the same shape and strides.
+    """
+    lists = [values for values in args if isinstance(values, list | tuple)]
+    if not name.startswith("_foreach_") or not lists:
+        return 1
+    lists = [values for values in lists if values and isinstance(values[0], Tensor)]
+    one_dtype = all(len({value.dtype for value in values}) == 1 for values in lists)
+    alike = all(
+        len({(value.shape, value.stride()) for value in values}) == 1
+        for values in zip(*lists, strict=True)
+    )
+    if one_dtype and alike:
+        return 1
+    return len(lists[0])
 
 
 def _map(change: Callable[[Tensor], Tensor], values: Any) -> Any:
@@ -535,6 +554,17 @@ def _copy_each(
         target.copy_(source, non_blocking)
 
 
+def _split_copy(
+    source: Tensor, sizes: Sequence[int], dim: int = 0, *, out: Sequence[Tensor]
+) -> None:
+    """As CUDA: one kernel where the source is contiguous, or else copies one after another."""
+    if source.is_contiguous():
+        _run(_ATEN.split_with_sizes_copy.out, source, sizes, dim, out=out)
+        return
+    for target, part in zip(out, source.split(list(sizes), dim), strict=True):
+        target.copy_(part)
+
+
 def _item(tensor: Tensor) -> Any:
     _module.start()
     _refuse_in_graphs("the host reads a number")
@@ -614,6 +644,7 @@ def activate() -> None:
             op = getattr(getattr(_ATEN, short), overload or "default")
             kernels[name.removeprefix("aten::")] = partial(_run, op)
     kernels["_foreach_copy_"] = _copy_each
+    kernels["split_with_sizes_copy.out"] = _split_copy
     for name, kernel in kernels.items():
         aten.impl(name, kernel, "PrivateUse1")
     for op, dtype in (

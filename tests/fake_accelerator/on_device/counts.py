@@ -15,8 +15,10 @@ from fedbn_flwr import state
 from fedbn_flwr.client import BNClient
 from fedbn_flwr.client.evaluation import evaluate, mean_loss
 from fedbn_flwr.device import pins, total_memory
+from fedbn_flwr.models import build
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.simulation.stacked.grid import StackedGrid
+from fedbn_flwr.simulation.stacked.model import Stack
 from fedbn_flwr.strategies import BaseStrategy, FedAvg, FedProx, FedTAN, FedWon, Scaffold
 from tests.fake_accelerator.tally import KINDS, Tally, counting
 from tests.helpers.engine_comparison import SIZES_APART, Stacked
@@ -139,14 +141,32 @@ def test_rows_of_clients_with_unlike_batches_stay_on_the_device() -> None:
     assert sent(2 * STEPS) == sent(STEPS)
 
 
+@pytest.mark.parametrize("same", [True, False])
+def test_a_model_is_loaded_by_few_kernels(same: bool) -> None:
+    """However many entries it has, of two dtypes."""
+    model = build("resnet20", 10, 3, 8).to("fake")
+    given = [state.snapshot(model)] * 3
+    if not same:
+        given = [state.snapshot(model) for _ in given]
+    stack = Stack(model, given)
+    with counting() as tally:
+        stack.load(given)
+    # joined, where they are equal repeated, and split
+    assert tally.of("kernel") == 2 * (2 + same)
+    with counting() as tally:
+        state.load(model, given[0])
+    assert tally.of("kernel") == 2
+
+
 def test_rules_launch_few_kernels() -> None:
     def kernels(case: str) -> float:
         return measured(case, Stacked)[0]["kernel"]
 
     # in the first of two rounds: in the second, they are in the graph
     assert kernels("SCAFFOLD") == kernels("FedProx") == kernels("FedAvg") + 2 / 2
-    # two norms for each of four parameters that are not the classifier's, and five kernels for all
-    assert kernels("FedWon, clipping") == kernels("FedWon") + (2 * 4 + 5) / 2
+    # for each of four parameters that are not the classifier's, two norms and a product with numbers
+    # of another shape, and four kernels for all
+    assert kernels("FedWon, clipping") == kernels("FedWon") + (4 * 3 + 4) / 2
 
 
 @pytest.mark.slow
