@@ -274,3 +274,24 @@ def test_adaptive_pools_of_such_images_loop_over_no_clients() -> None:
         torch.testing.assert_close(pooled, torch.stack([pool(each) for each in images]))
     with pytest.warns(UserWarning, match="performance drop"):
         vmap(lambda each: F.adaptive_avg_pool2d(each, 1))(layers.images(images))
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_states_of_other_dtypes_and_without_an_entry_are_loaded(same: bool) -> None:
+    """Flower's averages have counters in float64; an entry that nobody sends is the model's."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model.register_buffer("empty", torch.zeros(0))
+    given = [
+        {name: value.double() for name, value in random_state(model, seed).items()}
+        for seed in range(CLIENTS)
+    ]
+    for state in given:
+        state["1.num_batches_tracked"] = torch.tensor(7.0, dtype=torch.float64)
+        state["1.running_var"] = state["1.running_var"].float()
+        del state["0.bias"]
+    states = [given[0]] * CLIENTS if same else given
+    stacked = Stack(model, states).state_dict()
+    for name, value in model.state_dict().items():
+        wanted = [state.get(name, value).to(value.dtype) for state in states]
+        assert stacked[name].dtype == value.dtype
+        assert torch.equal(stacked[name], torch.stack(wanted)), name
