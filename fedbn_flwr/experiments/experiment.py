@@ -184,7 +184,7 @@ def look_again() -> None:
         forget()
 
 
-#: by data set
+#: fingerprints of data sets, as `_listing` returns them
 _LISTINGS: dict[str, str] = {}
 
 
