@@ -5,6 +5,7 @@ client.
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from math import prod
 from types import MappingProxyType
 from typing import Any
 
@@ -21,7 +22,7 @@ from fedbn_flwr.layerwise.carried import CorrectedClients
 from fedbn_flwr.randomness import OwnRandomness
 from fedbn_flwr.simulation.stacked.layers import CannotStackError, StackedLayers
 from fedbn_flwr.state import State
-from fedbn_flwr.state.flat import FlatState, to_device
+from fedbn_flwr.state.flat import FlatState, joined_rows, to_device
 
 #: stacks on an accelerator that are kept for further rounds
 MOST = 4
@@ -74,37 +75,32 @@ class Stack(nn.Module):
         structure.
         """
         if any(state is not states[0] for state in states):
+            count = self.clients
             rows = stacked(states, self._entries)
         else:
+            count = 1
             rows = {
                 name: value[None] for name, value in to_device(states[0], self._entries).items()
             }
-        by_dtype: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
-        for name, value in {**self._parameters_of_all, **self._buffers_of_all}.items():
-            given = rows.get(name, self._entries[name][None])
-            by_dtype.setdefault(value.dtype, []).append((value, given))
-        for pairs in by_dtype.values():
-            self._put(*zip(*pairs, strict=True))
+        values = {**self._parameters_of_all, **self._buffers_of_all}
+        given = {}
+        for name, value in values.items():
+            own = rows.get(name, self._entries[name][None])
+            given[name] = own.to(value.dtype).expand(count, *value.shape[1:])
+        # in few operations, however many entries there are
+        layout, joined = joined_rows(given, count)
+        for dtype, entries in layout.by_dtype.items():
+            whole = joined[dtype].expand(self.clients, -1)
+            if whole.device.type != "cpu":
+                whole = whole.contiguous()  # else a GPU copies one by one
+            sizes = [prod(shape) for _, _, shape in entries]
+            targets = [
+                values[name].view(self.clients, size)
+                for (name, _, _), size in zip(entries, sizes, strict=True)
+            ]
+            torch.split_with_sizes_copy(whole, sizes, 1, out=targets)
         for name, parameter in self._parameters_of_all.items():
             parameter.requires_grad_(self._entries[name].requires_grad)
-
-    def _put(self, targets: Sequence[Tensor], given: Sequence[Tensor]) -> None:
-        """Overwrite tensors of a dtype with others, of which each has a row for all clients, or one
-        for each: in few operations, however many tensors there are.
-        """
-        sizes = [target[0].numel() for target in targets]
-        rows = max(map(len, given))
-        parts = [
-            value.expand(rows, *value.shape[1:]).reshape(rows, size)
-            for value, size in zip(given, sizes, strict=True)
-        ]
-        joined = torch.cat(parts, 1).to(targets[0].dtype).expand(self.clients, -1)
-        if joined.device.type != "cpu":
-            joined = joined.contiguous()  # else a GPU copies one by one
-        flat = [
-            target.view(self.clients, size) for target, size in zip(targets, sizes, strict=True)
-        ]
-        torch.split_with_sizes_copy(joined, sizes, 1, out=flat)
 
     def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Iterate over the parameters, stacked."""
