@@ -144,10 +144,11 @@ class _Graph:
         self._before = dict(_allocated)
         self._starts = sorted(self._before)
 
-    def record(self, *operation: Any) -> None:
-        op, given, named, results = _map(self._held, operation)
-        _map(self._note_made, operation[-1])
-        self.tape.append((op, given, {key: _map(self._held, named[key]) for key in named}, results))
+    def record(self, op: Any, given: Any, named: dict[str, Any], results: Any) -> None:
+        held = partial(_map, self._held)
+        by_name = {key: held(value) for key, value in named.items()}
+        self.tape.append((op, held(given), by_name, held(results)))
+        _map(self._note_made, results)
 
     def _held(self, tensor: Tensor) -> Tensor:
         """Return a tensor as the graph holds it: without owning it, if it was there before."""
