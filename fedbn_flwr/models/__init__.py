@@ -128,8 +128,8 @@ def build(
 
 
 def check_entries(name: str | Own, model: nn.Module) -> None:
-    """Refuse a model of which an entry has no shape or no values yet, or is no tensor, or of which
-    copies would train in another way.
+    """Refuse a model of which an entry has no shape or no values yet, or is nothing that a message
+    can hold, or of which copies would train in another way.
     """
     parameters = dict(model.named_parameters())
     state_dict = model.state_dict()
@@ -147,6 +147,13 @@ def check_entries(name: str | Own, model: nn.Module) -> None:
                 f"model {name!r} has an entry that is no tensor, and cannot be averaged: "
                 f"{entry!r}, a {type(state).__name__}"
             )
+        try:
+            torch.empty(0, dtype=state.dtype).numpy()
+        except TypeError as error:
+            raise ValueError(
+                f"model {name!r} has an entry of a type that messages lack: {entry!r}, "
+                f"{state.dtype}: return model.float(), and train with precision=bf16"
+            ) from error
     for entry, parameter in parameters.items():
         if parameter.requires_grad and entry not in state_dict:
             raise ValueError(f"model {name!r} has no parameter {entry!r} in its state_dict")

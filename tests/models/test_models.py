@@ -300,6 +300,15 @@ def test_a_state_may_lack_what_does_not_learn() -> None:
         check_entries("adapted", model)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_entries_of_types_that_numpy_lacks_are_refused(dtype: torch.dtype) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    check_entries("half", model.half())
+    model.get_submodule("1").running_mean = torch.zeros(4).to(dtype)
+    with pytest.raises(ValueError, match=rf"lack: '1.running_mean', {dtype}: return model.float"):
+        check_entries("half", model)
+
+
 def test_the_models_of_other_libraries_get_the_number_of_classes() -> None:
     model = build("torchvision.models:squeezenet1_1", num_classes=6)
     assert model.get_submodule("classifier.1").out_channels == 6
