@@ -94,9 +94,11 @@ class _Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            option = unknown[0].partition("=")[0]
+            option, equals, _ = unknown[0].partition("=")
+            if not (option.startswith("-") or equals):
+                self.error(f"{option!r} is no option: these begin with --")
             meant = did_you_mean(
-                option, self._option_string_actions, shown=f"all: `{self.prog} --help-all`"
+                option, self._option_string_actions, shown=f"`{self.prog} --help-all`"
             )
             raise UsageError(f"unknown option {option!r}; {meant}")
         return parsed, unknown

@@ -90,7 +90,7 @@ def _torchvision(name: str) -> Published:
 def _unknown(library: str, name: str, known: Iterable[str]) -> UsageError:
     return UsageError(
         f"{library} has no model {name!r}; "
-        f"{did_you_mean(name, known, shown=f'{library}: list_models()')}"
+        f"{did_you_mean(name, known, shown=f'{library}.list_models()')}"
     )
 
 

@@ -89,7 +89,8 @@ def did_you_mean(name: str, known: Iterable[str], other: str = "", shown: str = 
     """Return "did you mean ...?", or all known names if none is like this one.
 
     Case, hyphens, and all after a colon do not count. `other` says what may be given in place of a
-    name, `shown` what shows the names if they are many.
+    name, `shown` what shows the names if they are many: then those that are a little like it are
+    named.
     """
     listed = list(known)
     names = {_plain(item): item for item in listed}
@@ -97,10 +98,10 @@ def did_you_mean(name: str, known: Iterable[str], other: str = "", shown: str = 
     if meant:
         return f"did you mean {names[meant[0]]!r}?"
     if shown and len(listed) > MANY:
-        listed = [
-            *(names[near] for near in get_close_matches(_plain(name), names)),
-            f"... ({shown})",
-        ]
+        near = [names[each] for each in get_close_matches(_plain(name), names)]
+        if near:
+            return f"like it: {', '.join(near)}; all: {shown}"
+        return f"all: {shown}"
     return f"known: {', '.join(filter(None, (*listed, other))) or 'none'}"
 
 

@@ -20,7 +20,7 @@ Value = bool | int | float | str
 #: options that are read before their types are known
 Pairs = tuple[tuple[str, Value], ...]
 #: shows more options than a line has room for
-ALL_OPTIONS = "all: `fedbn-flwr run --help-all`"
+ALL_OPTIONS = "`fedbn-flwr run --help-all`"
 _SPOKEN: dict[Any, str] = {
     int: "a whole number",
     float: "a number",
