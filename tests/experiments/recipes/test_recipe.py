@@ -136,7 +136,7 @@ MISTAKES: dict[str, tuple[object, str]] = {
     ),
     "unknown option": (
         {"methods": ["fedavg"], "options": {"lrate": 1}},
-        "options: unknown option 'lrate'; known: ",
+        "options: unknown option 'lrate'; like it: latest; all: ",
     ),
     "no option": (
         {"methods": ["fedavg"], "options": {"resume": "x"}},
