@@ -2,8 +2,9 @@
 
 In each setting of a recipe: first the rates of its grid on held-out data, with two seeds; then as
 many seeds as the recipe has, from 10 on, which no choice has seen, each with all methods. Where the
-best rate is the least or the largest of those that were tried, the next one is tried. What has a
-row is not run again, also after a stop at any moment.
+best rate is the least or the largest of those that were tried, the next one is tried. A recipe
+without a grid has its own rate, and seeds from 0 on. What has a row is not run again, also after a
+stop at any moment.
 """
 
 import csv
@@ -103,10 +104,12 @@ def held_out(key: Mapping[str, str], seed: int) -> dict[float, float]:
 
 
 def chosen_rate(cell: Cell, key: Mapping[str, str]) -> float:
-    """Return the best rate, after the runs that are missing.
+    """Return the best rate, after the runs that are missing, or the recipe's own.
 
     One at the edge only if no next one can be tried.
     """
+    if not cell.study.grid:
+        return float(cell.setting.options["lr"])
     rates = sorted(map(float, cell.study.grid["lr"]))
     while True:
         for seed in CHOOSING:
@@ -148,12 +151,13 @@ def measure(name: str) -> None:
     checked(recipe.study, RESULTS)
     cells = [Cell(recipe.study, *each, RESULTS / name) for each in recipe.study.cells()]
     for setting in recipe.study.settings:
-        place = {"recipe": recipe.name.rpartition("/")[2], "setting": setting.name}
+        place = {"recipe": recipe.name.removeprefix("here/"), "setting": setting.name}
         keys = [
             (cell, {**place, "method": cell.label}) for cell in cells if cell.setting == setting
         ]
         chosen = [(cell, key, chosen_rate(cell, key)) for cell, key in keys]
-        for seed in range(FIRST, FIRST + recipe.study.seeds):
+        first = FIRST if recipe.study.grid else 0
+        for seed in range(first, first + recipe.study.seeds):
             for cell, key, rate in chosen:
                 if not rows("runs", **key, seed=seed):
                     record(cell, key, seed, rate)
