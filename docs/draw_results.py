@@ -2,10 +2,21 @@
 docs/draw_results.py.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from make_results import DOCS, FACTORIAL, NAMES, PRETRAINED, SITUATIONS, Place, read, runs
+from make_results import (
+    DOCS,
+    FACTORIAL,
+    FIGURE_6,
+    NAMES,
+    PRETRAINED,
+    SITUATIONS,
+    Place,
+    by_mean,
+    read,
+    runs,
+)
 
 from fedbn_flwr.experiments.results.plots import (
     Mark,
@@ -70,20 +81,22 @@ def draw_curves(panel: Any, setting: str, exact: str) -> None:
     panel.grid(alpha=0.3)
 
 
-def draw_trained(panel: Any) -> None:
-    """Draw the accuracy of a network that was already trained over the exchanges: the mean of
-    seeds, and their range.
-    """
+def draw_seeds(panel: Any, place: Place, methods: Sequence[str], x: str) -> None:
+    """Draw the accuracy over the rounds or exchanges: the mean of seeds, and their range."""
     curves = read("curves")
-    curves = curves[
-        (curves["setting"] == ", ".join(PRETRAINED["two classes"])) & curves["method"].isin(TRAINED)
-    ]
+    curves = curves[(curves["setting"] == ", ".join(place)) & curves["method"].isin(methods)]
     points = curves.assign(
-        label=curves["method"].map(NAMES), run=curves["seed"], x=curves["exchanges"].astype(int)
+        label=curves["method"].map(NAMES), run=curves["seed"], x=curves[x].astype(int)
     )
     points["y"] = points["accuracy, %"].astype(float)
-    labels = [NAMES[name] for name in TRAINED]
+    labels = [NAMES[name] for name in methods]
     draw_lines(panel, points, looks_of(pd.DataFrame({"label": labels, "method": labels})))
+    panel.grid(alpha=0.3)
+
+
+def draw_trained(panel: Any) -> None:
+    """Draw the accuracy of a network that was already trained over the exchanges."""
+    draw_seeds(panel, PRETRAINED["two classes"], TRAINED, "exchanges")
     for line in panel.lines:
         end = line.get_xydata()[-1]
         name = line.get_label()
@@ -95,7 +108,6 @@ def draw_trained(panel: Any) -> None:
         xlabel="exchanges", ylabel="accuracy, %", xscale="log", xlim=(0.8, 15_000), ylim=(20, 90)
     )
     panel.xaxis.set_major_formatter("{x:,.0f}")
-    panel.grid(alpha=0.3)
 
 
 def draw_places(panel: Any, places: Mapping[str, Place]) -> None:
@@ -133,6 +145,11 @@ if __name__ == "__main__":
         picture.add_legend(early)
     with figure(DOCS / "results-pretrained.png", size=SIZE) as (picture, panel):
         draw_trained(panel)
+    with figure(DOCS / "results-figure6.png", 2) as (picture, panels):
+        for panel, (labels, place) in zip(panels, FIGURE_6.items(), strict=True):
+            draw_seeds(panel, place, by_mean(FIGURE_6["two classes"]), "round")
+            panel.set(title=labels, xlabel="round", ylabel="accuracy, %", ylim=(0, 100))
+        picture.add_legend(panels[0])
     with figure(DOCS / "results-settings.png", size=SIZE) as (picture, panel):
         draw_places(
             panel, {name: (FACTORIAL | SITUATIONS)[place] for name, place in PLACES.items()}

@@ -58,6 +58,13 @@ MOMENTUM = ("momentum", "two classes")
 SPEAKERS, FREEZE = ("speakers", ""), ("freeze", "")
 FROZEN = ("frozen", "two classes")
 DOMAINS = ("domains", "")
+CIFAR = ("cifar10", "two classes")
+#: figures of FedTAN's paper at full size
+FIGURE_6: dict[str, Place] = {
+    "IID": ("fedtan/figure6", "i.i.d."),
+    "two classes": ("fedtan/figure6", "Non-i.i.d."),
+}
+FIGURE_14 = ("fedtan/figure14", "")
 #: by the heading on a page, where a network was already trained
 PRETRAINED: dict[str, Place] = {
     name: ("pretrained", name)
@@ -403,10 +410,46 @@ def freezes() -> str:
     return table(["freeze after round", "10", "30", "50", "70", "never"], lines)
 
 
-def rate(name: str) -> str:
-    """Return the rate of a method where a site is a speaker."""
-    key = (*SPEAKERS, name)
+def rate(place: Place, name: str) -> str:
+    """Return the rate of a method's runs, with a star if a better one may lie outside."""
+    key = (*place, name)
     return f"{rates_used()[key]:g}{star(key)}"
+
+
+def cifar() -> str:
+    """Return what the first screen's methods have on CIFAR-10, and their gains there and on
+    Fashion-MNIST.
+    """
+
+    def elsewhere(name: str) -> str:
+        if name.endswith(", default"):
+            return told(difference(FROZEN, name, "FedAvg", UNSEEN))
+        return gain(UNSEEN, name)
+
+    columns = {
+        "learning rate": partial(rate, CIFAR),
+        "accuracy": partial(cell, CIFAR),
+        "gain over `fedavg`": partial(gain, CIFAR),
+        "on Fashion-MNIST": elsewhere,
+    }
+    return by_method(by_mean(CIFAR), columns)
+
+
+def figure_14() -> str:
+    """Return the accuracies and the exchanges of FedTAN-II's runs on MNIST."""
+    exchanges = of_first_runs(FIGURE_14, "exchanges")
+
+    def loss(name: str) -> str:
+        if name == "FedTAN":
+            return ""
+        return told(difference(FIGURE_14, name, "FedTAN"))
+
+    columns: dict[str, Callable[[str], str]] = {
+        "accuracy": partial(cell, FIGURE_14),
+        "difference to `fedtan`": loss,
+        "exchanges": lambda name: f"{int(exchanges[name]):,}",
+    }
+    return by_method(by_mean(FIGURE_14), columns)
 
 
 def momentum() -> str:
@@ -606,7 +649,7 @@ def without_bn() -> str:
     names = ("FedWon", "FedAvg+GN-WS", "FedAvg+Fixup")
     skewed, same = (("normalizer-free", setting) for setting in ("two classes", "i.i.d."))
     columns = {
-        "learning rate": lambda name: f"{rates_used()[(*skewed, name)]:g}",
+        "learning rate": partial(rate, skewed),
         "two classes": partial(cell, skewed),
         "IID": partial(cell, same),
     }
@@ -719,7 +762,7 @@ TABLES: dict[str, Callable[[], str]] = {
         {"accuracy": partial(cell, DOMAINS), "difference to `fedavg`": partial(gain, DOMAINS)},
     ),
     "speakers": lambda: by_method(
-        by_mean(SPEAKERS), {"rate": rate, "accuracy, %": partial(cell, SPEAKERS)}
+        by_mean(SPEAKERS), {"rate": partial(rate, SPEAKERS), "accuracy, %": partial(cell, SPEAKERS)}
     ),
     "without BN": without_bn,
     "momentum": momentum,
@@ -733,6 +776,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "factorial": lambda: by_method(
         [*by_mean(UNSEEN, METHODS), *CENTRALIZED], over(FACTORIAL, bold_and_gain)
     ),
+    "cifar10": cifar,
+    "figure 6": lambda: by_method(by_mean(FIGURE_6["two classes"]), over(FIGURE_6)),
+    "figure 14": figure_14,
     "situations": situations,
     "diagnosis": diagnosis,
     "claims": claims,
