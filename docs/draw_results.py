@@ -146,8 +146,9 @@ if __name__ == "__main__":
     with figure(DOCS / "results-pretrained.png", size=SIZE) as (picture, panel):
         draw_trained(panel)
     with figure(DOCS / "results-figure6.png", 2) as (picture, panels):
+        methods = by_mean(FIGURE_6["two classes"])
         for panel, (labels, place) in zip(panels, FIGURE_6.items(), strict=True):
-            draw_seeds(panel, place, by_mean(FIGURE_6["two classes"]), "round")
+            draw_seeds(panel, place, methods, "round")
             panel.set(title=labels, xlabel="round", ylabel="accuracy, %", ylim=(0, 100))
         picture.add_legend(panels[0])
     with figure(DOCS / "results-settings.png", size=SIZE) as (picture, panel):

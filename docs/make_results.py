@@ -226,9 +226,9 @@ def told(gap: Difference | None) -> str:
     )
 
 
-def gain(place: Place, method: str) -> str:
-    """Return the difference to FedAvg; empty for FedAvg itself."""
-    return "" if method == "FedAvg" else told(difference(place, method, "FedAvg"))
+def gain(place: Place, method: str, other: str = "FedAvg") -> str:
+    """Return the difference to another method; empty for that method itself."""
+    return "" if method == other else told(difference(place, method, other))
 
 
 def verdict(gap: Difference, level: bool) -> str:
@@ -422,9 +422,7 @@ def cifar() -> str:
     """
 
     def elsewhere(name: str) -> str:
-        if name.endswith(", default"):
-            return told(difference(FROZEN, name, "FedAvg", UNSEEN))
-        return gain(UNSEEN, name)
+        return gain(UNSEEN, name) or told(difference(FROZEN, name, "FedAvg", UNSEEN))
 
     columns = {
         "learning rate": partial(rate, CIFAR),
@@ -438,15 +436,9 @@ def cifar() -> str:
 def figure_14() -> str:
     """Return the accuracies and the exchanges of FedTAN-II's runs on MNIST."""
     exchanges = of_first_runs(FIGURE_14, "exchanges")
-
-    def loss(name: str) -> str:
-        if name == "FedTAN":
-            return ""
-        return told(difference(FIGURE_14, name, "FedTAN"))
-
     columns: dict[str, Callable[[str], str]] = {
         "accuracy": partial(cell, FIGURE_14),
-        "difference to `fedtan`": loss,
+        "difference to `fedtan`": partial(gain, FIGURE_14, other="FedTAN"),
         "exchanges": lambda name: f"{int(exchanges[name]):,}",
     }
     return by_method(by_mean(FIGURE_14), columns)
