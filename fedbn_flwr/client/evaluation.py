@@ -212,10 +212,10 @@ def mean_loss(
 
 def batch_sizes(split: Split, count: int, most: int) -> list[int]:
     """Return sizes of batches of at most `most` samples; of large images fewer, so that a batch has
-    6 MB.
+    6 MB, and never a last one of one sample, which BN without running statistics cannot take.
     """
     values = max(split.inputs[:1].numel(), 1)
-    return pass_sizes(count, min(most, max(MOST_VALUES // values, 1)), merge_single=False)
+    return pass_sizes(count, min(most, max(MOST_VALUES // values, 1)), merge_single=True)
 
 
 def shares(

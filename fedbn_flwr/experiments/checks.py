@@ -188,20 +188,22 @@ def _check_inputs(material: Material, split: data.Split, role: str) -> bool:
     if split.has_ids:
         kind = "integers (ids: other numbers are float32)"
         dtype = torch.int64
+    # BN without running statistics cannot take one sample
     inputs = torch.zeros(2, *shape, device=device, dtype=dtype)
     # layers that make their entries in a first pass do it here; what else fails is found later
     with torch.no_grad(), torch.random.fork_rng(devices=[]), suppress(Exception):
         model.train()(inputs)
     try:
         with torch.no_grad(), FunctionalBatchNorm(model) as functional:
-            outputs = model.eval()(inputs[:1])
+            outputs = model.eval()(inputs)
     except Exception as error:  # of whatever kind a user's function raises
         about = f"model {config.model.model!r} cannot take {role}{kind} of the shape {shape}"
         raise UsageError(f"{about}: {described(error)}") from error
     logits = logits_of(outputs)
-    if config.model.objective in OBJECTIVES and logits.numel() != loaded.num_classes:
+    outputs_each = logits.numel() // len(inputs)
+    if config.model.objective in OBJECTIVES and outputs_each != loaded.num_classes:
         raise UsageError(
-            f"model {config.model.model!r} has {logits.numel()} outputs for {loaded.num_classes} "
+            f"model {config.model.model!r} has {outputs_each} outputs for {loaded.num_classes} "
             "targets"
         )
     places: tuple[int, ...] = ()
@@ -213,7 +215,7 @@ def _check_inputs(material: Material, split: data.Split, role: str) -> bool:
             f"a {role}sample, not {(loaded.num_classes, *places)}"
         )
     if config.model.objective:
-        targets = split.batch(torch.zeros(1, dtype=torch.int64), logits.device)[1]
+        targets = split.batch(torch.zeros(len(inputs), dtype=torch.int64), logits.device)[1]
         try:
             material.task.loss(outputs, targets)
         except Exception as error:  # of whatever kind a user's function raises

@@ -116,7 +116,7 @@ def test_wide_outputs_without_such_a_prediction_leave_the_matrix_square() -> Non
     assert torch.equal(found.confusion, evaluate(nn.Flatten(), split, CLASSES, "cpu").confusion)
 
 
-@pytest.mark.parametrize("batch_size", [1, 7, 12, 500])
+@pytest.mark.parametrize("batch_size", [1, 7, 11, 12, 500])
 def test_the_batch_size_does_not_matter(batch_size: int) -> None:
     model, split = toy_cnn(), toy_split(12)
     whole = evaluate(model, split, CLASSES, "cpu", batch_size=12)

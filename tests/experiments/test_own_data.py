@@ -182,6 +182,18 @@ def test_ids_reach_the_model_as_they_are() -> None:
     assert (found.summaries[0]["mean"], found.summaries[0]["std"]) == ((), ())
 
 
+def test_bn_that_cannot_take_one_sample_is_evaluated() -> None:
+    def make_net(num_classes: int) -> nn.Module:
+        statistics = nn.BatchNorm1d(4, track_running_stats=False)
+        return nn.Sequential(nn.Linear(5, 4), statistics, nn.Linear(4, num_classes))
+
+    # batches of 500, of which one sample is left over
+    vectors, labels = torch.rand(501, 5), torch.arange(501) % 3
+    split = vectors, labels
+    result = run("fedavg", model=make_net, data=(split, split), **QUICK | {"rounds": 1})
+    assert 0 < result.summaries[0]["accuracy"] < 1
+
+
 def test_arrays_of_any_order_and_lists_of_pairs_are_taken() -> None:
     images, labels = pair(12, 1)
     array = images.numpy()
