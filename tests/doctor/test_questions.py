@@ -15,7 +15,9 @@ from flwr.app import ArrayRecord, RecordDict
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.checkpoint import checkpoint
 
+from fedbn_flwr import run
 from fedbn_flwr.doctor.findings import KINDS
 from tests.helpers.checkout import ROOT
 
@@ -109,6 +111,56 @@ def test_momentum_is_the_weight_of_what_is_new() -> None:
     assert layer.running_mean == pytest.approx(2 * (1 - 0.9**5))
     assert "59 %" in PAGE
     assert round(100 * 0.9**5) == 59
+
+
+class Checkpointed(nn.Module):
+    """One BN layer, which a checkpoint runs twice a step."""
+
+    def __init__(self, num_classes: int = 2, *, twice: bool = True, momentum: float = 0.1) -> None:
+        super().__init__()
+        self.twice = twice
+        self.norm = nn.BatchNorm1d(3, momentum=momentum)
+        self.last = nn.Linear(3, num_classes)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        normalized: torch.Tensor
+        if self.twice:
+            normalized = checkpoint(self.norm, inputs, use_reentrant=False)
+        else:
+            normalized = self.norm(inputs)
+        return torch.as_tensor(self.last(normalized))
+
+
+def test_a_checkpointed_part_counts_a_mini_batch_twice() -> None:
+    inputs = torch.randn(8, 3, generator=torch.Generator().manual_seed(0)) + 5
+    moved = {}
+    for twice, momentum in ((True, 0.1), (False, 0.19), (True, 1 - 0.9**0.5), (False, 0.1)):
+        model = Checkpointed(twice=twice, momentum=momentum)
+        model(inputs).sum().backward()
+        assert model.norm.num_batches_tracked == torch.tensor(1 + twice)
+        moved[twice, momentum] = model.norm.running_var
+    as_one, one, halves, other = moved.values()
+    torch.testing.assert_close(as_one, one)
+    torch.testing.assert_close(halves, other)
+
+
+def test_a_checkpointed_part_costs_fedtan_one_more_exchange_and_no_bits() -> None:
+    inputs = torch.randn(40, 3, generator=torch.Generator().manual_seed(0)).double()
+    split = inputs, (inputs[:, 0] > 0).long()
+    weights = []
+    for twice, exchanges in ((False, 2), (True, 3)):
+        torch.manual_seed(0)
+        made = run(
+            "fedtan",
+            model=Checkpointed(twice=twice),
+            data=(split, split),
+            rounds=1,
+            clients=2,
+            engine="inprocess",
+        )
+        assert made.summaries[0]["exchanges"] == exchanges
+        weights.append(made.model().state_dict()["last.weight"])
+    assert torch.equal(weights[0], weights[1])
 
 
 def test_frozen_parameters_do_not_freeze_statistics() -> None:
