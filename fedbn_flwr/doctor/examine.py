@@ -232,22 +232,11 @@ def _of_wire(history: AppHistory, fates: dict[str, LayerFate]) -> Iterator[Findi
     failed = any(visit.error for each in history.rounds for visit in each.trained)
     _note_sent(history, fates)
     _note_returns(history, fates)
-    shared = []
     groups: dict[str, list[str]] = {}
     for name in tracked:
-        fate = fates[name]
-        if fate.came_back not in ("kept", "made anew") and fate.sent in ("all", "statistics"):
-            shared.append(name)
-        elif fate.sent == "weights" and fate.came_back == "kept":
-            groups.setdefault("statistics-local", []).append(name)
-        elif fate.sent == "weights":
-            groups.setdefault("statistics-not-sent", []).append(name)
-        elif fate.came_back == "kept":
-            groups.setdefault("local", []).append(name)
-        elif fate.came_back == "made anew":
-            groups.setdefault("local-lost", []).append(name)
-        elif fate.came_back == "-" and not failed:
-            groups.setdefault("no-repeat", []).append(name)
+        groups.setdefault(_way(fates[name], failed), []).append(name)
+    shared = groups.pop("shared", [])
+    groups.pop("", None)
     local = [*groups.get("local", ()), *groups.get("local-lost", ())]
     # a network of the node's own may stay whole, beside one that is shared
     mixed = {network_of(name) for name in local} & {
@@ -274,6 +263,24 @@ def _of_wire(history: AppHistory, fates: dict[str, LayerFate]) -> Iterator[Findi
     good = tuple(name for name in shared if name not in bad)
     if good and "partly-local" not in groups:
         yield Finding("averaged", good, of=of)
+
+
+def _way(fate: LayerFate, failed: bool) -> str:
+    """Return which finding a layer belongs to by what nodes send of it and what comes back;
+    `shared` if its statistics are sent, and others may come back.
+    """
+    kept = fate.came_back == "kept"
+    if fate.sent == "weights":
+        return "statistics-local" if kept else "statistics-not-sent"
+    if kept:
+        return "local"
+    if fate.came_back == "made anew":
+        return "local-lost"
+    if fate.sent in ("all", "statistics"):
+        return "shared"
+    if fate.came_back == "-" and not failed:
+        return "no-repeat"
+    return ""
 
 
 def _note_sent(history: AppHistory, fates: dict[str, LayerFate]) -> None:

@@ -221,6 +221,28 @@ def read_reply(node: int, message: Message, expected: Expected) -> NodeReply:
     content = message.content
     if lacks_state(message):
         raise RefusedError("it has lost the entries that stay on it")
+    _check_obeyed(content, expected)
+    metrics = read_metrics(content)
+    records = _read_records(content, expected)
+    key = expected.weighted_by
+    if key not in metrics:
+        names = ", ".join(sorted(metrics.keys() - {wire.PARTITION_ID})) or "none"
+        raise RefusedError(
+            f"its metrics lack {key!r}, which the strategy weighs by; they are {names}"
+        )
+    if isinstance(content, Summed):
+        count = metrics[key]
+    else:
+        count = read_count(metrics[key], key)
+    reply = NodeReply(
+        node, whole(metrics, wire.PARTITION_ID, node), count, metrics, records, content
+    )
+    expected.check(reply)
+    return reply
+
+
+def _check_obeyed(content: RecordDict, expected: Expected) -> None:
+    """Refuse a reply of a client that does not do what the strategy asks for."""
     report = content.get(wire.REPORT, ConfigRecord())
     if not isinstance(report, ConfigRecord):
         raise RefusedError("its report is no ConfigRecord")
@@ -239,7 +261,10 @@ def read_reply(node: int, message: Message, expected: Expected) -> NodeReply:
             "around a loop of your own, or client_app",
             Why.NOT_OBEYED,
         )
-    metrics = read_metrics(content)
+
+
+def _read_records(content: RecordDict, expected: Expected) -> dict[str, FlatArrays]:
+    """Return a reply's arrays by group, all that are needed, in the forms of the model's."""
     records = {name: view_arrays(record) for name, record in array_records(content).items()}
     if expected.arrays_key in records:
         records[wire.ARRAYS] = records.pop(expected.arrays_key)
@@ -258,21 +283,7 @@ def read_reply(node: int, message: Message, expected: Expected) -> NodeReply:
             bad = unusable(arrays)
             if bad:
                 raise RefusedError(f"its array {bad[0]!r} in {group!r} {bad[1].words}", bad[1].why)
-    key = expected.weighted_by
-    if key not in metrics:
-        names = ", ".join(sorted(metrics.keys() - {wire.PARTITION_ID})) or "none"
-        raise RefusedError(
-            f"its metrics lack {key!r}, which the strategy weighs by; they are {names}"
-        )
-    if isinstance(content, Summed):
-        count = metrics[key]
-    else:
-        count = read_count(metrics[key], key)
-    reply = NodeReply(
-        node, whole(metrics, wire.PARTITION_ID, node), count, metrics, records, content
-    )
-    expected.check(reply)
-    return reply
+    return records
 
 
 def read_count(count: object, key: str = wire.NUM_EXAMPLES) -> float:
