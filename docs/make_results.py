@@ -471,13 +471,13 @@ def first_screen() -> str:
     """
     exchanges = of_first_runs(UNSEEN, "exchanges")
     columns: dict[str, Callable[[str], str]] = {
-        "changes the network?": changes,
         "after 100 rounds": partial(plain, UNSEEN),
         "gain over `fedavg`": partial(gain, UNSEEN),
         "after 500 rounds": partial(plain, ("rounds", "two classes, 500 rounds")),
         "exchanges a round": lambda name: (
             f"{float(exchanges[name]) / float(exchanges['FedAvg']):g}"
         ),
+        "changes the network?": changes,
     }
     return by_method(
         ("FedAvg", "FixBN", "FedTAN", "FedWon", "FixBN+BN-WS", "FedTAN+BN-WS"), columns
