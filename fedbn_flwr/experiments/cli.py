@@ -97,9 +97,10 @@ class _Parser(argparse.ArgumentParser):
             option, equals, _ = unknown[0].partition("=")
             if not (option.startswith("-") or equals):
                 self.error(f"{option!r} is no option: these begin with --")
-            meant = did_you_mean(
-                option, self._option_string_actions, shown=f"`{self.prog} --help-all`"
-            )
+            texts = {
+                name: action.help or "" for name, action in self._option_string_actions.items()
+            }
+            meant = did_you_mean(option, texts, shown=f"`{self.prog} --help-all`", texts=texts)
             raise UsageError(f"unknown option {option!r}; {meant}")
         return parsed, unknown
 

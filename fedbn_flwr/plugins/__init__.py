@@ -6,7 +6,7 @@ import logging
 import pickle
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -83,14 +83,21 @@ ALIKE = 0.75
 #: more names are not listed where it can be said what shows them, but for a few that are somewhat
 #: alike
 MANY = 20
+MOST_NEAR = 4
 
 
-def did_you_mean(name: str, known: Iterable[str], other: str = "", shown: str = "") -> str:
+def did_you_mean(
+    name: str,
+    known: Iterable[str],
+    other: str = "",
+    shown: str = "",
+    texts: Mapping[str, str] | None = None,
+) -> str:
     """Return "did you mean ...?", or all known names if none is like this one.
 
     Case, hyphens, and all after a colon do not count. `other` says what may be given in place of a
     name, `shown` what shows the names if they are many: then those that are a little like it are
-    named.
+    named, and those in whose texts its words are.
     """
     listed = list(known)
     names = {_plain(item): item for item in listed}
@@ -99,8 +106,14 @@ def did_you_mean(name: str, known: Iterable[str], other: str = "", shown: str = 
         return f"did you mean {names[meant[0]]!r}?"
     if shown and len(listed) > MANY:
         near = [names[each] for each in get_close_matches(_plain(name), names)]
+        words = name.strip("-").replace("-", " ").lower()
+        near += [
+            each
+            for each, text in (texts or {}).items()
+            if words in text.lower() and each not in near
+        ]
         if near:
-            return f"like it: {', '.join(near)}; all: {shown}"
+            return f"like it: {', '.join(near[:MOST_NEAR])}; all: {shown}"
         return f"all: {shown}"
     return f"known: {', '.join(filter(None, (*listed, other))) or 'none'}"
 

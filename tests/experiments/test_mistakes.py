@@ -54,7 +54,7 @@ COMMANDS: list[tuple[str, str, str]] = [
     (
         "run",
         "--learning-rate 0.1",
-        "unknown option '--learning-rate'; all: `fedbn-flwr run --help-all`",
+        "unknown option '--learning-rate'; like it: --lr; all: `fedbn-flwr run --help-all`",
     ),
     (
         "run",
