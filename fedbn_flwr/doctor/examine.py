@@ -192,6 +192,8 @@ def _of_training(network: Network, name: str, layer: LayerSeen) -> Iterator[str]
         yield "one-sample"
     if not layer.tracks:
         return
+    if layer.trained_fixed > 0:
+        yield "eval-mode-later"
     if moved and layer.learns is False:
         yield "frozen-moves"
     elif moved and layer.momentum is None and entry_of(name, COUNTER) in network.received:

@@ -31,8 +31,8 @@ KINDS = {
         "wrong",
         "the averaged running_var of {layers} is below zero{detail}",
         "In evaluation mode the model returns NaN.",
-        "A server optimizer steps past the nodes' values: let it change parameters only, and "
-        "average running statistics as FedAvg does (server-optimizer=adam here does both).",
+        "A server optimizer, or noise, goes past the nodes' values: let it change parameters only, "
+        "and average running statistics as FedAvg does (server-optimizer=adam here does both).",
     ),
     "not-a-mean": Kind(
         "wrong",
@@ -113,7 +113,8 @@ KINDS = {
         "wrong",
         "the running statistics of {layers} do not move in training{detail}",
         "Training normalizes with a mini-batch's statistics, and evaluation with others.",
-        "Use a momentum above 0, such as the default .1.",
+        "Use a momentum above 0, such as the default .1, and send the statistics that training "
+        "leaves.",
     ),
     "frozen-moves": Kind(
         "wrong",
@@ -183,6 +184,12 @@ KINDS = {
         "worth knowing",
         "{layers} trains in evaluation mode, with the running statistics that it came with",
         "BN is a fixed scaling then, as FixBN's second stage or a frozen network has it.",
+    ),
+    "eval-mode-later": Kind(
+        "worth knowing",
+        "gradients come through {layers} in training mode, and in evaluation mode too",
+        "Steps in evaluation mode move the weights, and the running statistics stand still.",
+        "Unless BN is frozen on purpose, call model.train() again after each evaluation.",
     ),
     "one-sample": Kind(
         "worth knowing",

@@ -15,6 +15,11 @@ from torch.utils.hooks import RemovableHandle
 from fedbn_flwr.norm.detect import foreign_layers
 from fedbn_flwr.state import Arrays
 
+try:
+    from torch._C import _functorch as functorch
+except ImportError:
+    functorch = None  # type: ignore[assignment]
+
 #: classes that are no `_BatchNorm`, and whose names users look for in its place
 OTHERS = (
     "FrozenBatchNorm2d",
@@ -47,6 +52,8 @@ class LayerSeen:
     #: calls without gradients, in training and in evaluation mode
     measuring: int = 0
     evaluating: int = 0
+    #: calls in evaluation mode through which a gradient came back
+    trained_fixed: int = 0
     #: least number of samples among the calls with gradients in training mode
     fewest: int = MANY
 
@@ -62,6 +69,10 @@ class LayerSeen:
             self.measuring += 1
         else:
             self.evaluating += 1
+
+    def note_gradient(self, _: torch.Tensor) -> None:
+        """Count one call in evaluation mode that was trained through."""
+        self.trained_fixed += 1
 
 
 @dataclass
@@ -97,12 +108,30 @@ class Network:
         """Whether BN layers of it were called with gradients in training mode."""
         return any(layer.learning for layer in self.layers.values())
 
+    @property
+    def changed(self) -> bool:
+        """Whether a parameter has other numbers at the end."""
+        both = self.parameters & self.start.keys() & self.end.keys()
+        return any(not same_numbers(self.start[name], self.end[name]) for name in both)
+
+    def is_version_of(self, other: "Network") -> bool:
+        """Whether it has another network's entries and stayed as it is, while the other learned: a
+        copy of the global model, or the node's last one, as MOON compares with.
+        """
+        if self.changed or not other.changed:
+            return False
+        return _shapes(self.start) == _shapes(other.start)
+
     def of_layers(self) -> "Network":
         """Return it with the entries of BN layers only."""
         return replace(self, start=self._entries(self.start), end=self._entries(self.end))
 
     def _entries(self, state: Arrays) -> Arrays:
         return {name: value for name, value in state.items() if layer_of(name) in self.layers}
+
+
+def _shapes(state: Arrays) -> dict[str, tuple[int, ...]]:
+    return {name: value.shape for name, value in state.items()}
 
 
 def layer_of(entry: str) -> str:
@@ -119,18 +148,18 @@ class _Root:
 
     module: nn.Module
     start: Arrays = field(default_factory=dict)
-    #: of the call before which the state was taken: 1 with gradients, 2 in training mode, too
-    rank: int = -1
+    #: of the call before which the state was taken: 2 with gradients, and 1 more in training mode
+    rank: int = 0
     #: whether BN layers in it were called with gradients in training mode
     trains: bool = False
 
     def before_call(self) -> None:
-        """Take the state, if this call is the first of its rank."""
+        """Take the state, if this call is the first of its rank; an evaluation changes nothing."""
         rank = 0
-        if torch.is_grad_enabled():
+        if self.module.training:
             rank = 1
-            if self.module.training:
-                rank = 2
+        if torch.is_grad_enabled():
+            rank += 2
         if rank > self.rank:
             self.rank = rank
             self.start = state_of(self.module)
@@ -180,6 +209,11 @@ class Observer:
     def _after(self, module: nn.Module, inputs: object, outputs: object) -> None:
         if self._depth:  # a wrapper has not been counted
             self._depth -= 1
+        seen = self._layers.get(id(module))
+        if seen is None or module.training:
+            return
+        if isinstance(outputs, torch.Tensor) and outputs.requires_grad:
+            outputs.register_hook(seen.note_gradient)
 
     def take(self) -> list[Network]:
         """Return the networks that were called since the last time.
@@ -240,10 +274,19 @@ def as_arrays(state: Mapping[str, Any]) -> Arrays:
             tensor = value.detach().cpu()
             if tensor.dtype == torch.bfloat16:
                 tensor = tensor.float()
-            arrays[name] = tensor.numpy().copy()
+            arrays[name] = _numbers(tensor)
         elif isinstance(value, np.ndarray):
             arrays[name] = value
     return arrays
+
+
+def _numbers(tensor: torch.Tensor) -> NDArray[Any]:
+    try:
+        return tensor.numpy().copy()
+    except RuntimeError:  # inside of `torch.func.grad` and the like
+        while functorch and functorch.is_functorch_wrapped_tensor(tensor):
+            tensor = functorch.get_unwrapped(tensor)
+        return np.array(tensor.tolist(), str(tensor.dtype).removeprefix("torch."))
 
 
 def _has_parameters(module: nn.Module) -> bool:
@@ -261,12 +304,17 @@ def _is_wrapper(module: nn.Module) -> bool:
 def main_network(networks: Iterable[Network], *messages: Arrays) -> Network | None:
     """Return the network that learns, or the one with the most layers if none does.
 
-    Parts that are called one by one, such as a backbone and a head, are one network. One that was
-    never in training mode, beside others that were, is a part only if the messages have its
-    numbers: detectors that were made and not used have been called, too.
+    Parts that are called one by one, such as a backbone and a head, are one network. Versions of
+    one that learns are no parts. One that was never in training mode, beside others that were, is a
+    part only if the messages have its numbers: detectors that were made and not used have been
+    called, too.
     """
     every = list(networks)
-    learning = [network for network in every if network.learned]
+    learning = [
+        network
+        for network in every
+        if network.learned and not any(network.is_version_of(other) for other in every)
+    ]
     trained = [network for network in learning if network.trained]
     if trained and len(trained) < len(learning):
         exchanged = {_digest(array) for arrays in messages for array in arrays.values()}
