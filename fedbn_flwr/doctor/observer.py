@@ -88,6 +88,8 @@ class Network:
     #: all entries of its state, at its first call and at the end
     start: Arrays
     end: Arrays
+    #: whether a parameter has gradients
+    learns: bool = True
     #: by entry, the array of the message that holds it, and the one of the reply
     received: dict[str, str] = field(default_factory=dict)
     sent: dict[str, str] = field(default_factory=dict)
@@ -115,10 +117,10 @@ class Network:
         return any(not same_numbers(self.start[name], self.end[name]) for name in both)
 
     def is_version_of(self, other: "Network") -> bool:
-        """Whether it has another network's entries and stayed as it is, while the other learned: a
-        copy of the global model, or the node's last one, as MOON compares with.
+        """Whether it has another network's entries, and only the other learned: a copy of the
+        global model, the node's last one, or an average of weights, as MOON and BYOL compare with.
         """
-        if self.changed or not other.changed:
+        if (self.changed and self.learns) or not (other.changed and other.learns):
             return False
         return _shapes(self.start) == _shapes(other.start)
 
@@ -137,6 +139,11 @@ def _shapes(state: Arrays) -> dict[str, tuple[int, ...]]:
 def layer_of(entry: str) -> str:
     """Return the name of the layer that an entry of a state belongs to."""
     return entry.rpartition(".")[0]
+
+
+def entry_of(layer: str, kind: str) -> str:
+    """Return the name of a layer's entry; the network may be the layer itself."""
+    return f"{layer}.{kind}" if layer else kind
 
 
 @dataclass
@@ -187,6 +194,8 @@ class Observer:
             handle.remove()
 
     def _before(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if torch.jit.is_tracing():  # what is done here would be in the graph
+            return
         if self._depth == 0:
             if id(module) not in self._roots and _is_wrapper(module):
                 return
@@ -207,6 +216,8 @@ class Observer:
                 self._called.trains |= module.training and torch.is_grad_enabled()
 
     def _after(self, module: nn.Module, inputs: object, outputs: object) -> None:
+        if torch.jit.is_tracing():
+            return
         if self._depth:  # a wrapper has not been counted
             self._depth -= 1
         seen = self._layers.get(id(module))
@@ -248,9 +259,11 @@ def describe_network(
             layers[name] = (calls or {}).get(id(module)) or describe_layer(module)
         elif kind in OTHERS:
             others[kind] = others.get(kind, 0) + 1
-    parameters = {name for name, _ in root.named_parameters()}
+    parameters = dict(root.named_parameters())
+    learns = any(parameter.requires_grad for parameter in parameters.values())
     end = state_of(root)
-    return Network(layers, others, tuple(foreign_layers(root)), parameters, start or end, end)
+    foreign = tuple(foreign_layers(root))
+    return Network(layers, others, foreign, {*parameters}, start or end, end, learns)
 
 
 def describe_layer(layer: _BatchNorm) -> LayerSeen:
@@ -353,14 +366,16 @@ def network_of(layer: str) -> str:
 def _joined(networks: list[Network]) -> Network:
     whole = Network({}, {}, (), set(), {}, {})
     for number, network in enumerate(networks, 1):
-        prefix = f"{PREFIX}{number}."
+        prefix = f"{PREFIX}{number}"
         for kind, count in network.others.items():
             whole.others[kind] = whole.others.get(kind, 0) + count
-        whole.layers |= {prefix + name: layer for name, layer in network.layers.items()}
-        whole.foreign += tuple(prefix + name for name in network.foreign)
-        whole.parameters |= {prefix + name for name in network.parameters}
-        whole.start |= {prefix + name: value for name, value in network.start.items()}
-        whole.end |= {prefix + name: value for name, value in network.end.items()}
+        for name, layer in network.layers.items():
+            # a layer that was called by itself has no name
+            whole.layers[f"{prefix}.{name}".removesuffix(".")] = layer
+        whole.foreign += tuple(entry_of(prefix, name) for name in network.foreign)
+        whole.parameters |= {entry_of(prefix, name) for name in network.parameters}
+        whole.start |= {entry_of(prefix, name): value for name, value in network.start.items()}
+        whole.end |= {entry_of(prefix, name): value for name, value in network.end.items()}
     return whole
 
 
