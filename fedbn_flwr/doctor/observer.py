@@ -1,6 +1,6 @@
 """What a process sees of the networks that are called in it."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,6 +33,7 @@ OTHERS = (
 )
 #: in front of the names of layers, and a number, where several networks learn
 PREFIX = "network "
+is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
 #: more samples than a mini-batch has
 MANY = 2**31
 
@@ -194,7 +195,7 @@ class Observer:
             handle.remove()
 
     def _before(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        if torch.jit.is_tracing():  # what is done here would be in the graph
+        if is_tracing():  # what is done here would be in the graph
             return
         if self._depth == 0:
             if id(module) not in self._roots and _is_wrapper(module):
@@ -216,7 +217,7 @@ class Observer:
                 self._called.trains |= module.training and torch.is_grad_enabled()
 
     def _after(self, module: nn.Module, inputs: object, outputs: object) -> None:
-        if torch.jit.is_tracing():
+        if is_tracing():
             return
         if self._depth:  # a wrapper has not been counted
             self._depth -= 1
