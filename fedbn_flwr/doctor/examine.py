@@ -278,8 +278,10 @@ def _way(fate: LayerFate, failed: bool) -> str:
     `shared` if its statistics are sent, and others may come back.
     """
     kept = fate.came_back == "kept"
+    if fate.sent == "weights" and kept:
+        return "statistics-local"
     if fate.sent == "weights":
-        return "statistics-local" if kept else "statistics-not-sent"
+        return "statistics-not-sent"
     if kept:
         return "local"
     if fate.came_back == "made anew":

@@ -117,13 +117,16 @@ class Network:
         both = self.parameters & self.start.keys() & self.end.keys()
         return any(not same_numbers(self.start[name], self.end[name]) for name in both)
 
-    def is_version_of(self, other: "Network") -> bool:
+    def is_version_of_one(self, others: Iterable["Network"]) -> bool:
         """Whether it has another network's entries, and only the other learned: a copy of the
         global model, the node's last one, or an average of weights, as MOON and BYOL compare with.
         """
-        if (self.changed and self.learns) or not (other.changed and other.learns):
+        if self.changed and self.learns:
             return False
-        return _shapes(self.start) == _shapes(other.start)
+        shapes = _shapes(self.start)
+        return any(
+            other.changed and other.learns and _shapes(other.start) == shapes for other in others
+        )
 
     def of_layers(self) -> "Network":
         """Return it with the entries of BN layers only."""
@@ -325,9 +328,7 @@ def main_network(networks: Iterable[Network], *messages: Arrays) -> Network | No
     """
     every = list(networks)
     learning = [
-        network
-        for network in every
-        if network.learned and not any(network.is_version_of(other) for other in every)
+        network for network in every if network.learned and not network.is_version_of_one(every)
     ]
     trained = [network for network in learning if network.trained]
     if trained and len(trained) < len(learning):

@@ -125,7 +125,7 @@ def test_a_layer_of_an_unknown_class_with_running_statistics_is_no_other_normali
         assert describe_network(nn.Sequential(known)).foreign == ()
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::torch.jit.TracerWarning")
 def test_a_network_can_be_traced() -> None:
     pairs = [layer for _ in range(2) for layer in (nn.Conv2d(1, 1, 3), nn.BatchNorm2d(1))]
     with Observer():  # torch traces twice, and compares
