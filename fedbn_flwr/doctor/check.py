@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fedbn_flwr.doctor.findings import Finding, worst_first
-from fedbn_flwr.doctor.observer import as_arrays, entry_of, layer_of
+from fedbn_flwr.doctor.observer import as_arrays, layer_of
 from fedbn_flwr.norm import bn_layers
 from fedbn_flwr.state import Arrays
 
@@ -92,6 +92,11 @@ def layers_by_name(states: Iterable[Iterable[str]]) -> list[str]:
     """Return the layers that have running statistics in one of the states."""
     entries = dict.fromkeys(name for state in states for name in state)
     return [layer_of(name) for name in entries if name.endswith(f".{MEAN}") or name == MEAN]
+
+
+def entry_of(layer: str, kind: str) -> str:
+    """Return the name of a layer's entry; the network may be the layer itself."""
+    return f"{layer}.{kind}" if layer else kind
 
 
 def statistics_of(layer: str) -> list[str]:

@@ -10,18 +10,12 @@ from fedbn_flwr.doctor.check import (
     VARIANCE,
     SentRound,
     end_of,
+    entry_of,
     look_at,
     statistics_of,
 )
 from fedbn_flwr.doctor.findings import Finding, worst_first
-from fedbn_flwr.doctor.observer import (
-    LayerSeen,
-    Network,
-    entry_of,
-    match,
-    network_of,
-    same_numbers,
-)
+from fedbn_flwr.doctor.observer import LayerSeen, Network, match, network_of, same_numbers
 from fedbn_flwr.state import Arrays
 
 #: messages of training, and the networks that were trained

@@ -125,7 +125,7 @@ class Network:
             return False
         shapes = _shapes(self.start)
         return any(
-            other.changed and other.learns and _shapes(other.start) == shapes for other in others
+            other.learns and _shapes(other.start) == shapes and other.changed for other in others
         )
 
     def of_layers(self) -> "Network":
@@ -143,11 +143,6 @@ def _shapes(state: Arrays) -> dict[str, tuple[int, ...]]:
 def layer_of(entry: str) -> str:
     """Return the name of the layer that an entry of a state belongs to."""
     return entry.rpartition(".")[0]
-
-
-def entry_of(layer: str, kind: str) -> str:
-    """Return the name of a layer's entry; the network may be the layer itself."""
-    return f"{layer}.{kind}" if layer else kind
 
 
 @dataclass
@@ -371,14 +366,19 @@ def _joined(networks: list[Network]) -> Network:
         prefix = f"{PREFIX}{number}"
         for kind, count in network.others.items():
             whole.others[kind] = whole.others.get(kind, 0) + count
-        for name, layer in network.layers.items():
-            # a layer that was called by itself has no name
-            whole.layers[f"{prefix}.{name}".removesuffix(".")] = layer
-        whole.foreign += tuple(entry_of(prefix, name) for name in network.foreign)
-        whole.parameters |= {entry_of(prefix, name) for name in network.parameters}
-        whole.start |= {entry_of(prefix, name): value for name, value in network.start.items()}
-        whole.end |= {entry_of(prefix, name): value for name, value in network.end.items()}
+        whole.layers |= {_within(prefix, name): layer for name, layer in network.layers.items()}
+        whole.foreign += tuple(_within(prefix, name) for name in network.foreign)
+        whole.parameters |= {_within(prefix, name) for name in network.parameters}
+        whole.start |= {_within(prefix, name): value for name, value in network.start.items()}
+        whole.end |= {_within(prefix, name): value for name, value in network.end.items()}
     return whole
+
+
+def _within(network: str, name: str) -> str:
+    """Return the name of a network's layer or entry; a layer that is the network itself has none of
+    its own.
+    """
+    return f"{network}.{name}".removesuffix(".")
 
 
 # ---- which array of a message is which entry -----------------------------------------------------
