@@ -56,7 +56,7 @@ def from_torchvision(name: str, root: Path, elsewhere: bool = True) -> Data:
 
 def from_folder(path: Path, side: int | None, workers: int = 0) -> Data:
     """Read RGB images in `train/CLASS/` and `test/CLASS/`, or, with domains, `DOMAIN/train/CLASS/`
-    and so on.
+    and so on. Where no folder is called `test`, `val` is meant.
 
     Of images in `CLASS/`, or `DOMAIN/CLASS/`, a fifth of every class and domain is the test split,
     always the same. Classes and domains are numbered in alphabetical order. Images of different
@@ -80,15 +80,17 @@ def from_folder(path: Path, side: int | None, workers: int = 0) -> Data:
 def list_folder(path: Path) -> tuple[list[FileList], list[str], list[str]]:
     """List the files of both splits, the classes, and the domains if there are several."""
     names = folders(require(path, "the folder that folder:PATH names"))
-    roles = ["train", "test"]
     if "train" in names:
         domains = []
     else:
         domains = [name for name in names if (path / name / "train").is_dir()]
-    if not domains and "train" not in names:
+    if domains or "train" in names:
+        homes = domains or ["."]
+        roles = ["train", _test_role(path, homes)]
+    else:
         domains = [name for name in names if folders(path / name)]
+        homes = domains or ["."]
         roles = [""]
-    homes = domains or ["."]
     classes = sorted({name for home in homes for name in folders(path / home / roles[0])})
     if not classes:
         raise ValueError(
@@ -104,6 +106,14 @@ def list_folder(path: Path) -> tuple[list[FileList], list[str], list[str]]:
     else:
         divided = _divided(lists[0], 2 if domains else 1)
     return divided, classes, domains if len(domains) > 1 else []
+
+
+def _test_role(path: Path, homes: list[str]) -> str:
+    """Return the name of the folders of test images: `test`, or `val` where nobody has that."""
+    for role in ("test", "val"):
+        if any((path / home / role).is_dir() for home in homes):
+            return role
+    raise ValueError(f"folder:{path}: beside train, there is neither test nor val")
 
 
 def _divided(listed: FileList, depth: int) -> list[FileList]:

@@ -442,7 +442,8 @@ def test_images_of_different_sizes_need_an_image_size(
     [
         ((), "found neither train/CLASS/ nor DOMAIN/train/CLASS/ nor DOMAIN/CLASS"),
         (("1.png",), "found neither train/CLASS/ nor DOMAIN/train/CLASS/ nor DOMAIN/CLASS"),
-        (("train/a/1.png",), "no image in .*test: names of images end in .jpg, .jpeg, .png"),
+        (("train/a/1.png",), "beside train, there is neither test nor val"),
+        (("train/a/1.png", "test/1.png"), "no image in .*test: names of images end in .jpg, .jpeg"),
         (("train/a/1.png", "test/b/1.png"), "has a class that no training folder has: b"),
     ],
 )
@@ -452,6 +453,15 @@ def test_a_folder_that_lacks_images(tmp_path: Path, files: tuple[str, ...], mess
         paint(tmp_path / "home" / file)
     with pytest.raises(ValueError, match=message):
         load(f"folder:{tmp_path / 'home'}")
+
+
+@pytest.mark.parametrize(("more", "count"), [((), 2), (("test/a/1.png",), 1)])
+def test_val_is_for_testing_where_there_is_no_test(
+    tmp_path: Path, more: tuple[str, ...], count: int
+) -> None:
+    for file in ("train/a/1.png", "train/b/1.png", "val/a/1.png", "val/a/2.png", *more):
+        paint(tmp_path / file)
+    assert len(load(f"folder:{tmp_path}").test.labels) == count
 
 
 def test_images_are_those_that_torchvision_finds(tmp_path: Path) -> None:
