@@ -142,7 +142,7 @@ def _tensor(values: Any) -> Tensor:
     if isinstance(values, tuple | list):
         items = values
     if any(isinstance(item, Tensor) for item in items):
-        return torch.stack([torch.as_tensor(item) for item in items])
+        return torch.stack([torch.as_tensor(item) for item in items]).detach()
     if any(isinstance(item, np.ndarray) for item in items):
         values = np.array(items)  # torch would take them one by one
     if isinstance(values, np.ndarray):
@@ -150,7 +150,7 @@ def _tensor(values: Any) -> Tensor:
         values = np.ascontiguousarray(values, values.dtype.newbyteorder("="))
     elif hasattr(values, "to_numpy"):  # data frames are read-only
         values = np.array(values)
-    return torch.as_tensor(values)
+    return torch.as_tensor(values).detach()
 
 
 def _inputs(values: Tensor) -> Tensor:

@@ -229,7 +229,7 @@ def _classes(request: PartitionRequest) -> list[Indices]:
         rows = np.flatnonzero(labels == label)
         if len(rows) < len(holders):
             raise ValueError(
-                f"the {len(rows)} samples of class {label} cannot serve {len(holders)} clients"
+                f"class {label} has {len(rows)} samples, too few for {len(holders)} of the clients"
             )
         for holder, piece in zip(holders, np.array_split(rows, max(len(holders), 1)), strict=False):
             pieces[holder].append(piece)

@@ -211,6 +211,13 @@ def test_arrays_of_any_order_and_lists_of_pairs_are_taken() -> None:
         assert torch.equal(train.labels, labels)
 
 
+def test_inputs_of_a_graph_are_taken_without_it() -> None:
+    images, labels = pair(12, 1)
+    images.requires_grad_()
+    for inputs in (images, list(images)):
+        assert not own_data(((inputs, labels), (inputs, labels))).train.inputs.requires_grad
+
+
 def test_a_data_frame_of_inputs_is_an_array() -> None:
     images, labels = pair(40, 1)
     frame = pd.DataFrame(images.flatten(1).numpy())
