@@ -17,7 +17,6 @@ from fedbn_flwr.data import SITES, parse_augmentation
 from fedbn_flwr.data.pixels import Channels
 from fedbn_flwr.plugins import Own, did_you_mean
 from fedbn_flwr.plugins.options import (
-    ALL_OPTIONS,
     Option,
     Pairs,
     Range,
@@ -26,6 +25,7 @@ from fedbn_flwr.plugins.options import (
     as_value,
     option_key,
     options_of,
+    unknown_option,
 )
 from fedbn_flwr.wire import wire_key
 
@@ -187,7 +187,7 @@ class TrainingOptions(Options):
 class EngineOptions(Options):
     """What trains the clients of a simulation, and on what."""
 
-    device: Annotated[str, "cpu, auto, or an accelerator such as cuda, cuda:1 or mps"] = "auto"
+    device: Annotated[str, "cpu, auto, or a GPU such as cuda, cuda:1 or mps"] = "auto"
     deterministic: Annotated[
         bool, "repeat a run's bits on the same GPU; false: use its fastest algorithms"
     ] = True
@@ -407,8 +407,7 @@ class Config(Options):
         known = shared_options()
         others = sorted(set(values) - set(known))
         if others:
-            meant = did_you_mean(others[0], known, shown=ALL_OPTIONS)
-            raise UsageError(f"unknown option {others[0]!r}; {meant}")
+            raise UsageError(unknown_option(others[0], known))
         read = {known[key].name: known[key].read(value) for key, value in values.items()}
         return cls().but(**read)
 

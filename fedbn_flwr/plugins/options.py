@@ -128,6 +128,12 @@ def _options_of(function: Callable[..., object]) -> Mapping[str, Option]:
     return MappingProxyType(options)
 
 
+def unknown_option(key: str, known: Mapping[str, Option]) -> str:
+    """Return what is said of a key that none of the options has."""
+    texts = {name: option.help for name, option in known.items()}
+    return f"unknown option {key!r}; {did_you_mean(key, texts, shown=ALL_OPTIONS)}"
+
+
 def read_options(
     owner: str, known: Mapping[str, Option], pairs: Iterable[tuple[str, Any]]
 ) -> dict[str, Any]:
@@ -139,9 +145,7 @@ def read_options(
     for key, value in pairs:
         option = known.get(option_key(key))
         if option is None:
-            raise UsageError(
-                f"{owner}: unknown option {key!r}; {did_you_mean(key, known, shown=ALL_OPTIONS)}"
-            )
+            raise UsageError(f"{owner}: {unknown_option(key, known)}")
         try:
             values[option.name] = option.read(value)
         except UsageError as error:

@@ -381,7 +381,12 @@ RESOLVED: list[tuple[str | dict[str, Any], str]] = [
     ),
     ("fed3r:clip_norm=1", "scaffold; fed3r would ignore it"),
     ("fixbn:freeze_rounds=1", "unknown option 'freeze_rounds'; did you mean 'freeze-round'?"),
-    ("fixbn:method=1", "unknown option 'method'; all: `fedbn-flwr run --help-all`"),
+    (
+        "fixbn:method=1",
+        "unknown option 'method'; like it: statistics, norm; all: `fedbn-flwr run --help-all`",
+    ),
+    ("fixbn:learning-rate=1", "unknown option 'learning-rate'; like it: frozen-lr, server-lr"),
+    ({"gpu": 1}, "unknown option 'gpu'; like it: precision, device, "),
     (
         {"lrates": 1},
         "unknown option 'lrates'; like it: local-steps, classes; all: `fedbn-flwr run --help-all`",

@@ -23,8 +23,7 @@ from fedbn_flwr.experiments.recipes.paper import (
     Side,
 )
 from fedbn_flwr.experiments.study import Setting, Study
-from fedbn_flwr.plugins import did_you_mean
-from fedbn_flwr.plugins.options import ALL_OPTIONS, Option, UsageError, whole_number
+from fedbn_flwr.plugins.options import Option, UsageError, unknown_option, whole_number
 from fedbn_flwr.plugins.yaml_text import load_yaml
 
 #: the keys of a recipe, and those of its `smoke`
@@ -219,17 +218,14 @@ class Fields:
 
     def _options(self, where: str, given: Any) -> Options:
         given = self.mapping(f"{where} ", given, "options")
-        known = [key for key in _all_options() if key not in OUTSIDE]
+        known = {key: option for key, option in _all_options().items() if key not in OUTSIDE}
         # the names of options may be theirs
         refuse_code(self.where, str(given.get("plugins", "")).split(","))
         for key, value in given.items():
             if key in OUTSIDE:
                 self.refuse(f"{where}: {key!r} is no option of a recipe")
             if key not in known:
-                self.refuse(
-                    f"{where}: unknown option {key!r}; "
-                    f"{did_you_mean(key, known, shown=ALL_OPTIONS)}"
-                )
+                self.refuse(f"{where}: {unknown_option(key, known)}")
             if not isinstance(value, bool | int | float | str):
                 self.refuse(f"{where}: {key} must be one value, got {value!r}")
         return dict(given)
