@@ -71,9 +71,15 @@ class LayerSeen:
         else:
             self.evaluating += 1
 
-    def note_gradient(self, _: torch.Tensor) -> None:
-        """Count one call in evaluation mode that was trained through."""
-        self.trained_fixed += 1
+    def note_gradients(self, gradients: tuple[torch.Tensor | None, ...], _: object) -> None:
+        """Count one call in evaluation mode that was trained through.
+
+        The first gradient is that of the inputs: an attack on a network's inputs asks for it alone,
+        and trains nothing.
+        """
+        of_layer = gradients[1:]
+        if not of_layer or any(gradient is not None for gradient in of_layer):
+            self.trained_fixed += 1
 
 
 @dataclass
@@ -222,8 +228,8 @@ class Observer:
         seen = self._layers.get(id(module))
         if seen is None or module.training:
             return
-        if isinstance(outputs, torch.Tensor) and outputs.requires_grad:
-            outputs.register_hook(seen.note_gradient)
+        if isinstance(outputs, torch.Tensor) and outputs.grad_fn:
+            outputs.grad_fn.register_hook(seen.note_gradients)
 
     def take(self) -> list[Network]:
         """Return the networks that were called since the last time.
