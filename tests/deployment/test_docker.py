@@ -367,15 +367,14 @@ def test_a_build_is_sent_what_the_dockerfile_copies(image: Path) -> None:
     ).split()
     run("docker", "image", "rm", "--force", f"{IMAGE}-probe")
     assert set(sent) == {
-        *(
-            "LICENSE",
-            "README.md",
-            "docker-compose.yml",
-            "fedbn_flwr",
-            "hatch_build.py",
-            "pyproject.toml",
-            "recipes",
-        ),
+        "LICENSE",
+        "README.md",
+        "docker-compose.yml",
+        "fedbn_flwr",
+        "hatch_build.py",
+        "image.lock",
+        "pyproject.toml",
+        "recipes",
         "strategies",
     }
 
