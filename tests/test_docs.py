@@ -213,6 +213,9 @@ def test_the_site_is_built_without_a_warning_and_its_links_lead_somewhere(tmp_pa
         if any(".ipynb" in target for target in links.targets)
     ]
     assert raw == ["first-steps"]
+    home = pages[(site / "index.html").resolve()].anchors
+    assert "what-to-use" in home
+    assert "try-it" not in home  # of README's first screen
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""Show notebooks as pages of the site: MkDocs calls these functions (`hooks` in mkdocs.yml)."""
+"""Show notebooks, and README's first screen, as pages of the site: MkDocs calls these functions
+(`hooks` in mkdocs.yml).
+"""
 
 import json
 from base64 import b64decode
@@ -7,6 +9,10 @@ from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+
+README = Path(__file__).parents[1] / "README.md"
+#: where README's first screen stands in a page
+MARK = "<!-- README's first screen -->"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -28,10 +34,16 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Let links of pages lead to the page of a notebook; only that page's own link leads to the
-    file.
+    """Put README's first screen into the page that has its mark, and let links lead to the page of
+    a notebook; only that page's own link leads to the file.
     """
-    return markdown.replace(".ipynb)", ".md)") if "[This notebook](" not in markdown else markdown
+    if "[This notebook](" in markdown:
+        return markdown
+    below_title = README.read_text().split("\n", 1)[1]
+    first = below_title.split("\n## Try it")[0]
+    # the folder of README has that of the pages
+    markdown = markdown.replace(MARK, first.replace("](docs/", "]("))
+    return markdown.replace(".ipynb)", ".md)")
 
 
 def shown(notebook: dict[str, Any], stem: str) -> tuple[str, dict[str, bytes]]:
