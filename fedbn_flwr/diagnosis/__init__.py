@@ -7,7 +7,7 @@ the heterogeneity V_i (Assumption 4).
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import sqrt
@@ -26,6 +26,9 @@ from fedbn_flwr.randomness import derive, torch_generator
 __all__ = ["Diagnosis", "Measurement", "check_model", "diagnose", "overall"]
 
 Batch = tuple[Tensor, Tensor]
+#: a mini-batch of each client
+Draw = Sequence[Batch]
+Progress = Callable[[Sequence[Draw]], Iterable[Draw]]
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 _STATISTICS: tuple[Kind, ...] = ("mean", "variance", "statistics")
 _GRADIENTS: tuple[Kind, ...] = ("gradients",)
@@ -94,15 +97,17 @@ class Diagnosis:
 
 def diagnose(
     model: nn.Module,
-    draws: Sequence[Sequence[Batch]],
+    draws: Sequence[Draw],
     weights: Sequence[float],
     loss_function: LossFunction = F.cross_entropy,
     seed: int = 0,
+    progress: Progress = iter,
 ) -> Diagnosis:
     """Measure a model, in its present mode and without changing it, on draws of one mini-batch of
     each client.
 
-    Weights need not sum to 1. A model that `check` refuses is a ValueError.
+    Weights need not sum to 1. A model that `check` refuses is a ValueError. `progress` goes twice
+    through the draws, such as `tqdm`.
     """
     check_model(model)
     sizes = [
@@ -116,7 +121,8 @@ def diagnose(
     measure = partial(_measure, model, shares=shares, loss_function=loss_function, seed=seed)
     # layers that keep their statistics in training do it here
     with freeze(model, statistics=False):
-        return Diagnosis(shares, sizes, measure(draws), measure(shuffled))
+        actual = measure(progress(draws))
+        return Diagnosis(shares, sizes, actual, measure(progress(shuffled)))
 
 
 def check_model(model: nn.Module) -> None:
@@ -139,7 +145,7 @@ def overall(weights: Sequence[float], values: Sequence[float]) -> float:
 
 def _measure(
     model: nn.Module,
-    draws: Sequence[Sequence[Batch]],
+    draws: Iterable[Draw],
     shares: Sequence[float],
     loss_function: LossFunction,
     seed: int,
@@ -164,7 +170,7 @@ def _measure(
                     float((combine("mean", gradients, shares) - whole).norm() / whole.norm())
                 )
     sums = {name: sum(values, torch.zeros(1)) for name, values in squares.items()}
-    roots = {name: (values / len(draws)).sqrt().tolist() for name, values in sums.items()}
+    roots = {name: (values / len(by_draw)).sqrt().tolist() for name, values in sums.items()}
     return Measurement(
         layers=distances.layers(),
         errors={name: _root_ratio(sums[f"error {name}"], sums["norm"])[0] for name in SHARED},
@@ -177,7 +183,7 @@ def _measure(
 
 def _gradients(
     model: nn.Module,
-    draw: Sequence[Batch],
+    draw: Draw,
     shares: Sequence[float],
     loss_function: LossFunction,
     seed: int,
@@ -215,7 +221,7 @@ def _shared_only(kinds: Collection[Kind], exchange: Exchange, requests: Requests
     return Answer(requests.tensor, requests.counts[0])
 
 
-def _shuffled(draw: Sequence[Batch], generator: torch.Generator) -> list[Batch]:
+def _shuffled(draw: Draw, generator: torch.Generator) -> list[Batch]:
     """Deal the samples of all mini-batches at random into mini-batches of the same sizes."""
     sizes = [len(targets) for _, targets in draw]
     inputs, targets = (torch.cat(parts) for parts in zip(*draw, strict=True))

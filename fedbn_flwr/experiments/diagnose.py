@@ -4,12 +4,14 @@ model.
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from math import isnan, sqrt
 from pathlib import Path
 from statistics import median, stdev
 from typing import Any
 
 import torch
+from rich.progress import track
 from torch import nn
 
 from fedbn_flwr.client.batch_plan import BatchLoader, batch_sizes, draw
@@ -120,7 +122,21 @@ def run_diagnosis(options: dict[str, Any]) -> None:
         1.0 if experiment.options.get("weighting") == "uniform" else len(material.partition[client])
         for client in clients
     ]
-    diagnosis = diagnose(model, draws, weights, loss_function=material.task.loss, seed=config.seed)
+    bar = partial(
+        track,
+        description="mini-batches",
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    diagnosis = diagnose(
+        model,
+        draws,
+        weights,
+        loss_function=material.task.loss,
+        seed=config.seed,
+        progress=bar,
+    )
     advice = suggestion(
         diagnosis,
         count_domains(material, clients),

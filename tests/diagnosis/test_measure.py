@@ -1,5 +1,6 @@
 """What the diagnosis measures: by hand, against centralized BN, and at the extremes."""
 
+from collections.abc import Iterator, Sequence
 from math import sqrt
 
 import pytest
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from fedbn_flwr.client.training import Batch
 from fedbn_flwr.data import load, partition
-from fedbn_flwr.diagnosis import Diagnosis, diagnose, overall
+from fedbn_flwr.diagnosis import Diagnosis, Draw, diagnose, overall
 from tests.helpers.layerwise_references import (
     Gradients,
     gradients,
@@ -153,3 +154,17 @@ def test_the_model_stays_as_it_is_and_mini_batches_may_be_of_one_sample() -> Non
     assert diagnosis.actual.layers[0].variance == [1, 1]
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert "forward" not in model[2].__dict__
+
+
+def test_progress_goes_twice_through_the_draws() -> None:
+    draws = [DRAW, [DRAW[0]] * 3]
+    seen: list[int] = []
+
+    def progress(given: Sequence[Draw]) -> Iterator[Draw]:
+        for place, draw in enumerate(given):
+            yield draw
+            seen.append(place)
+
+    shown = diagnose(small_network(), draws, WEIGHTS, progress=progress)
+    assert seen == [0, 1] * 2
+    assert shown == diagnose(small_network(), draws, WEIGHTS)
