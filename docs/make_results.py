@@ -60,6 +60,7 @@ FROZEN = ("frozen", "two classes")
 DOMAINS = ("domains", "")
 CIFAR = ("cifar10", "two classes")
 CIFAR_LONGER = ("cifar10-rounds", "two classes")
+CIFAR_RESNET = ("cifar10-resnet", "")
 #: figures of FedTAN's paper at full size
 FIGURE_6: dict[str, Place] = {
     "IID": ("fedtan/figure6", "i.i.d."),
@@ -419,7 +420,7 @@ def rate(place: Place, name: str) -> str:
 
 def cifar() -> str:
     """Return what the first screen's methods have on CIFAR-10, and their gains there and on
-    Fashion-MNIST, and one seed after more rounds.
+    Fashion-MNIST, and one seed after more rounds and of a deeper network.
     """
 
     def elsewhere(name: str) -> str:
@@ -431,6 +432,7 @@ def cifar() -> str:
         "gain over `fedavg`": partial(gain, CIFAR),
         "on Fashion-MNIST": elsewhere,
         "after 500 rounds": partial(cell, CIFAR_LONGER),
+        "ResNet-20": partial(cell, CIFAR_RESNET),
     }
     return by_method(by_mean(CIFAR), columns)
 
