@@ -75,10 +75,11 @@ class LayerSeen:
         """Count one call in evaluation mode that was trained through.
 
         The first gradient is that of the inputs: an attack on a network's inputs asks for it alone,
-        and trains nothing.
+        and trains nothing. That shows only where the layer has parameters that learn.
         """
         of_layer = gradients[1:]
-        if not of_layer or any(gradient is not None for gradient in of_layer):
+        is_attack = self.learns and of_layer and all(gradient is None for gradient in of_layer)
+        if not is_attack:
             self.trained_fixed += 1
 
 

@@ -130,3 +130,25 @@ def test_a_network_can_be_traced() -> None:
     pairs = [layer for _ in range(2) for layer in (nn.Conv2d(1, 1, 3), nn.BatchNorm2d(1))]
     with Observer():  # torch traces twice, and compares
         torch.jit.trace(nn.Sequential(*pairs), IMAGES)
+
+
+@pytest.mark.parametrize(
+    ("layer", "attack", "count"),
+    [
+        (nn.BatchNorm2d(2), False, 1),
+        (nn.BatchNorm2d(2), True, 0),
+        (nn.BatchNorm2d(2, affine=False), False, 1),
+        (nn.BatchNorm2d(2).requires_grad_(False), False, 1),
+    ],
+)
+def test_training_in_evaluation_mode_is_told_from_an_attack_on_the_inputs(
+    layer: nn.Module, attack: bool, count: int
+) -> None:
+    net = nn.Sequential(nn.Conv2d(1, 2, 3), layer).eval()
+    images = IMAGES.clone().requires_grad_()
+    learning = [parameter for parameter in net.parameters() if parameter.requires_grad]
+    with Observer() as observer:
+        loss = net(images).square().mean()
+        torch.autograd.grad(loss, images if attack else learning)
+        (network,) = observer.take()
+    assert network.layers["1"].trained_fixed == count
