@@ -98,7 +98,7 @@ def _split(part: Any, name: str) -> Split:
             )
         is_pair = isinstance(part, tuple | list) and len(part) == 2
         inputs, labels = part if is_pair else _read(part, name)
-        return _checked(_inputs(_tensor(inputs)), _tensor(labels))
+        return _checked(_inputs(_tensor(inputs)).detach(), _tensor(labels).detach())
     except (TypeError, ValueError, LookupError, RuntimeError) as error:
         able = (
             "a fedbn_flwr.data.Split, a pair (inputs, labels) of tensors or arrays, or a list or "
@@ -142,7 +142,7 @@ def _tensor(values: Any) -> Tensor:
     if isinstance(values, tuple | list):
         items = values
     if any(isinstance(item, Tensor) for item in items):
-        return torch.stack([torch.as_tensor(item) for item in items]).detach()
+        return torch.stack([torch.as_tensor(item) for item in items])
     if any(isinstance(item, np.ndarray) for item in items):
         values = np.array(items)  # torch would take them one by one
     if isinstance(values, np.ndarray):
@@ -150,7 +150,7 @@ def _tensor(values: Any) -> Tensor:
         values = np.ascontiguousarray(values, values.dtype.newbyteorder("="))
     elif hasattr(values, "to_numpy"):  # data frames are read-only
         values = np.array(values)
-    return torch.as_tensor(values).detach()
+    return torch.as_tensor(values)
 
 
 def _inputs(values: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from fedbn_flwr import compare, run
 from fedbn_flwr.data import load
-from fedbn_flwr.data.own_data import READ_TWICE, own_data
+from fedbn_flwr.data.own_data import READ_TWICE, own_data, preprocess
 from fedbn_flwr.experiments import UsageError, main
 from tests.helpers.image_sets import paint
 from tests.helpers.runs import run_in
@@ -216,6 +216,8 @@ def test_inputs_of_a_graph_are_taken_without_it() -> None:
     images.requires_grad_()
     for inputs in (images, list(images)):
         assert not own_data(((inputs, labels), (inputs, labels))).train.inputs.requires_grad
+    # of a trained model's inputs, such as for a map of what it looks at
+    assert preprocess(images, images.detach()).requires_grad
 
 
 def test_a_data_frame_of_inputs_is_an_array() -> None:
