@@ -100,7 +100,7 @@ class _Parser(argparse.ArgumentParser):
             texts = {
                 name: action.help or "" for name, action in self._option_string_actions.items()
             }
-            meant = did_you_mean(option, texts, shown=f"`{self.prog} --help-all`")
+            meant = did_you_mean(option, texts, shown=f"`{self.prog} --help-all`", texts=texts)
             raise UsageError(f"unknown option {option!r}; {meant}")
         return parsed, unknown
 

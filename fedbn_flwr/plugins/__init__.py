@@ -88,15 +88,16 @@ MOST_NEAR = 4
 
 def did_you_mean(
     name: str,
-    known: Iterable[str] | Mapping[str, str],
+    known: Iterable[str],
     other: str = "",
     shown: str = "",
+    texts: Mapping[str, str] | None = None,
 ) -> str:
     """Return "did you mean ...?", or all known names if none is like this one.
 
     Case, hyphens, and all after a colon do not count. `other` says what may be given in place of a
     name, `shown` what shows the names if they are many: then those that are a little like it are
-    named, and if the names come with texts, those in whose text its words are.
+    named, and those in whose texts its words are.
     """
     listed = list(known)
     names = {_plain(item): item for item in listed}
@@ -106,8 +107,11 @@ def did_you_mean(
     if shown and len(listed) > MANY:
         near = [names[each] for each in get_close_matches(_plain(name), names)]
         words = name.strip("-").replace("-", " ").lower()
-        texts = known if isinstance(known, Mapping) else {}
-        near += [each for each, text in texts.items() if words in text.lower() and each not in near]
+        near += [
+            each
+            for each, text in (texts or {}).items()
+            if words in text.lower() and each not in near
+        ]
         if near:
             return f"like it: {', '.join(near[:MOST_NEAR])}; all: {shown}"
         return f"all: {shown}"

@@ -131,7 +131,7 @@ def _options_of(function: Callable[..., object]) -> Mapping[str, Option]:
 def unknown_option(key: str, known: Mapping[str, Option]) -> str:
     """Return what is said of a key that none of the options has."""
     texts = {name: option.help for name, option in known.items()}
-    return f"unknown option {key!r}; {did_you_mean(key, texts, shown=ALL_OPTIONS)}"
+    return f"unknown option {key!r}; {did_you_mean(key, texts, shown=ALL_OPTIONS, texts=texts)}"
 
 
 def read_options(
