@@ -39,11 +39,16 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     """
     if "[This notebook](" in markdown:
         return markdown
-    below_title = README.read_text().split("\n", 1)[1]
-    first = below_title.split("\n## Try it")[0]
-    # the folder of README has that of the pages
-    markdown = markdown.replace(MARK, first.replace("](docs/", "]("))
+    if MARK in markdown:
+        markdown = markdown.replace(MARK, first_screen())
     return markdown.replace(".ipynb)", ".md)")
+
+
+def first_screen() -> str:
+    """Return what README has below its title and above its commands, as a page of the site."""
+    below_title = README.read_text().split("\n", 1)[1]
+    # README lies beside the folder of the pages
+    return below_title.split("\n## Try it")[0].replace("](docs/", "](")
 
 
 def shown(notebook: dict[str, Any], stem: str) -> tuple[str, dict[str, bytes]]:

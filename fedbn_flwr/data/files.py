@@ -80,17 +80,16 @@ def from_folder(path: Path, side: int | None, workers: int = 0) -> Data:
 def list_folder(path: Path) -> tuple[list[FileList], list[str], list[str]]:
     """List the files of both splits, the classes, and the domains if there are several."""
     names = folders(require(path, "the folder that folder:PATH names"))
-    if "train" in names:
-        domains = []
-    else:
+    domains = []
+    if "train" not in names:
         domains = [name for name in names if (path / name / "train").is_dir()]
-    if domains or "train" in names:
-        homes = domains or ["."]
-        roles = ["train", _test_role(path, homes)]
-    else:
+    is_split = "train" in names or len(domains) > 0
+    if not is_split:
         domains = [name for name in names if folders(path / name)]
-        homes = domains or ["."]
-        roles = [""]
+    homes = domains or ["."]
+    roles = [""]
+    if is_split:
+        roles = ["train", _test_role(path, homes)]
     classes = sorted({name for home in homes for name in folders(path / home / roles[0])})
     if not classes:
         raise ValueError(

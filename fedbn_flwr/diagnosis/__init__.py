@@ -28,7 +28,6 @@ __all__ = ["Diagnosis", "Measurement", "check_model", "diagnose", "overall"]
 Batch = tuple[Tensor, Tensor]
 #: a mini-batch of each client
 Draw = Sequence[Batch]
-Progress = Callable[[Sequence[Draw]], Iterable[Draw]]
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 _STATISTICS: tuple[Kind, ...] = ("mean", "variance", "statistics")
 _GRADIENTS: tuple[Kind, ...] = ("gradients",)
@@ -101,7 +100,7 @@ def diagnose(
     weights: Sequence[float],
     loss_function: LossFunction = F.cross_entropy,
     seed: int = 0,
-    progress: Progress = iter,
+    progress: Callable[[Sequence[Draw]], Iterable[Draw]] = iter,
 ) -> Diagnosis:
     """Measure a model, in its present mode and without changing it, on draws of one mini-batch of
     each client.
