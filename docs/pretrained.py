@@ -45,6 +45,11 @@ def fashion_domains() -> Data:
     return fewer(load("fashion-domains"))
 
 
+def cifar10() -> Data:
+    """Return as many images of CIFAR-10, whose files torchvision downloads or finds."""
+    return fewer(load("cifar10"))
+
+
 def emoji() -> Data:
     """Return the emoji that both vendors draw, in nine categories; a fifth of them is the test
     data, the same for both.
