@@ -91,7 +91,7 @@ class Layerwise(FedAvg):
                     break
         log(
             WARNING,
-            "Round %d is skipped, its layer-wise step failed %d times",
+            "Round %d is skipped after attempt %d at its layer-wise step",
             self.round.number,
             attempt,
         )

@@ -398,11 +398,8 @@ def about_absent(classes: Sequence[str], partition: str, clients: int) -> str:
     """Return a sentence about classes that nobody has, though they are tested."""
     few = ", ".join(classes[:5])
     if len(classes) > 5:
-        few += ", ..."
-    return (
-        f"no client has samples of {len(classes)} classes ({few}): {partition} with "
-        f"{clients:.0f} clients"
-    )
+        few += f" and {len(classes) - 5} more"
+    return f"no client has samples of some classes: {few} ({partition} with {clients:.0f} clients)"
 
 
 def _parse(spec: str) -> tuple[Kind, list[str]]:

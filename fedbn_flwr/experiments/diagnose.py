@@ -236,7 +236,7 @@ def suggestion(
     size = median(diagnosis.batch_sizes)
     error = excess(diagnosis)
     if size <= TINY_BATCH:
-        reason = f"Mini-batches of {size:g} samples are too small for statistics of their own."
+        reason = f"Mini-batches of this size ({size:g}) are too small for statistics of their own."
         new = (
             "a model that needs none: FedWon (fedwon), or GN with standardized weights "
             "(fedavg+gn-ws)"

@@ -63,8 +63,8 @@ def serve(grid: Grid, run_config: Mapping[str, Any], run_id: int = 0) -> Summary
         # the statistics of few samples leave the sites, from which an attacker may reconstruct
         # these samples
         text = (
-            "%s sends BN statistics of mini-batches of %d samples; FedTAN's authors advise at "
-            "least %d (remark 4)"
+            "%s sends BN statistics of mini-batches (batch-size=%d); FedTAN's authors advise at "
+            "least %d samples (remark 4)"
         )
         log(WARNING, text, experiment.strategy, config.training.batch_size, LEAST_BATCH)
     folder = results_folder(config.results, run_id)

@@ -210,7 +210,7 @@ def test_statistics_of_small_batches_are_warned_about(
     serve(InProcessGrid(client_app(bound_client_fn(resolve(run_config).config)), 2), run_config)
     warnings = [line for line in lines if "FedTAN's authors advise at least 32" in line]
     assert len(warnings) == warned
-    assert all(f"mini-batches of {options['batch-size']} samples" in line for line in warnings)
+    assert all(f"(batch-size={options['batch-size']})" in line for line in warnings)
 
 
 def test_results_of_flwr_run_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -480,7 +480,7 @@ def cautions(runs: Frame) -> list[str]:
             f"{first['clients']} sites."
         )
     if left:
-        lines.append(f"Caution: {len(left)} nodes were missing in rounds; rounds.jsonl names them.")
+        lines.append(f"Caution: nodes missing in rounds: {len(left)}; rounds.jsonl names them.")
     ways = of_clients(runs).groupby(column(runs, "trained-by"), sort=False)["label"].unique()
     if len(ways) > 1:
         each = "; ".join(f"{way} ({', '.join(labels)})" for way, labels in ways.items())

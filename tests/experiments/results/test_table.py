@@ -175,8 +175,10 @@ def test_a_method_of_which_a_run_failed_has_words_in_place_of_its_numbers(tmp_pa
 def test_what_readers_should_know_of_the_data(tmp_path: Path) -> None:
     about: Summary = {"absent-classes": ["4", "9"], "left-out": {"7": 2}}
     text = shown(tmp_path, [ended("a", **about), ended("b")])
-    assert "Caution: no client has samples of 2 classes (4, 9): classes:2 with 5 clients." in text
-    assert "Caution: 1 nodes were missing in rounds; rounds.jsonl names them." in text
+    assert (
+        "Caution: no client has samples of some classes: 4, 9 (classes:2 with 5 clients)." in text
+    )
+    assert "Caution: nodes missing in rounds: 1; rounds.jsonl names them." in text
     text = shown(
         tmp_path / "sites", [ended("a", **about, clients=3, sites={"north": {}, "west": {}})]
     )

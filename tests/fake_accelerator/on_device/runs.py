@@ -197,7 +197,7 @@ def test_nodes_of_a_worker_whose_device_fails_are_named(
         failing.unlink()
     assert [row["left-out"] for row in rounds(tmp_path)] == [[1001, 1003]] * 3
     assert results(tmp_path)["summary"]["left-out"] == {"1001": 3, "1003": 3}
-    assert "2 nodes were missing in rounds" in " ".join(capsys.readouterr().out.split())
+    assert "nodes missing in rounds: 2" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.slow
