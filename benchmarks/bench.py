@@ -126,7 +126,7 @@ class Bench:
             return case.clients <= asked.most_on_ray and case.local_steps > 1
         if engine == "jax":
             return case.is_plain and case.model in IN_JAX
-        return engine != "captured" or case.is_plain
+        return engine not in ("captured", "pfl") or case.is_plain
 
     def _measure(self, case: Case, lasting: Sequence[EngineProcess]) -> None:
         """Measure a case; every other engine gets a new process for it, so that its memory can be

@@ -75,6 +75,13 @@ def run_jax(cases: Sequence[Case], clock: Clock) -> None:
                 loop.round()
 
 
+def run_pfl(cases: Sequence[Case], clock: Clock) -> None:
+    """Time pfl, Apple's simulator, which chooses its device by itself."""
+    from benchmarks.pfl_round import PflLoop
+
+    run_bare(cases, clock, PflLoop)
+
+
 def run_sequential(cases: Sequence[Case], clock: Clock) -> None:
     """Time one client after another, in this process."""
     for case in cases:
@@ -150,6 +157,7 @@ ENGINES: dict[str, Engine] = {
     "bare": run_bare,
     "captured": run_captured,
     "jax": run_jax,
+    "pfl": run_pfl,
     "sequential": run_sequential,
     "stacked": run_stacked,
     "actors": run_actors,

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from contextlib import ExitStack
+from copy import deepcopy
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,9 @@ def test_engines_stand_beside_the_bare_loop(
 
 @pytest.mark.slow
 def test_an_engine_takes_no_part_in_cases_that_it_cannot_do(tmp_path: Path) -> None:
-    words = "--engines bare,captured,jax --models mlp --methods fixbn:freeze-round=1 --clients 2"
+    words = (
+        "--engines bare,captured,jax,pfl --models mlp --methods fixbn:freeze-round=1 --clients 2"
+    )
     few = ["--device", "cpu", "--repetitions", "1", "--seconds", "0.01"]
     assert bench.main([*words.split(), *few, "--results-dir", str(tmp_path)]) == 0
     rows = json.loads((tmp_path / "bench.json").read_text())
@@ -142,6 +145,27 @@ def test_a_round_in_jax_is_the_bare_loops(model: str) -> None:
             loop.round()
         for name, value in loop.state().items():
             torch.testing.assert_close(value, plain.state()[name], rtol=0, atol=1e-10)
+
+
+def test_a_round_in_pfl_is_the_bare_loops_but_for_statistics() -> None:
+    pytest.importorskip("pfl")
+    from benchmarks.pfl_round import PflLoop
+
+    data = (
+        torch.randn(40, 3, 8, 8, generator=torch.Generator().manual_seed(1)),
+        torch.arange(40) % 10,
+    )
+    parts = [torch.arange(20), torch.arange(20, 40)]
+    given: dict[str, Any] = {"local_steps": 3, "batch_size": 8, "lr": 0.05}
+    network = build("small-cnn", 10, 3, 8)
+    plain = BareLoop(deepcopy(network), data, parts, **given)
+    loop = PflLoop(network, data, parts, **given)
+    for _ in range(2):
+        plain.round()
+        loop.round()
+    expected = plain.state()
+    for name, value in network.named_parameters():
+        torch.testing.assert_close(value.detach(), expected[name], rtol=0, atol=1e-6)
 
 
 def test_cases_are_experiments_and_the_pages_commands_are_understood() -> None:
