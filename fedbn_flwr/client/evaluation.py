@@ -76,14 +76,18 @@ class Evaluation:
 
     def accuracy_for(self, domain_share: Tensor, class_share: Tensor) -> float:
         """The expected accuracy on a node's own distribution: of its domains, or without domains of
-        its classes, if there are any.
+        its classes, if there are any, as far as they are tested.
         """
         by_class = self.has_classes and len(class_share) > 0
         if len(domain_share) > 1 or not by_class:
             return self.score_for(self._measure, domain_share)
         matrix = self.confusion.sum(0).double()
-        recall = matrix.diagonal() / matrix.sum(1).clamp(min=1)
-        return float(recall @ class_share)
+        labelled = matrix.sum(1)
+        tested = class_share * (labelled > 0)
+        if not tested.any():
+            return self.accuracy
+        recall = matrix.diagonal() / labelled.clamp(min=1)
+        return float(recall @ tested / (tested.sum() / class_share.sum()))
 
     def score_for(self, measure: Measure, domain_share: Tensor) -> float:
         """A score's mean over a node's own domains, by their shares; of all test data where none of

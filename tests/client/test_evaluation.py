@@ -156,6 +156,8 @@ TWO_DOMAINS = [[[2, 0], [1, 1]], [[1, 0], [1, 0]]]
 THREE_DOMAINS = [TWO_DOMAINS[0], [[0, 0], [0, 0]], TWO_DOMAINS[1]]
 #: class 0: 3 of 4 correct; class 1: 1 of 6
 NO_DOMAINS = [[[3, 1], [5, 1]]]
+#: the same, and nothing of class 1 is tested
+ONE_CLASS = [[[3, 1], [0, 0]]]
 
 
 @pytest.mark.parametrize(
@@ -167,6 +169,8 @@ NO_DOMAINS = [[[3, 1], [5, 1]]]
         (THREE_DOMAINS, [0.0, 1.0, 0.0], [0.0, 0.0], 4 / 6),
         (NO_DOMAINS, [1.0], [0.25, 0.75], 0.25 * 3 / 4 + 0.75 * 1 / 6),
         (NO_DOMAINS, [1.0], [1.0, 0.0], 3 / 4),
+        (ONE_CLASS, [1.0], [0.25, 0.75], 3 / 4),
+        (ONE_CLASS, [1.0], [0.0, 1.0], 3 / 4),
     ],
 )
 def test_a_nodes_own_accuracy_weighs_by_its_shares(
