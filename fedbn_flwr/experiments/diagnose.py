@@ -46,9 +46,9 @@ MANY_STEPS = 20
 #: `excess` up to which BN is fine; docs/diagnose.md shows where it comes from
 SMALL_EXCESS = 0.4
 #: what is suggested for a model that begins with weights, which other layers would throw away
-AS_TRAINED = (
-    "BN as it was trained (fedavg:freeze-bn=true) at a lower learning rate, or FedTAN (fedtan)"
-)
+AS_TRAINED = "BN as it was trained (fedavg:freeze-bn=true) at a lower learning rate"
+#: and before it where clients differ by their targets, and the last layer can be solved
+HEAD = "the last layer in closed form (fed3r), in one exchange, or "
 
 
 def show_diagnosis(diagnosis: Diagnosis, title: str, advice: str, folder: Path) -> None:
@@ -142,6 +142,7 @@ def run_diagnosis(options: dict[str, Any]) -> None:
         count_domains(material, clients),
         config.training.local_steps,
         bool(config.model.init_from),
+        can_solve=not material.task.placed,
     )
     content = {
         "options": experiment.to_mapping(),
@@ -227,21 +228,29 @@ def is_certain(diagnosis: Diagnosis) -> bool:
 
 
 def suggestion(
-    diagnosis: Diagnosis, domains: int = 0, local_steps: int = 5, is_trained: bool = False
+    diagnosis: Diagnosis,
+    domains: int = 0,
+    local_steps: int = 5,
+    is_trained: bool = False,
+    can_solve: bool = True,
 ) -> str:
     """Return one line of advice; a rule of thumb, not a promise.
 
-    `domains` is as in `count_domains`.
+    `domains` is as in `count_domains`, and `can_solve` tells whether the last layer has a closed
+    form.
     """
     size = median(diagnosis.batch_sizes)
     error = excess(diagnosis)
+    as_trained = AS_TRAINED
+    if can_solve and domains < 2:
+        as_trained = HEAD + AS_TRAINED
     if size <= TINY_BATCH:
         reason = f"Mini-batches of this size ({size:g}) are too small for statistics of their own."
         new = (
             "a model that needs none: FedWon (fedwon), or GN with standardized weights "
             "(fedavg+gn-ws)"
         )
-        return f"{reason} This suggests {AS_TRAINED if is_trained else new}."
+        return f"{reason} This suggests {as_trained if is_trained else new}."
     reason = (
         f"Clients' differences put the mean gradient off by {error:.0%} of its size, beyond chance."
     )
@@ -253,7 +262,7 @@ def suggestion(
     if error < SMALL_EXCESS:
         return f"{reason} This suggests that BN is fine as it is (fedavg)."
     if is_trained:
-        return f"{reason} This suggests {AS_TRAINED}."
+        return f"{reason} This suggests {as_trained}."
     if domains > 1:
         return (
             f"{reason} Each client has one of {domains} domains. This suggests a model for each "
@@ -261,13 +270,10 @@ def suggestion(
             "(fednorm); for one model FedWon (fedwon)."
         )
     if local_steps >= MANY_STEPS:
-        best = (
-            "FedWon (fedwon) if the layers may change, else carried corrections "
-            "(fedtan:carry=true) or FixBN (fixbn)"
-        )
+        best = "FedWon (fedwon) if the layers may change; no other method was surely better there"
         return f"{reason} With {local_steps} local steps this suggests {best}."
     return (
-        f"{reason} This suggests FedTAN (fedtan), or at one exchange carried corrections "
-        "(fedtan:carry=true); if the layers may change, these with standardized weights "
-        "(fedtan+bn-ws) or FedWon (fedwon)."
+        f"{reason} This suggests FedTAN (fedtan), or with one exchange a round carried corrections "
+        "(fedtan:carry=true) if clients join most rounds, else FixBN (fixbn); if the layers may "
+        "change, the same with standardized weights (such as fixbn+bn-ws)."
     )

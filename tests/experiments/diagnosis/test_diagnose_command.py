@@ -68,7 +68,7 @@ def test_a_trained_model_keeps_its_layers(tmp_path: Path) -> None:
     for size, steps in ((32, 20), (4, 5)):
         options = {"batch-size": str(size), "local-steps": str(steps), **common}
         said = diagnosis(tmp_path / str(size), **options)["suggestion"]
-        assert "This suggests BN as it was trained (fedavg:freeze-bn=true)" in said
+        assert "This suggests the last layer in closed form (fed3r), in one exchange, or BN" in said
         assert "FedWon" not in said
 
 
@@ -97,6 +97,21 @@ def test_suggestion(
     line = suggestion(Diagnosis([1.0], [size], found, shuffled), domains, steps)
     assert wanted in line
     assert "his suggests" in line
+
+
+@pytest.mark.parametrize(
+    ("domains", "can_solve", "has_head"), [(0, True, True), (5, True, False), (0, False, False)]
+)
+def test_a_network_that_was_trained_gets_a_head_where_targets_differ(
+    domains: int, can_solve: bool, has_head: bool
+) -> None:
+    found, shuffled = (
+        Measurement([], {"nothing": value}, [], [], 1.0, [value] * 2) for value in (0.9, 0.4)
+    )
+    diagnosed = Diagnosis([1.0], [32], found, shuffled)
+    line = suggestion(diagnosed, domains, is_trained=True, can_solve=can_solve)
+    assert "fedavg:freeze-bn=true" in line
+    assert ("fed3r" in line) == has_head
 
 
 @pytest.mark.parametrize(
