@@ -8,9 +8,10 @@ from unittest.mock import patch
 import pytest
 from safetensors.torch import load_file
 
-from fedbn_flwr import run
+from fedbn_flwr import rows, run
 from fedbn_flwr.experiments.output.run_folder import RunFolder
 from fedbn_flwr.experiments.output.scoring import Scorer
+from fedbn_flwr.experiments.results.values import numbers_of
 from tests.helpers.runs import DATA, OPTIONS, results, rounds, run_in
 
 SMALL: dict[str, Any] = {
@@ -88,6 +89,14 @@ def test_rounds_without_a_better_score_end_a_run(
     tmp_path: Path, values: list[float], options: dict[str, Any], last: int | None
 ) -> None:
     assert scored(values, tmp_path, **options).get("stopped-after") == last
+
+
+def test_a_method_that_needs_no_more_rounds_ends_a_run(tmp_path: Path) -> None:
+    ended = quick(tmp_path, method="fed3r")
+    assert (ended["stopped-after"], ended["rounds"], ended["exchanges"]) == (1, 8, 1)
+    assert ended["stopped-by"] == "fed3r needs no more rounds"
+    numbers = numbers_of(rows(tmp_path), ["extra-exchanges"])
+    assert numbers["value"].tolist() == [0.0]
 
 
 def test_of_an_error_less_is_better(tmp_path: Path) -> None:
