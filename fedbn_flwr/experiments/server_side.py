@@ -156,13 +156,15 @@ def play(
                 folder,
             )
             raise
+        if standing.round < config.rounds and not standing.stopped_by:
+            if not strategy.is_finished(counted):
+                STOP.obey()
+                raise CannotTrainError(
+                    f"the strategy's `start` ended after round {standing.round} of {config.rounds}"
+                )
+            standing.stopped_by = f"{config.method} needs no more rounds"
         if standing.stopped_by:
             log(INFO, "The run ends early: %s", standing.stopped_by)
-        elif standing.round < config.rounds:
-            STOP.obey()
-            raise CannotTrainError(
-                f"the strategy's `start` ended after round {standing.round} of {config.rounds}"
-            )
     summary = {**journal.summary(experiment, setup.about), **trained_by(setup.grid, engine)}
     for reason in summary.get("trained-alone", ()):
         warn_once(APART + reason)
@@ -208,15 +210,12 @@ class AfterRound:
             if self.strategy.evaluates(now.number):
                 score = scorer.score(self.strategy, now.after)
         self.journal.record(now, score)
-        is_last = now.number >= config.rounds
-        if not is_last and self.strategy.is_finished(self.setup.grid):
-            self.standing.stopped_by = f"{config.method} needs no more rounds"
-            is_last = True
+        is_last = now.number >= config.rounds or self.strategy.is_finished(self.setup.grid)
         self.standing.take(now.number, score, scorer.metric, config.results, is_last)
         reached = self.standing.score.get(scorer.metric)
         if self.progress:
             self.progress(now.number, config.rounds, reached)
-        ends = is_last or bool(self.standing.stopped_by)
+        ends = is_last or self.standing.stopped_by
         if ends and reached is not None and not isfinite(reached):
             why = now.circumstances(self.strategy.state)
             raise DivergedError(now.number, f"the model's {scorer.metric} is {reached}; {why}")
@@ -225,7 +224,7 @@ class AfterRound:
             self.saver.save(now)
             for told in self.configs:
                 told.update(self.saver.facts())
-        return stops or ends
+        return stops or bool(self.standing.stopped_by)
 
 
 @dataclass(frozen=True)
