@@ -73,7 +73,9 @@ PRETRAINED: dict[str, Place] = {
     for name in ("two classes", "Dirichlet 0.1", "IID", "domains", "120 rounds", "Lite1")
 }
 #: another network, and other data
-SECOND: dict[str, Place] = {name: ("pretrained", name) for name in ("MobileNetV2", "emoji")}
+SECOND: dict[str, Place] = {
+    name: ("pretrained", name) for name in ("MobileNetV2", "CIFAR-10", "emoji")
+}
 #: passes over 4,000 images in 40 rounds of five steps of 20 images on five clients
 TRAINED = 5
 #: methods that solve the head from sums, in one exchange and one pass over the data, however the
