@@ -270,7 +270,7 @@ def suggestion(
             "(fednorm); for one model FedWon (fedwon)."
         )
     if local_steps >= MANY_STEPS:
-        best = "FedWon (fedwon) if the layers may change; no other method was surely better there"
+        best = "FedWon (fedwon) if the layers may change; no other has shown a significant gain"
         return f"{reason} With {local_steps} local steps this suggests {best}."
     return (
         f"{reason} This suggests FedTAN (fedtan), or with one exchange a round carried corrections "
