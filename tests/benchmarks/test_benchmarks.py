@@ -22,7 +22,9 @@ from benchmarks.bare import BareLoop
 from benchmarks.cases import Case
 from benchmarks.clock import Clock
 from benchmarks.driver import Effort, EngineProcess, Measured, measure
+from benchmarks.engines import run_pfl
 from benchmarks.results import line_of, rows_of, table
+from fedbn_flwr.device import settings_restored
 from fedbn_flwr.models import build
 from tests.helpers.checkout import ROOT
 from tests.helpers.processes import MARK, is_alive, kill_processes, processes_with, wait_for_end
@@ -166,6 +168,16 @@ def test_a_round_in_pfl_is_the_bare_loops_but_for_statistics() -> None:
     expected = plain.state()
     for name, value in network.named_parameters():
         torch.testing.assert_close(value.detach(), expected[name], rtol=0, atol=1e-6)
+
+
+def test_a_simulator_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "benchmarks.pfl_round", None)
+    ours, theirs = Pipe()
+    with settings_restored():
+        run_pfl([Case("mlp", "fedavg", clients=2)], Clock(theirs))
+    kind, words = ours.recv()
+    assert kind == "failed"
+    assert words.startswith("ModuleNotFoundError")
 
 
 def test_cases_are_experiments_and_the_pages_commands_are_understood() -> None:
