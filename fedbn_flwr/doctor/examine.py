@@ -26,6 +26,20 @@ LAG = 0.25
 DOMINANT = 0.5
 #: where running statistics come from, worst first: what was seen once stands
 STANDS = ("made anew", "set back")
+#: what may become of statistics, worst first: of both, and of all rounds, the worst stands
+AVERAGED = (
+    "not finite",
+    "below zero",
+    "beyond",
+    "shortened",
+    "between",
+    "one node's",
+    "unchanged",
+    "pooled",
+    "mean",
+    "absent",
+    "-",
+)
 PLAIN = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d")
 
 
@@ -122,7 +136,7 @@ def _of_errors(history: AppHistory) -> Iterator[Finding]:
         for visit in each.visits:
             if not visit.error:
                 continue
-            detail = f": node {visit.node}, {visit.error[:300]}"
+            detail = f": node {visit.node}, {visit.error[:300].rstrip('.')}"
             if "more than 1 value per channel" in visit.error:
                 yield Finding("one-value", detail=detail)
             elif "state_dict" in visit.error or "size mismatch" in visit.error:
@@ -379,7 +393,8 @@ def _of_rounds(
             yield Finding("clipped-by-statistics", detail=f"{100 * share:.0f} %")
         yield from _of_lag(visits, shared, of)
         for name in shared:
-            fates[name].averaged = seen.fates.get(entry_of(name, VARIANCE), fates[name].averaged)
+            now = [seen.fates[entry] for entry in statistics_of(name) if entry in seen.fates]
+            fates[name].averaged = min([fates[name].averaged, *now], key=AVERAGED.index)
 
 
 def _named(each: AppRound, visits: Visits) -> SentRound:

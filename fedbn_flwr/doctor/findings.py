@@ -93,19 +93,19 @@ KINDS = {
     # ---- wrong: in a node's process
     "measured-in-training": Kind(
         "wrong",
-        "{layers} evaluates in training mode{detail}",
+        "evaluation goes through {layers} in training mode{detail}",
         "Each score depends on the mini-batch, and evaluation changes the statistics.",
         "Call model.eval() before evaluation.",
     ),
     "evaluated-without": Kind(
         "wrong",
-        "{layers} is evaluated with means of 0 and variances of 1{detail}",
+        "evaluation goes through {layers} with means of 0 and variances of 1{detail}",
         "The score is that of no trained model.",
         "Load running statistics before evaluation: send them, or keep them in context.state.",
     ),
     "eval-mode-untrained": Kind(
         "wrong",
-        "{layers} trains in evaluation mode with means of 0 and variances of 1",
+        "training goes through {layers} in evaluation mode, with means of 0 and variances of 1",
         "BN normalizes nothing.",
         "Call model.train() before training.",
     ),
@@ -182,7 +182,7 @@ KINDS = {
     ),
     "eval-mode": Kind(
         "worth knowing",
-        "{layers} trains in evaluation mode, with the running statistics that it came with",
+        "training goes through {layers} in evaluation mode, with earlier running statistics",
         "BN is a fixed scaling then, as FixBN's second stage or a frozen network has it.",
     ),
     "eval-mode-later": Kind(
@@ -199,7 +199,7 @@ KINDS = {
     ),
     "without-statistics": Kind(
         "worth knowing",
-        "{layers} has no running statistics",
+        "no running statistics in {layers}",
         "Evaluation normalizes with its own mini-batches: scores depend on their size and order.",
         "Use track_running_stats=True.",
     ),
@@ -217,7 +217,7 @@ KINDS = {
     ),
     "foreign": Kind(
         "worth knowing",
-        "{layers} has running statistics, and is no BN of torch's",
+        "running statistics in layers that are no BN of torch's: {layers}",
         "What finds BN by its type takes it for weights: FedBN shares it, and nothing else here is "
         "about it.",
         "Derive its class from torch.nn.modules.batchnorm._BatchNorm.",
@@ -267,6 +267,8 @@ class Finding:
         count = len(self.layers)
         if count == self.of and count > 1:
             return f"all {count} BN layers"
+        if count > 2 and not self.of:
+            return f"{self.layers[0]} and {count - 1} others"
         if count > 2:
             return f"{count} of {self.of} BN layers ({self.layers[0]}, ...)"
         return ", ".join(self.layers) or "a layer"

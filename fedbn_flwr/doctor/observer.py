@@ -395,30 +395,55 @@ def match(arrays: Arrays, state: Arrays, parameters: Iterable[str] = ()) -> dict
     """Return by entry of a state the array that holds it: found by names, else by numbers, else by
     positions.
     """
-    by_name = _by_name(arrays, state)
-    if 2 * len(by_name) >= len(arrays):
-        return by_name
-    by_numbers = _by_numbers(arrays, state)
-    if 2 * len(by_numbers) >= len(arrays):
-        return by_numbers
-    return _by_position(arrays, state, parameters)
+    return (
+        _by_name(arrays, state)
+        or _by_numbers(arrays, state)
+        or _by_position(arrays, state, parameters)
+    )
 
 
 def _by_name(arrays: Arrays, state: Arrays) -> dict[str, str]:
-    """A prefix, such as `module.`, may stand on either side."""
-    found = {}
-    for key, array in arrays.items():
-        entries = [key] if key in state else []
-        if not entries and not key.isdecimal():
-            entries = [
-                entry for entry in state if key.endswith(f".{entry}") or entry.endswith(f".{key}")
-            ]
-        if len(entries) == 1 and state[entries[0]].size == array.size:
-            found[entries[0]] = key
+    """Match if half of the arrays or more are named. Names that are the same come first, then those
+    of one prefix, such as `module.`, that most have on one side.
+
+    A second set of arrays for an entry that was found, such as SCAFFOLD's control variates, is none
+    of the state.
+    """
+    by_prefixes: dict[tuple[str, str, str], dict[str, str]] = {}
+    named = set[str]()
+    for entry, value in state.items():
+        network = network_of(entry)
+        own = entry.removeprefix(f"{network}.")
+        for key, array in arrays.items():
+            if array.size == value.size and _is_tail(own, key):
+                prefixes = (network, key[: -len(own)], own[: -len(key)])
+                by_prefixes.setdefault(prefixes, {})[entry] = key
+                named.add(key)
+    if 2 * len(named) < len(arrays):
+        return {}
+
+    def rank(prefixes: tuple[str, str, str]) -> tuple[bool, int]:
+        return not any(prefixes[1:]), len(by_prefixes[prefixes])
+
+    found = dict[str, str]()
+    used = set[str]()
+    for prefixes in sorted(by_prefixes, key=rank, reverse=True):
+        pairs = by_prefixes[prefixes]
+        if found.keys().isdisjoint(pairs):
+            found |= {entry: key for entry, key in pairs.items() if key not in used}
+        used |= set(pairs.values())
     return found
 
 
+def _is_tail(entry: str, key: str) -> bool:
+    """Return whether one of two names ends with the other; a number is a place, and no name."""
+    if key.isdecimal():
+        return False
+    return key == entry or key.endswith(f".{entry}") or entry.endswith(f".{key}")
+
+
 def _by_numbers(arrays: Arrays, state: Arrays) -> dict[str, str]:
+    """Match if half of the arrays or more have an entry's numbers."""
     names = list(state)
     free = dict.fromkeys(names)
     found = {}
@@ -432,6 +457,8 @@ def _by_numbers(arrays: Arrays, state: Arrays) -> dict[str, str]:
             del free[name]
             found[name] = key
             last = names.index(name)
+    if 2 * len(found) < len(arrays):
+        return {}
     return found
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from fedbn_flwr.doctor.app import FlowerApp, run_app
 from fedbn_flwr.doctor.examine import Examination, examine
+from fedbn_flwr.doctor.findings import Finding
 from fedbn_flwr.doctor.observer import describe_network
 from fedbn_flwr.experiments import main
 
@@ -77,6 +78,10 @@ def test_the_table_says_what_is_sent_averaged_and_comes_back() -> None:
     adam = examined("server_adam").layers
     assert {(layer.sent, layer.came_back) for layer in adam} == {("all", "loaded")}
     assert {layer.averaged for layer in adam} <= {"below zero", "beyond"}
+
+
+def test_layers_of_which_nobody_knows_how_many_there_are_are_counted_all_the_same() -> None:
+    assert Finding("foreign", ("a", "b", "c")).saw.endswith(": a and 2 others")
 
 
 FASHION = Path("/usr/share/datasets/fashion-mnist")

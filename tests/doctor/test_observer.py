@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from fedbn_flwr.doctor.observer import (
     Observer,
     describe_network,
     main_network,
+    match,
     same_numbers,
     state_of,
 )
@@ -152,3 +154,39 @@ def test_training_in_evaluation_mode_is_told_from_an_attack_on_the_inputs(
         torch.autograd.grad(loss, images if attack else learning)
         (network,) = observer.take()
     assert network.layers["1"].trained_fixed == count
+
+
+def arrays_of(*names: str) -> dict[str, Any]:
+    return {name: np.zeros(2) for name in names}
+
+
+def test_one_prefix_stands_before_all_names_on_either_side() -> None:
+    plain = arrays_of("bn1.weight", "layer1.bn1.weight")
+    wrapped = arrays_of("module.layer1.bn1.weight", "module.bn1.weight")
+    assert match(plain, wrapped) == {name: name.removeprefix("module.") for name in wrapped}
+    assert match(wrapped, plain) == {name: f"module.{name}" for name in plain}
+
+
+def test_a_second_set_of_arrays_is_none_of_the_state() -> None:
+    state = arrays_of("conv.weight", "bn1.weight", "bn1.running_mean")
+    controls = arrays_of("controls.conv.weight", "controls.bn1.weight")
+    itself = {name: name for name in state}
+    assert match({**state, **controls}, state) == itself
+    assert match({**controls, **state}, state) == itself
+    kept_by_name = arrays_of("conv.weight", "out.weight")
+    every = [*state, "out.weight", "layer1.bn1.weight"]
+    controls = arrays_of(*(f"controls.{name}" for name in every))
+    found = match({**kept_by_name, **controls}, arrays_of(*every))
+    assert found == {name: name for name in kept_by_name}
+
+
+def test_networks_that_have_the_same_names_are_told_apart() -> None:
+    sent = arrays_of("net.1.weight", "net.3.weight", "critic.net.3.weight", "net.3.running_mean")
+    sent["net.3.weight"] = np.zeros(5)
+    state = {
+        "network 1.net.1.weight": sent["net.1.weight"],
+        "network 1.net.3.weight": sent["net.3.weight"],
+        "network 2.net.3.weight": sent["critic.net.3.weight"],
+        "network 2.net.3.running_mean": sent["net.3.running_mean"],
+    }
+    assert match(sent, state) == dict(zip(state, sent, strict=True))
