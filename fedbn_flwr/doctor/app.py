@@ -24,6 +24,7 @@ from flwr.serverapp import ServerApp
 
 from fedbn_flwr import wire
 from fedbn_flwr.device import count_cores
+from fedbn_flwr.doctor.check import ROUNDING
 from fedbn_flwr.doctor.node import (
     Answered,
     in_one_line,
@@ -72,11 +73,20 @@ class AppRound:
     on_server: list[Network] = field(default_factory=list)
     #: what the server sent next, of whatever kind
     averaged: Arrays = field(default_factory=dict)
+    #: of the largest number of an entry, what sending makes of it
+    rounding: float = ROUNDING
 
     @property
     def visits(self) -> list[Visit]:
         """All messages to nodes."""
         return [*self.trained, *self.evaluated]
+
+    @property
+    def is_talk(self) -> bool:
+        """Whether nothing was trained, sent or lost: SecAgg+ agrees on keys in such messages."""
+        return not any(
+            visit.network or visit.sent or visit.received or visit.error for visit in self.visits
+        )
 
     @property
     def networks(self) -> list[tuple[Visit, Network]]:
@@ -261,6 +271,8 @@ class WatchingGrid(InProcessGrid):
             )
         if message.metadata.message_type == wire.GATHER:
             kind = "pass"
+        if self._history and not self._underway and self._history[-1].is_talk:
+            self._history.pop()
         now = None
         if self._history:
             now = self._history[-1]

@@ -57,6 +57,7 @@ class SentRound:
     averaged: Arrays
     #: the nodes' numbers of samples; empty if they do not say
     weights: Sequence[float] = ()
+    rounding: float = ROUNDING
     #: fates by entry, once they were looked for
     fates: dict[str, Fate] = field(default_factory=dict)
     #: by layer, the share of its variance that lies between the nodes
@@ -294,7 +295,7 @@ def _tolerance(seen: SentRound, name: str) -> float:
     kinds = [state[name].dtype for state in (*seen.after, seen.averaged)]
     rounding = [float(np.finfo(kind).eps) for kind in kinds if np.issubdtype(kind, np.floating)]
     largest = float(np.abs(_stacked(seen, name)).max(initial=0.0))
-    return max(ROUNDING, *(4 * each for each in rounding)) * largest + 1e-12
+    return max(seen.rounding, *(4 * each for each in rounding)) * largest + 1e-12
 
 
 def _equal(left: Values, right: Values, tolerance: float) -> bool:

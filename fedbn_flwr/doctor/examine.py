@@ -24,6 +24,8 @@ Visits = list[tuple[Visit, Network]]
 LAG = 0.25
 #: share of an update's squared norm from which statistics decide what a clip does
 DOMINANT = 0.5
+#: of the largest number of an entry, what packing, such as SecAgg+'s whole numbers, makes of it
+PACKED = 1e-3
 #: where running statistics come from, worst first: what was seen once stands
 STANDS = ("made anew", "set back")
 #: what may become of statistics, worst first: of both, and of all rounds, the worst stands
@@ -98,8 +100,8 @@ def _as_matched(model: Network, visit: Visit) -> Network:
 
 
 def _unpack(history: AppHistory) -> None:
-    """Where an app packs its arrays, take the networks' own entries for what was sent and what came
-    back: all but those that a node's next message finds as the node left them.
+    """Where an app packs or encrypts its arrays, take the networks' own entries for what was sent
+    and what came back: all but those that a node's next message finds as the node left them.
     """
     for index, each in enumerate(history.rounds):
         later = [*each.evaluated]
@@ -111,21 +113,30 @@ def _unpack(history: AppHistory) -> None:
                 for other in later
                 if other.node == visit.node and other.network
             ]
-            if network.sent or not visit.sent or not returned:
+            if network.sent or not returned:
                 continue
-            back = returned[0][1]
+            first, back = returned[0]
+            if not visit.sent and not _has_news(first, visit):
+                continue
             shared = [
                 name
                 for name, value in network.end.items()
                 if name in back.start and not same_numbers(value, back.start[name])
             ]
             visit.sent = network.end
+            each.rounding = PACKED
             network.sent = {name: name for name in shared}
             each.averaged = back.start
             for other, begun in returned:
                 if not begun.received:
                     other.received = begun.start
                     begun.received = {name: name for name in shared}
+
+
+def _has_news(later: Visit, before: Visit) -> bool:
+    """Whether a node receives other numbers than before."""
+    both = later.received.keys() & before.received.keys()
+    return any(not same_numbers(later.received[name], before.received[name]) for name in both)
 
 
 # ---- what a node's process saw -------------------------------------------------------------------
@@ -405,7 +416,8 @@ def _named(each: AppRound, visits: Visits) -> SentRound:
     # what comes back has the places of what was sent
     averaged = {entry: each.averaged[key] for entry, key in places.items() if key in each.averaged}
     before = {entry: first.received[key] for entry, key in places.items() if key in first.received}
-    return SentRound(before, after, averaged, [visit.weight for visit, _ in visits])
+    weights = [visit.weight for visit, _ in visits]
+    return SentRound(before, after, averaged, weights, rounding=each.rounding)
 
 
 def _after(visit: Visit, network: Network) -> Arrays:

@@ -1,5 +1,6 @@
 """What docs/questions.md says of code is so."""
 
+import inspect
 import re
 from importlib import import_module
 from pathlib import Path
@@ -12,6 +13,8 @@ import timm
 import torch
 import torchvision
 from flwr.app import ArrayRecord, RecordDict
+from flwr.common.secure_aggregation.quantization import quantize
+from flwr.server.workflow import SecAggPlusWorkflow
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import AveragedModel
@@ -236,3 +239,11 @@ def test_the_detector_says_what_the_page_has(monkeypatch: pytest.MonkeyPatch) ->
     for name, finding in (("detector", "averaged"), ("detector_copy", "copy-without-statistics")):
         (said,) = (each for each in examined(name).findings if each.name == finding)
         assert f"{said.level}: {str(said).partition(' Copy the')[0]}" in page
+
+
+def test_a_secure_sum_cuts_what_it_sends() -> None:
+    defaults = inspect.signature(SecAggPlusWorkflow).parameters
+    weighted = np.array([39.0, 41.0]) * 200 / defaults["max_weight"].default
+    limit = defaults["clipping_range"].default
+    (sent,) = quantize([weighted], limit, 2**22)
+    assert sent[0] < 2**22 == sent[1]
