@@ -233,7 +233,7 @@ KINDS = {
     "averaged": Kind("fine", "BN of {layers} is sent, averaged and comes back"),
     "local": Kind("fine", "BN of {layers} stays on its node, and is there in the next message"),
     "variants": Kind("fine", "BN of a class of its own: {detail}"),
-    "others": Kind("fine", "other normalizers, which have no running statistics: {detail}"),
+    "others": Kind("fine", "other normalizers: {detail}"),
     "no-bn": Kind("fine", "the network has no BN layer: FedBN equals FedAvg here"),
 }
 

@@ -264,6 +264,8 @@ def describe_network(
         if isinstance(module, _BatchNorm):
             layers[name] = (calls or {}).get(id(module)) or describe_layer(module)
         elif kind in OTHERS:
+            if getattr(module, "track_running_stats", False):
+                kind += " with running statistics"
             others[kind] = others.get(kind, 0) + 1
     parameters = dict(root.named_parameters())
     learns = any(parameter.requires_grad for parameter in parameters.values())

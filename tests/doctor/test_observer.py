@@ -125,6 +125,8 @@ def test_a_layer_of_an_unknown_class_with_running_statistics_is_no_other_normali
         FrozenBatchNorm2d(4),
     ):
         assert describe_network(nn.Sequential(known)).foreign == ()
+    tracking = describe_network(nn.Sequential(nn.InstanceNorm1d(4, track_running_stats=True)))
+    assert tracking.others == {"InstanceNorm1d with running statistics": 1}
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::torch.jit.TracerWarning")
