@@ -53,7 +53,10 @@ LATE = (
     "%s begins to learn after the first step of an optimizer, and what the strategy asks for began "
     "without it: set requires_grad before"
 )
-NOTHING = "nothing in training mode (model.compile() hides a model, torch.compile(model) does not)"
+NOTHING = (
+    "nothing in training mode (a thread of its own or model.compile() hides a model, "
+    "torch.compile(model) does not)"
+)
 SECOND = (
     "two models began with what was received, and the second one was trained to be sent, without "
     "what the strategy asks for: train it first, or call the other one under torch.no_grad()"

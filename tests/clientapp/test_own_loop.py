@@ -717,7 +717,7 @@ MISTAKES: list[tuple[Callable[[], BaseStrategy], FlowerClientApp, str]] = [
     (
         lambda: FixBN(freeze_round=0),
         own_app(compiled_in_place, make),
-        r"the handler trained nothing in training mode \(model.compile\(\) hides a model",
+        r"the handler trained nothing in training mode \(a thread of its own or model.compile\(\) hides",
     ),
     *(
         (each, own_app(loop, make), "two models began with what was received, and the second one")
