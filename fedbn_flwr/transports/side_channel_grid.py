@@ -81,7 +81,10 @@ class SideChannelOptions:
         missing.
         """
         if port < 0:
-            port = int(os.environ.get(PORT_VARIABLE, 0))
+            given = os.environ.get(PORT_VARIABLE) or "0"
+            if not given.isdecimal():
+                raise ValueError(f"{PORT_VARIABLE} must be the number of a port, got {given!r}")
+            port = int(given)
         if not port:
             return None
         address = address or os.environ.get(ADDRESS_VARIABLE, "")

@@ -44,6 +44,14 @@ def test_the_environment_completes_a_run(monkeypatch: pytest.MonkeyPatch) -> Non
     assert SideChannelOptions.of(0, "", 1.0) is None
 
 
+def test_a_port_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PORT_VARIABLE, "")
+    assert SideChannelOptions.of(-1, "", 1.0) is None
+    monkeypatch.setenv(PORT_VARIABLE, "http")
+    with pytest.raises(ValueError, match=f"{PORT_VARIABLE} must be .* got 'http'"):
+        SideChannelOptions.of(-1, "", 1.0)
+
+
 @pytest.mark.parametrize("address", ["", "server", "server:", ":8445", "server:http"])
 def test_an_address_that_sites_cannot_use_is_refused(
     address: str, monkeypatch: pytest.MonkeyPatch
