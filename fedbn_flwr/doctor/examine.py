@@ -256,7 +256,8 @@ def _is_new(state: Arrays, layer: str) -> bool:
 def _of_wire(history: AppHistory, fates: dict[str, LayerFate]) -> Iterator[Finding]:
     of = len(fates)
     tracked = [name for name, fate in fates.items() if fate.tracks]
-    failed = any(visit.error for each in history.rounds for visit in each.trained)
+    lost = any(visit.error for each in history.rounds for visit in each.trained)
+    failed = lost or bool(history.stopped)
     _note_sent(history, fates)
     _note_returns(history, fates)
     groups: dict[str, list[str]] = {}
@@ -313,7 +314,7 @@ def _way(fate: LayerFate, failed: bool) -> str:
 
 
 def _note_sent(history: AppHistory, fates: dict[str, LayerFate]) -> None:
-    """Fill in what of each layer all nodes send."""
+    """Fill in what of each layer all nodes send, or that only some do."""
     every = [network for each in history.rounds for _, network in each.networks]
     told = [network.sent for network in every if network.sent]
     for name, fate in fates.items():
@@ -323,6 +324,8 @@ def _note_sent(history: AppHistory, fates: dict[str, LayerFate]) -> None:
             fate.sent = "all" if weights else "statistics"
         elif weights and told:
             fate.sent = "weights"
+        elif any(entry_of(name, "weight") in sent for sent in told):
+            fate.sent = "by some"
 
 
 def _note_returns(history: AppHistory, fates: dict[str, LayerFate]) -> None:

@@ -23,7 +23,7 @@ from fedbn_flwr.plugins.options import UsageError, whole_number
 
 
 def run_doctor(options: dict[str, Any]) -> int:
-    """Run an app and print what was found; 1 if something is wrong."""
+    """Run an app and print what was found; 1 if something is wrong, or was not seen to its end."""
     app = FlowerApp.read(Path(options["app"]).expanduser(), options.get("run-config", ""))
     nodes = whole_number("--nodes", options["nodes"])
     rounds = whole_number("--rounds", options["rounds"])
@@ -38,7 +38,8 @@ def run_doctor(options: dict[str, Any]) -> int:
         print(json.dumps(_as_json(examination), indent=2))
     else:
         _show(examination)
-    return int(any(finding.level == "wrong" for finding in examination.findings))
+    wrong = any(finding.level == "wrong" for finding in examination.findings)
+    return int(wrong or bool(examination.stopped))
 
 
 def _refuse_untrained(app: FlowerApp, examination: Examination) -> None:
@@ -95,7 +96,8 @@ def _show(examination: Examination) -> None:
     if examination.layers:
         console.print(_table(examination))
     if examination.stopped:
-        console.print(f"The run ended early: {examination.stopped}.", markup=False)
+        why = examination.stopped.rstrip(".")
+        console.print(f"The run ended early: {why}.", markup=False)
 
 
 def _table(examination: Examination) -> Table:

@@ -203,6 +203,25 @@ def test_wrong_is_an_exit_code_of_one_and_worth_knowing_is_none(
     assert Path.cwd() == APPS
 
 
+def test_a_serverapp_that_stops_is_an_exit_code_of_one(tmp_path: Path, doctor: Doctor) -> None:
+    (tmp_path / "two_networks.py").write_text(
+        "from common import *\n"
+        "client, server = ClientApp(), plain_server()\n"
+        "@client.train()\ndef fit(message, context):\n"
+        "    net = Net()\n"
+        "    if context.node_config['partition-id']:\n"
+        "        net = nn.Sequential(net)\n"
+        "    train(net, loader := load_data(context))\n"
+        "    return reply(message, loader, arrays=ArrayRecord(net.state_dict()))\n"
+    )
+    code, out, _ = doctor(make_app(tmp_path, "two_networks"), "--nodes", "2", "--json")
+    printed = json.loads(out)
+    assert code == 1
+    assert "must have the same keys" in printed["stopped"]
+    assert not printed["findings"]
+    assert {layer["sent"] for layer in printed["layers"]} == {"by some"}
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "line"),
     [
