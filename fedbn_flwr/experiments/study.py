@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from math import inf
-from multiprocessing import get_context
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -34,7 +34,7 @@ from fedbn_flwr.experiments.runs import Run, setting_name
 from fedbn_flwr.experiments.stopping import SIDE_BY_SIDE, STOP, stoppable
 from fedbn_flwr.plugins import Own
 from fedbn_flwr.plugins.options import UsageError, as_value, convert
-from fedbn_flwr.simulation.processes.worker import preload
+from fedbn_flwr.simulation.processes.worker import preload, start_process
 
 VALIDATION_SHARE = 0.2
 #: options that a study sets for all methods alike
@@ -387,13 +387,10 @@ def _in_processes(cells: Sequence[Sequence[Run]], count: int) -> Iterator[tuple[
 
 
 def _start(cell: Sequence[Run]) -> tuple[Connection, BaseProcess]:
-    # never a copy of this process, in which torch may have started threads
-    context = get_context("forkserver")
-    here, there = context.Pipe()
+    here, there = Pipe()
     plugins = cell[0].experiment.config.plugins
     verbose = logging.getLogger("flwr").level <= logging.INFO
-    process = context.Process(target=_work, args=(there, plugins, cell, verbose), daemon=False)
-    process.start()
+    process = start_process(_work, there, plugins, cell, verbose, daemon=False)
     there.close()
     return here, process
 

@@ -388,6 +388,7 @@ def test_without_a_folder_nothing_is_left(tmp_path: Path, monkeypatch: pytest.Mo
 
 #: a module of a user's own, and a script without a guard beside it
 MODULE = """
+import os
 import torch
 from fedbn_flwr.strategies import FedAvg
 
@@ -396,10 +397,12 @@ class Mine(FedAvg):
         return [1.0 for _ in replies]
 
 def make_net(num_classes):
-    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 8), torch.nn.BatchNorm1d(8),
-                               torch.nn.Linear(8, num_classes))
+    width = int(os.environ.get("WIDTH", 8))
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, width),
+                               torch.nn.BatchNorm1d(width), torch.nn.Linear(width, num_classes))
 """
 SCRIPT = """
+import os
 import torch
 from fedbn_flwr import compare, run
 from mine import Mine, make_net
@@ -409,6 +412,10 @@ options = dict(clients=2, rounds=2, partition="iid", progress=False)
 found = compare(["fedavg", Mine()], model=make_net, data=(data, data), folder="out", reuse=True, **options)
 print([run["seconds"] for run in found.summaries])
 print(run("fedavg", data=(data, data), workers=2, **options).summaries[0]["accuracy"])
+os.environ["WIDTH"] = "5"  # after the first process was started
+for count in (1, 2):
+    found = compare(["fedavg", "fedbn"], model=make_net, side_by_side=count, **options)
+    print([(run["accuracy"], run["payload-bytes"]) for run in found.summaries])
 """
 
 
@@ -423,6 +430,7 @@ def test_a_script_goes_on_in_another_process_and_needs_no_guard(tmp_path: Path) 
     )
     assert "2 of 2 runs finished" in second[0]
     assert second[1:] == first
+    assert first[-1] == first[-2]
 
 
 # ---- errors --------------------------------------------------------------------------------------

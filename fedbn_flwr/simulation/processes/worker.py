@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import (
     current_process,
@@ -17,6 +17,7 @@ from multiprocessing import (
     set_start_method,
 )
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -161,12 +162,8 @@ class Worker(WorkerHandle):
         here, there = _processes().Pipe()
         self._alive = False
         level = logging.getLogger("flwr").level
-        self._process = _processes().Process(
-            target=work, args=(there, self._threads, level, self._variables), daemon=True
-        )
-        with _without_script():
-            self._process.start()
-        self.process_id = self._process.pid
+        self._process = start_process(work, there, self._threads, level, variables=self._variables)
+        self.process_id = self._process.pid or 0
         there.close()
         return ObjectPipe(here)
 
@@ -183,6 +180,35 @@ class Worker(WorkerHandle):
                 f"worker {self.index}: its process {how} before it could do anything"
             )
         return WorkerDiedError(how)
+
+
+def start_process(
+    target: Callable[..., None],
+    *arguments: Any,
+    variables: Mapping[str, str] | None = None,
+    daemon: bool = True,
+) -> BaseProcess:
+    """Start a process of this machine, with this one's variables or others.
+
+    They are in time to choose a GPU: whatever it is forked from has not used any.
+    """
+    if variables is None:
+        variables = dict(os.environ)
+    process: BaseProcess = _processes().Process(
+        target=_with_variables, args=(variables, target, *arguments), daemon=daemon
+    )
+    with _without_script():
+        process.start()
+    return process
+
+
+def _with_variables(
+    variables: Mapping[str, str], target: Callable[..., None], *arguments: Any
+) -> None:
+    """Do what a process is for: what it is forked from has the variables of an earlier time."""
+    os.environ.clear()
+    os.environ.update(variables)
+    target(*arguments)
 
 
 @contextmanager
@@ -229,14 +255,10 @@ def _processes() -> Any:
     return get_context("forkserver")
 
 
-def work(connection: Connection, threads: int, level: int, variables: Mapping[str, str]) -> None:
+def work(connection: Connection, threads: int, level: int) -> None:
     """Answer requests until the parent closes the connection, or ends: what a worker's process
     does.
-
-    Its variables are in time to choose a GPU: whatever it was forked from has not used any.
     """
-    os.environ.clear()
-    os.environ.update(variables)
     # a user's loop may start processes that load data, as from any process
     current_process().daemon = False
     set_start_method(None, force=True)
