@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from multiprocessing.util import Finalize
 from threading import Thread
+from typing import Any
 from weakref import ref
 
 import torch
@@ -40,7 +42,8 @@ def decode(requests: Iterable[DecodeRequest], workers: int) -> Iterator[Decoded]
     waiting = deque[Future[Decoded]]()
     try:
         for request in requests:
-            waiting.append(pool.submit(request.decode))
+            with without_script():  # the first ones start the workers
+                waiting.append(pool.submit(request.decode))
             if len(waiting) > AHEAD * workers:
                 yield waiting.popleft().result()
         while waiting:
@@ -85,6 +88,22 @@ def _shut_down(pool: "ref[ProcessPoolExecutor]") -> None:
 def _begin() -> None:
     serve_parent()
     torch.set_num_threads(1)
+
+
+@contextmanager
+def without_script() -> Iterator[None]:
+    """Let a process that starts not run this one's script again, which so needs no `if __name__ ==
+    "__main__":`.
+    """
+    main = vars(sys.modules["__main__"])
+    kept: dict[str, Any] = {
+        name: main.pop(name) for name in ("__file__", "__spec__") if name in main
+    }
+    main["__spec__"] = None
+    try:
+        yield
+    finally:
+        main.update(kept)
 
 
 def serve_parent() -> None:

@@ -21,6 +21,8 @@ from fedbn_flwr.client.batch_plan import BatchLoader, load_groups
 from fedbn_flwr.data import Data, Split, load
 from fedbn_flwr.data.file_split import FileSplit, ImageFiles
 from fedbn_flwr.data.pixels import mapped, normalize
+from tests.helpers.checkout import ROOT, environment
+from tests.helpers.checkout import run as run_program
 from tests.helpers.image_sets import paint
 
 COUNT, SIDE = 13, 8
@@ -244,3 +246,26 @@ def test_a_folder_of_many_pixels_stays_in_its_files(
     everything = torch.arange(4)
     for one, other in ((whole.train, streamed.train), (whole.test, streamed.test)):
         assert same([one.batch(everything)], [other.batch(everything)])
+
+
+#: a script without a guard, with the way to start processes that Python 3.14 has
+SCRIPT = """
+import multiprocessing, sys
+import torch
+from fedbn_flwr.data import files, load
+multiprocessing.set_start_method("forkserver")
+files.MOST_IN_MEMORY = 0
+train = load("folder:" + sys.argv[1], image_workers=1).train
+print([len(inputs) for inputs, _ in train.batches(torch.arange(len(train)), [1, 1])])
+"""
+
+
+@pytest.mark.slow
+def test_a_script_needs_no_guard_for_processes_that_decode(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        for number in range(2):
+            paint(tmp_path / split / "a" / f"{number}.png", number)
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    printed = run_program(sys.executable, script, tmp_path, env=environment(PYTHONPATH=str(ROOT)))
+    assert printed == "[1, 1]\n"

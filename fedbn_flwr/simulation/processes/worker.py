@@ -7,8 +7,8 @@ import os
 import signal
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from multiprocessing import (
     current_process,
     forkserver,
@@ -197,7 +197,7 @@ def start_process(
     process: BaseProcess = _processes().Process(
         target=_with_variables, args=(variables, target, *arguments), daemon=daemon
     )
-    with _without_script():
+    with prefetch.without_script():
         process.start()
     return process
 
@@ -209,22 +209,6 @@ def _with_variables(
     os.environ.clear()
     os.environ.update(variables)
     target(*arguments)
-
-
-@contextmanager
-def _without_script() -> Iterator[None]:
-    """Let a process that starts not run this one's script again, which so needs no `if __name__ ==
-    "__main__":`.
-    """
-    main = vars(sys.modules["__main__"])
-    kept: dict[str, Any] = {
-        name: main.pop(name) for name in ("__file__", "__spec__") if name in main
-    }
-    main["__spec__"] = None
-    try:
-        yield
-    finally:
-        main.update(kept)
 
 
 def preload(modules: Sequence[str]) -> None:
