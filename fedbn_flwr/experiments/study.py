@@ -5,6 +5,7 @@ which is what was asked for last, and a folder for every run.
 """
 
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -51,6 +52,7 @@ _NORMAL = (
     "`run_simulation` function is deprecated",
     "that stay on the nodes and were not trained",
 )
+_TURN = threading.RLock()
 #: called before every run with its name; returns what to call after every round of it
 Announce = Callable[[str], Progress | None]
 
@@ -206,21 +208,23 @@ def quiet(verbose: bool = False) -> Iterator[None]:
     inside the block.
 
     The block has torch as in a new process, and after it, the settings of this one are as before.
+    Settings and random numbers are those of the whole process, so threads take turns.
     """
     logger = logging.getLogger("flwr")
-    level = logger.level
 
     def is_news(record: logging.LogRecord) -> bool:
         return not any(text in record.getMessage() for text in _NORMAL)
 
-    logger.setLevel(logging.INFO if verbose else logging.WARNING)
-    logger.addFilter(is_news)
-    try:
-        with settings_restored(), as_in_a_new_process():
-            yield
-    finally:
-        logger.removeFilter(is_news)
-        logger.setLevel(level)
+    with _TURN:
+        level = logger.level
+        logger.setLevel(logging.INFO if verbose else logging.WARNING)
+        logger.addFilter(is_news)
+        try:
+            with settings_restored(), as_in_a_new_process():
+                yield
+        finally:
+            logger.removeFilter(is_news)
+            logger.setLevel(level)
 
 
 def write_study(

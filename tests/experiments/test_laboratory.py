@@ -12,6 +12,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import product
@@ -545,6 +546,13 @@ def test_what_torch_does_in_this_process_changes_no_run(setting: str) -> None:
         before = torch.get_default_dtype()
         assert run("fedtan", **options).curves("train-loss") == wanted
         assert torch.get_default_dtype() == before
+
+
+def test_threads_take_turns() -> None:
+    wanted = [quick(seed=seed).curves("train-loss") for seed in range(3)]
+    with ThreadPoolExecutor(3) as threads:
+        found = threads.map(lambda seed: quick(seed=seed).curves("train-loss"), range(3))
+        assert list(found) == wanted
 
 
 def test_the_import_brings_no_torch() -> None:
