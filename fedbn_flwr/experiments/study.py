@@ -52,6 +52,7 @@ _NORMAL = (
     "`run_simulation` function is deprecated",
     "that stay on the nodes and were not trained",
 )
+#: of the threads that train in this process
 _TURN = threading.RLock()
 #: called before every run with its name; returns what to call after every round of it
 Announce = Callable[[str], Progress | None]
