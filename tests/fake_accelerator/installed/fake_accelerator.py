@@ -36,7 +36,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import backend_registration
 
 NAME = "fake"
-MEMORY = 16 << 30
+#: less than most machines have, since it is theirs
+MEMORY = 8 << 30
 #: bytes of the largest tensor that there is memory for
 largest = float("inf")
 FAILING = os.environ.get("FAKE_ACCELERATOR_FAILS", "")

@@ -16,7 +16,7 @@ HERE = torch.ones(4, device="fake")
 
 def test_auto_takes_it() -> None:
     assert pick_device("auto").type == "fake"
-    assert total_memory(pick_device("auto")) == 16 << 30
+    assert total_memory(pick_device("auto")) == 8 << 30
     with pytest.raises(
         ValueError, match=r"'fake:1' is not available here: 1 of the kind; known: auto, cpu, fake$"
     ):
