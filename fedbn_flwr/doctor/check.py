@@ -9,8 +9,9 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fedbn_flwr.doctor.findings import Finding, worst_first
-from fedbn_flwr.doctor.observer import as_arrays, layer_of
+from fedbn_flwr.doctor.observer import as_arrays, layer_of, match
 from fedbn_flwr.norm import bn_layers
+from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.state import Arrays
 
 #: what becomes of an entry that nodes send
@@ -75,18 +76,34 @@ def check(
     `before` is the model, or the state dict, that the nodes began with; `after` has the state dicts
     of the nodes, and `averaged` what was made of them, on any device. The nodes' numbers of samples
     need not be given. With a model, BN layers are found by type; without one, by the names of their
-    running statistics, which does not find a layer of which none was ever sent.
+    running statistics, which does not find a layer of which none was ever sent. Names may have a
+    prefix, such as `module.`.
     """
     layers: Iterable[str] | None = None
     if isinstance(before, nn.Module):
         layers = bn_layers(before)
         before = before.state_dict()
-    nodes = [as_arrays(state) for state in after]
-    seen = SentRound(as_arrays(before), nodes, as_arrays(averaged), weights)
+    begun = as_arrays(before)
+    nodes = [_as_entries(state, begun) for state in after]
+    seen = SentRound(begun, nodes, _as_entries(averaged, begun), weights)
     if layers is None:
         layers = layers_by_name([seen.before, *nodes])
     names = list(layers)
     return worst_first(look_at(seen, names, len(names)))
+
+
+def _as_entries(state: Mapping[str, Any], begun: Arrays) -> Arrays:
+    """Return a state's arrays by the names that the entries had before."""
+    arrays = as_arrays(state)
+    if not arrays or arrays.keys() & begun.keys():
+        return arrays
+    found = match(arrays, begun)
+    if not found:
+        raise UsageError(
+            f"no entry of a state, such as {next(iter(arrays))!r}, is one of those before, such as "
+            f"{next(iter(begun), '')!r}"
+        )
+    return {entry: arrays[key] for entry, key in found.items()}
 
 
 def layers_by_name(states: Iterable[Iterable[str]]) -> list[str]:

@@ -145,3 +145,15 @@ def test_half_precision_is_still_a_mean() -> None:
         for state in AFTER
     ]
     assert names(halved, after=after) == {"half"}
+
+
+def test_names_may_have_a_prefix_and_none_in_common_are_refused() -> None:
+    def wrapped(state: State) -> State:
+        return {f"module.{name}": value for name, value in state.items()}
+
+    after = list(map(wrapped, AFTER))
+    assert names(MEAN, after=after) == names(wrapped(MEAN), after=after) == set()
+    assert names(AFTER[0], after=after, before=Net()) == {"one-node"}
+    assert names(AFTER[0], before=nn.DataParallel(Net())) == {"one-node"}
+    with pytest.raises(ValueError, match=r"such as 'w', is one of those before, such as 'stem"):
+        check(BEFORE, [{"w": torch.zeros(3)}], MEAN)
