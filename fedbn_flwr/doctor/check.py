@@ -28,6 +28,8 @@ Fate = Literal[
     "absent",
 ]
 Values = NDArray[np.float64]
+#: a network's entries
+State = nn.Module | Mapping[str, Any] | Sequence[Any]
 MEAN = "running_mean"
 VARIANCE = "running_var"
 COUNTER = "num_batches_tracked"
@@ -67,41 +69,50 @@ class SentRound:
 
 def check(
     before: nn.Module | Mapping[str, Any],
-    after: Sequence[Mapping[str, Any]],
-    averaged: Mapping[str, Any],
+    after: Sequence[State],
+    averaged: State,
     weights: Sequence[float] = (),
 ) -> list[Finding]:
     """Say what becomes of BN in a round, worst first.
 
     `before` is the model, or the state dict, that the nodes began with; `after` has the state dicts
-    of the nodes, and `averaged` what was made of them, on any device. The nodes' numbers of samples
-    need not be given. With a model, BN layers are found by type; without one, by the names of their
-    running statistics, which does not find a layer of which none was ever sent. Names may have a
-    prefix, such as `module.`.
+    of the nodes, and `averaged` what was made of them, on any device: or models, ArrayRecords, or
+    lists of arrays in the order of the state. The nodes' numbers of samples need not be given. With
+    a model, BN layers are found by type; without one, by the names of their running statistics,
+    which does not find a layer of which none was ever sent. Names may have a prefix, such as
+    `module.`.
     """
+    if weights and len(weights) != len(after):
+        raise UsageError(f"there are {len(weights)} weights, and {len(after)} nodes")
     layers: Iterable[str] | None = None
+    parameters: Iterable[str] = ()
     if isinstance(before, nn.Module):
         layers = bn_layers(before)
+        parameters = dict(before.named_parameters())
         before = before.state_dict()
     begun = as_arrays(before)
-    nodes = [_as_entries(state, begun) for state in after]
-    seen = SentRound(begun, nodes, _as_entries(averaged, begun), weights)
+    nodes = [_as_entries(state, begun, parameters) for state in after]
+    seen = SentRound(begun, nodes, _as_entries(averaged, begun, parameters), weights)
     if layers is None:
         layers = layers_by_name([seen.before, *nodes])
     names = list(layers)
     return worst_first(look_at(seen, names, len(names)))
 
 
-def _as_entries(state: Mapping[str, Any], begun: Arrays) -> Arrays:
+def _as_entries(state: State, begun: Arrays, parameters: Iterable[str]) -> Arrays:
     """Return a state's arrays by the names that the entries had before."""
+    if isinstance(state, nn.Module):
+        state = state.state_dict()
+    elif not isinstance(state, Mapping):
+        state = {str(place): value for place, value in enumerate(state)}
     arrays = as_arrays(state)
-    if not arrays or arrays.keys() & begun.keys():
+    if arrays.keys() & begun.keys():
         return arrays
-    found = match(arrays, begun)
+    found = match(arrays, begun, parameters)
     if not found:
         raise UsageError(
-            f"no entry of a state, such as {next(iter(arrays))!r}, is one of those before, such as "
-            f"{next(iter(begun), '')!r}"
+            f"no entry of a state, such as {next(iter(state), '')!r}, is one of those before, such "
+            f"as {next(iter(begun), '')!r}"
         )
     return {entry: arrays[key] for entry, key in found.items()}
 

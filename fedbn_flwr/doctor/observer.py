@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from flwr.app import Array
 from numpy.typing import NDArray
 from torch import nn
 from torch.nn.modules import module as hooks
@@ -296,6 +297,8 @@ def as_arrays(state: Mapping[str, Any]) -> Arrays:
             if tensor.dtype == torch.bfloat16:
                 tensor = tensor.float()
             arrays[name] = _numbers(tensor)
+        elif isinstance(value, Array):
+            arrays[name] = value.numpy()
         elif isinstance(value, np.ndarray):
             arrays[name] = value
     return arrays

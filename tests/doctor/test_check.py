@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from flwr.app import ArrayRecord
 from torch import Tensor, nn
 
 from fedbn_flwr.doctor import check
@@ -41,6 +42,12 @@ MEAN: State = {}
 for entry, value in BEFORE.items():
     weighted = [w / 100 * state[entry] for w, state in zip(WEIGHTS, AFTER, strict=True)]
     MEAN[entry] = torch.stack(weighted).sum(0).to(value.dtype)
+
+
+def made_of(state: State) -> Net:
+    net = Net()
+    net.load_state_dict(state)
+    return net
 
 
 def mean_of(states: Sequence[State]) -> Any:
@@ -155,5 +162,14 @@ def test_names_may_have_a_prefix_and_none_in_common_are_refused() -> None:
     assert names(MEAN, after=after) == names(wrapped(MEAN), after=after) == set()
     assert names(AFTER[0], after=after, before=Net()) == {"one-node"}
     assert names(AFTER[0], before=nn.DataParallel(Net())) == {"one-node"}
+    with pytest.raises(ValueError, match="2 weights, and 3 nodes"):
+        check(BEFORE, AFTER, MEAN, [1, 2])
     with pytest.raises(ValueError, match=r"such as 'w', is one of those before, such as 'stem"):
         check(BEFORE, [{"w": torch.zeros(3)}], MEAN)
+
+
+@pytest.mark.parametrize("of", [ArrayRecord, lambda state: [*state.values()], made_of])
+def test_states_may_be_records_lists_and_models(of: Callable[[State], Any]) -> None:
+    after = list(map(of, AFTER))
+    assert names(of(AFTER[0]), after=after, before=Net()) == {"one-node"}
+    assert names(of(MEAN), after=after) == set()
