@@ -149,7 +149,7 @@ def adapt(
 
     A `weight` below 1 mixes (1 - weight) of the model's statistics with the new ones. n / (n + N)
     with n inputs counts the model's as N samples (Schneider et al., NeurIPS 2020). A model without
-    running statistics is a ValueError.
+    running statistics is a ValueError, and so are inputs that are not finite.
     """
     lacking = lacks(model, "statistics", in_training=False)
     if lacking:
@@ -172,6 +172,12 @@ def adapt(
     after = bn_layers(adapted)
 
     def put(name: str, moments: Moments, unbiased: bool) -> None:
+        if not (moments.mean + moments.variance).isfinite().all():
+            raise ValueError(f"adapt: what BN layer {name!r} sees of the inputs is not finite")
+        if moments.count == 1:
+            raise ValueError(
+                f"adapt: BN layer {name!r} sees one value per channel: give more inputs"
+            )
         known[name] = moments
         for entry, value in (
             ("running_mean", moments.mean),
