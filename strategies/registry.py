@@ -10,6 +10,7 @@ from torch import nn
 from fedbn_flwr import norm
 from fedbn_flwr.plugins import add, did_you_mean
 from fedbn_flwr.server.base_strategy import BaseStrategy
+from fedbn_flwr.server.constructor_options import check_constructor
 
 #: the strategies by name; `register_strategy` adds one
 REGISTRY: dict[str, type[BaseStrategy]] = {}
@@ -47,14 +48,21 @@ def prepare(model: nn.Module, method: str | type[BaseStrategy], **options: Any) 
     of its constructor. The normalizers are replaced in place. The server's initial model and the
     nodes' models are both made so.
     """
-    name, _, kind = method.partition("+") if isinstance(method, str) else (method.__name__, "", "")
-    if isinstance(method, str) and name not in REGISTRY:
-        raise ValueError(f"unknown strategy {name!r}; {did_you_mean(name, REGISTRY)}")
-    own = (REGISTRY[name] if isinstance(method, str) else method).own_norm(options) or (
-        (kind, {}) if kind else None
-    )
+    name = kind = ""
+    strategy: Any = method
+    if isinstance(method, str):
+        name, _, kind = method.partition("+")
+        if name not in REGISTRY:
+            raise ValueError(f"unknown strategy {name!r}; {did_you_mean(name, REGISTRY)}")
+        strategy = REGISTRY[name]
+    if not isinstance(strategy, type) or not issubclass(strategy, BaseStrategy):
+        raise ValueError(f"method must be a name or the class of a strategy, got {method!r}")
+    check_constructor(strategy, options)
+    own = strategy.own_norm(options)
     if own and kind not in ("", own[0]):
         raise ValueError(f"{name} sets its own normalizer {own[0]!r}, not {kind!r}")
+    if kind and not own:
+        own = (kind, {})
     if own is None:
         return model
     return norm.replace(model, own[0], **own[1])

@@ -577,6 +577,10 @@ def test_prepare_leaves_a_model_alone_whose_method_brings_no_normalizer() -> Non
     assert prepare(model := make(), "fedavg") is model
     with pytest.raises(ValueError, match=r"unknown strategy 'fedwin'; did you mean 'fedwon'"):
         prepare(make(), "fedwin")
+    with pytest.raises(TypeError, match=r"FedWon has no option 'branch'; known: .*branch_scale"):
+        prepare(make(), "fedwon", branch="paper")
+    with pytest.raises(ValueError, match=r"must be a name or the class of a strategy, got <"):
+        prepare(make(), FedAvg())  # type: ignore[arg-type]
 
 
 def test_prepare_puts_in_the_normalizer_that_a_method_names() -> None:
