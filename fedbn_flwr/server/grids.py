@@ -35,19 +35,25 @@ def wait_for_nodes(
     grid: Grid, wanted: int, patience: float, fewest: int | None = None
 ) -> list[int]:
     """Return the connected nodes as soon as there are `wanted`, or after `patience` seconds if
-    there are `fewest`.
+    there are `fewest`. Nobody waits for nodes of a grid that is complete.
 
     Raises `CannotTrainError` if there are too few.
     """
+    is_complete = getattr(grid, "is_complete", False)
     began = said = time.monotonic()
     while len(nodes := sorted(grid.get_node_ids())) < wanted:
         now = time.monotonic()
         there = ""
         if nodes:
             there = f": {', '.join(f'node {node}' for node in nodes)}"
-        if now > began + patience:
+        if now > began + patience or is_complete:
             if len(nodes) >= (wanted if fewest is None else fewest):
                 break
+            if is_complete:
+                raise CannotTrainError(
+                    f"the strategy wants {wanted} nodes, and {len(nodes)} are all that the grid "
+                    "has: see min_available_nodes, min_train_nodes and min_evaluate_nodes"
+                )
             raise CannotTrainError(
                 f"{len(nodes)} of {wanted} nodes connected within {patience:g} seconds{there}"
             )
@@ -157,6 +163,7 @@ class PassingGrid(Grid):
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
         behind = passing(grid)
+        self.is_complete = getattr(grid, "is_complete", False)
         #: the names of sites by node, if a grid behind this one learns them
         self.names: dict[int, str] = behind.names if behind else {}
         #: connected nodes that a grid behind this one hides, because their data do not fit

@@ -108,6 +108,9 @@ class LocalGrid(Grid):
     `_replies`, by the messages' ids.
     """
 
+    #: no more nodes will come
+    is_complete = True
+
     def __init__(self) -> None:
         self._run = Run.create_empty(run_id=1)
         self._replies: dict[str, Message] = {}

@@ -400,3 +400,12 @@ def test_waiting_for_nodes_says_so(
     with flower_log.at_level(logging.INFO, logger="flwr"):
         assert grids.wait_for_nodes(grid, 2, float("inf")) == [1, 2]
     assert "Waiting for nodes: 1 of 2 are connected" in flower_log.text
+
+
+def test_a_grid_that_is_complete_has_no_nodes_to_wait_for() -> None:
+    from fedbn_flwr.server.grids import PassingGrid, wait_for_nodes
+
+    grid = PassingGrid(InProcessGrid(FlowerClientApp(), 1))
+    with pytest.raises(CannotTrainError, match=r"wants 2 nodes, and 1 are all .* min_avail"):
+        wait_for_nodes(grid, 2, float("inf"))
+    assert wait_for_nodes(grid, 2, float("inf"), fewest=1) == [1000]
