@@ -35,21 +35,21 @@ def wait_for_nodes(
     grid: Grid, wanted: int, patience: float, fewest: int | None = None
 ) -> list[int]:
     """Return the connected nodes as soon as there are `wanted`, or after `patience` seconds if
-    there are `fewest`. Nobody waits for nodes of a grid that is complete.
+    there are `fewest`. Nobody waits for ever for nodes of a grid that is complete.
 
     Raises `CannotTrainError` if there are too few.
     """
-    is_complete = getattr(grid, "is_complete", False)
+    in_vain = patience == float("inf") and getattr(grid, "is_complete", False)
     began = said = time.monotonic()
     while len(nodes := sorted(grid.get_node_ids())) < wanted:
         now = time.monotonic()
         there = ""
         if nodes:
             there = f": {', '.join(f'node {node}' for node in nodes)}"
-        if now > began + patience or is_complete:
+        if in_vain or now > began + patience:
             if len(nodes) >= (wanted if fewest is None else fewest):
                 break
-            if is_complete:
+            if in_vain:
                 raise CannotTrainError(
                     f"the strategy wants {wanted} nodes, and {len(nodes)} are all that the grid "
                     "has: see min_available_nodes, min_train_nodes and min_evaluate_nodes"

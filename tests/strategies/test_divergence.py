@@ -149,7 +149,6 @@ class Leaving(InProcessGrid):
         nodes = list(super().get_node_ids())
         return nodes[: 2 if self.trained else 4]
 
-    is_complete = False  # those that left may come back
     trained = False
 
     def _answer(self, message: Message) -> Message:
