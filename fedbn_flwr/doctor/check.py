@@ -82,7 +82,7 @@ def check(
     which does not find a layer of which none was ever sent. Names may have a prefix, such as
     `module.`.
     """
-    if weights and len(weights) != len(after):
+    if len(weights) not in (0, len(after)):
         raise UsageError(f"there are {len(weights)} weights, and {len(after)} nodes")
     layers: Iterable[str] | None = None
     parameters: Iterable[str] = ()
@@ -106,7 +106,7 @@ def _as_entries(state: State, begun: Arrays, parameters: Iterable[str]) -> Array
     elif not isinstance(state, Mapping):
         state = {str(place): value for place, value in enumerate(state)}
     arrays = as_arrays(state)
-    if arrays.keys() & begun.keys():
+    if not begun or arrays.keys() & begun.keys():
         return arrays
     found = match(arrays, begun, parameters)
     if not found:

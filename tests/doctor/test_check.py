@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from flwr.app import ArrayRecord
@@ -173,3 +174,8 @@ def test_states_may_be_records_lists_and_models(of: Callable[[State], Any]) -> N
     after = list(map(of, AFTER))
     assert names(of(AFTER[0]), after=after, before=Net()) == {"one-node"}
     assert names(of(MEAN), after=after) == set()
+
+
+def test_weights_may_be_an_array_and_the_state_before_unknown() -> None:
+    assert names(MEAN, weights=np.array(WEIGHTS)) == set()
+    assert names(AFTER[0], before={}) == {"one-node"}
