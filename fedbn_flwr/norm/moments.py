@@ -159,6 +159,9 @@ def adapt(
     with torch.random.fork_rng(devices=[]):  # a loader draws from torch's generator
         given = [inputs] if isinstance(inputs, Tensor) else inputs
         batches = [preprocess(_inputs_of(batch)) for batch in given]
+    # a model that diverges may be adapted: a run goes on with the score that it has then
+    if not all(batch.isfinite().all() for batch in batches):
+        raise ValueError("adapt: the inputs are not finite")
     count = sum(map(len, batches))
     if count < FEWEST:
         if not count:
@@ -172,8 +175,6 @@ def adapt(
     after = bn_layers(adapted)
 
     def put(name: str, moments: Moments, unbiased: bool) -> None:
-        if not (moments.mean + moments.variance).isfinite().all():
-            raise ValueError(f"adapt: what BN layer {name!r} sees of the inputs is not finite")
         if moments.count == 1:
             raise ValueError(
                 f"adapt: BN layer {name!r} sees one value per channel: give more inputs"

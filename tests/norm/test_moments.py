@@ -224,13 +224,20 @@ def test_upper_layers_see_what_mixed_statistics_below_make() -> None:
 def test_inputs_without_statistics_are_refused() -> None:
     inputs = normal(30, 2, 4, 4)
     inputs[3, 0, 0, 0] = torch.nan
-    with pytest.raises(ValueError, match=r"what BN layer '\S+' sees of the inputs is not finite"):
+    with pytest.raises(ValueError, match=r"^adapt: the inputs are not finite$"):
         adapt(make_model(), inputs)
     with (
         pytest.warns(UserWarning, match="1 inputs are noisy"),
         pytest.raises(ValueError, match="BN layer '0' sees one value per channel"),
     ):
         adapt(nn.Sequential(nn.BatchNorm1d(2)), torch.zeros(1, 2))
+
+
+def test_a_model_that_diverges_is_adapted() -> None:
+    layer = nn.BatchNorm1d(2)
+    layer.weight.data.fill_(torch.inf)
+    model = nn.Sequential(layer, nn.BatchNorm1d(2))
+    assert adapt(model, torch.rand(30, 2)).state_dict()["1.running_mean"].isnan().all()
 
 
 def test_what_cannot_be_adapted_is_said_in_one_line() -> None:
