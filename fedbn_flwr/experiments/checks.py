@@ -1,6 +1,7 @@
 """What cannot work in a run, found before anything is started: one clear line for each mistake."""
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +42,7 @@ def checked_material(experiment: Experiment, strategy: BaseStrategy) -> Material
     ):
         raise UsageError(f"no weights: there is no file {config.model.init_from} for init-from")
     material = None
-    try:
+    with refusing_for(config):
         pick_device(config.engine.device)
         if config.data.dataset != data.SITES:
             loaded = load_data(config.data)
@@ -51,13 +52,6 @@ def checked_material(experiment: Experiment, strategy: BaseStrategy) -> Material
                 raise UsageError(f"{loaded.name} has one class only, {one}")
             material = Material.of(config, loaded)
             check_model(material, strategy)
-    except (ValueError, OSError, RuntimeError) as error:
-        # a model's weights may be those of a server
-        about = str(error)
-        text = str(config.method)
-        # another method, or another normalizer, may do
-        is_told = text in about or (config.model.norm == "bn" and ":" not in text)
-        raise UsageError(about if is_told else f"method {config.method!r}: {about}") from error
     if material is None and issubclass(experiment.strategy_class, Centralized):
         raise UsageError(
             f"method {config.method!r} needs all data in one place, but the data set 'sites' "
@@ -72,6 +66,20 @@ def checked_material(experiment: Experiment, strategy: BaseStrategy) -> Material
             f"method {config.method!r}: {why}, and {drawn} take part: {fewest - drawn} missing"
         )
     return material
+
+
+@contextmanager
+def refusing_for(config: Config) -> Iterator[None]:
+    """Refuse data and a model that cannot be as bad input, and name the method if it may be why."""
+    try:
+        yield
+    except (ValueError, OSError, RuntimeError) as error:
+        # a model's weights may be those of a server
+        about = str(error)
+        text = str(config.method)
+        # another method, or another normalizer, may do
+        is_told = text in about or (config.model.norm == "bn" and ":" not in text)
+        raise UsageError(about if is_told else f"method {config.method!r}: {about}") from error
 
 
 def check_task(config: Config, loaded: data.Data) -> None:

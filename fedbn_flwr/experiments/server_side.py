@@ -7,6 +7,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+import torch
 from flwr.app import ArrayRecord, ConfigRecord
 from flwr.common import log
 from flwr.serverapp import Grid
@@ -15,6 +16,7 @@ from fedbn_flwr import state
 from fedbn_flwr.client.learning_task import task_of
 from fedbn_flwr.client.training import products
 from fedbn_flwr.data import SITES
+from fedbn_flwr.data.partition import about_absent
 from fedbn_flwr.experiments.checkpoint import (
     Checkpoint,
     Saver,
@@ -22,7 +24,12 @@ from fedbn_flwr.experiments.checkpoint import (
     read_checkpoint,
     refuse_other_model,
 )
-from fedbn_flwr.experiments.checks import checked_material, refuse_percent
+from fedbn_flwr.experiments.checks import (
+    check_model,
+    checked_material,
+    refuse_percent,
+    refusing_for,
+)
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.experiment import Experiment
 from fedbn_flwr.experiments.material import (
@@ -42,7 +49,7 @@ from fedbn_flwr.experiments.runs import asked_of
 from fedbn_flwr.experiments.sites.agreement import SitesGrid, agree, ask_sites
 from fedbn_flwr.experiments.stopping import STOP
 from fedbn_flwr.plugins import warn_once
-from fedbn_flwr.plugins.options import UsageError, refusing
+from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.server.grids import passing
 from fedbn_flwr.server.round import Round
 from fedbn_flwr.simulation.how_trained import APART
@@ -72,9 +79,8 @@ def run(
     nodes = count_nodes(grid, config)
     strategy.min_available_nodes = config.network.min_nodes or nodes
     if material is None:
-        setup = set_up_at_sites(
-            grid, config, nodes, read_config(folder)["options"] if saved else {}
-        )
+        before = read_config(folder)["options"] if saved else {}
+        setup = set_up_at_sites(grid, config, nodes, strategy, before)
     else:
         if len(material.partition) != nodes:
             material = replace(material, partition=make_partition(config, material.data, nodes))
@@ -263,8 +269,11 @@ def set_up_here(grid: Grid, material: Material, initial: ArrayRecord) -> Setup:
     )
 
 
-def set_up_at_sites(grid: Grid, config: Config, nodes: int, before: Mapping[str, Any]) -> Setup:
-    """Ask the sites what their data are, and agree on what they have in common.
+def set_up_at_sites(
+    grid: Grid, config: Config, nodes: int, strategy: BaseStrategy, before: Mapping[str, Any]
+) -> Setup:
+    """Ask the sites what their data are, agree on what they have in common, and try the model on
+    samples of that form.
 
     `before` are the options of the run that goes on, if there is one.
     """
@@ -276,10 +285,14 @@ def set_up_at_sites(grid: Grid, config: Config, nodes: int, before: Mapping[str,
     answers = ask_sites(grid, sorted(grid.get_node_ids()), config.network.node_timeout)
     agreement = agree(config.but(partition=SITES), answers)
     config = rounds_within_budget(agreement.config, nodes, agreement.samples)
-    initial = state.to_record(fresh_model(config.model, agreement.form, config.seed).state_dict())
-    sites_grid = SitesGrid(grid, agreement)
-    with refusing():
+    with refusing_for(config):
         task = task_of(agreement.task, config.model.objective)
+        model = fresh_model(config.model, agreement.form, config.seed)
+        tried = config if task.has_classes else config.but(objective="")
+        data = agreement.example(task)
+        check_model(Material(tried, data, [], model, torch.device("cpu")), strategy)
+    initial = state.to_record(model.state_dict())
+    sites_grid = SitesGrid(grid, agreement)
     refuse_percent(config.results.stop_at, task.metric)
     scorer = SiteScorer(task, config.data.classes, config.results.class_metrics, sites_grid)
     table = agreement.table(sites_grid.names)
@@ -291,6 +304,10 @@ def set_up_at_sites(grid: Grid, config: Config, nodes: int, before: Mapping[str,
     about["metric"] = scorer.metric
     if config.data.classes:
         about["class-names"] = config.data.classes
+    absent = agreement.absent_classes
+    if absent:
+        warn_once(about_absent(absent, SITES, nodes))
+        about["absent-classes"] = absent
     return Setup(config, sites_grid, initial, scorer, about, agreement.to_config(), table)
 
 

@@ -8,11 +8,14 @@ from dataclasses import dataclass, replace
 from logging import INFO, WARNING
 from typing import Any
 
+import torch
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.common import log
 from flwr.serverapp import Grid
 
 from fedbn_flwr import wire
+from fedbn_flwr.client.learning_task import LearningTask
+from fedbn_flwr.data import Data, Split
 from fedbn_flwr.data.pixels import deviations
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.material import Form
@@ -48,10 +51,37 @@ class Agreement:
         """What a model must know of the data."""
         return Form.of(len(self.config.data.classes), self.shape)
 
+    def example(self, task: LearningTask) -> Data:
+        """Return two samples as all sites have them, without their content, to try a model on.
+
+        Nobody here knows the shape of float targets.
+        """
+        inputs = torch.zeros(2, *self.shape, dtype=torch.float32 if self.means else torch.int64)
+        classes = len(self.config.data.classes)
+        if not task.has_classes:
+            labels = torch.zeros(2, classes)
+        elif task.placed:
+            labels = torch.zeros(2, *self.shape[1:], dtype=torch.int64)
+        else:
+            labels = torch.zeros(2, dtype=torch.int64)
+        split = Split(inputs, labels)
+        return Data("the sites' data", split, split, classes, task=self.task)
+
     @property
     def samples(self) -> int:
         """The number of training samples of all sites."""
         return sum(site.samples[0] for site in self.sites.values())
+
+    @property
+    def absent_classes(self) -> list[str]:
+        """The classes of which no site has a training sample, where samples have classes."""
+        counts = Counter[str]()
+        for site in self.sites.values():
+            if site.train:
+                counts.update(dict(zip(site.class_names, site.train, strict=True)))
+        if not counts:
+            return []
+        return [name for name in self.config.data.classes if not counts[name]]
 
     def to_config(self) -> ConfigRecord:
         """Return what every message tells a site."""

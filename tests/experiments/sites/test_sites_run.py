@@ -13,7 +13,7 @@ from flwr.app import Context, Message, RecordDict
 from flwr.supercore.run import Run
 from safetensors.torch import load_file, save_file
 from sklearn.metrics import f1_score, roc_auc_score
-from torch import Tensor
+from torch import Tensor, nn
 
 from apps.client import app
 from fedbn_flwr import data, state
@@ -337,32 +337,76 @@ def test_a_site_opens_no_file_that_a_run_names(sites: list[str]) -> None:
 
 # ---- mistakes ------------------------------------------------------------------------------------
 
+
+def two_outputs(num_classes: int, in_channels: int, image_size: int) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(in_channels, 4, 3),
+        nn.GroupNorm(2, 4),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(4, 2),
+    )
+
+
+def of_another_size(num_classes: int, in_channels: int, image_size: int) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(28 * 28 * in_channels, num_classes))
+
+
+def still_lazy(num_classes: int, in_channels: int, image_size: int) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.LazyLinear(num_classes))
+
+
+HERE = __name__
 REFUSED = [
     (
-        "classes",
-        "covid,normal",
+        {"classes": "covid,normal"},
         r"node \d+: class 'pneumonia' is not one of the run's classes: covid, normal",
     ),
     (
-        "classes",
-        "",
+        {"classes": ""},
         "needs classes, in the order of their numbers; there are: covid,normal,pneumonia",
     ),
     (
-        "method",
-        "centralized:clients=3",
+        {"method": "centralized:clients=3"},
         "method 'centralized:clients=3' needs all data in one place",
+    ),
+    ({"model": f"{HERE}:two_outputs"}, "two_outputs' has 2 outputs for 3 classes"),
+    (
+        {"model": f"{HERE}:of_another_size"},
+        r"of_another_size' cannot take inputs of the shape \(3, 8, 8\)",
+    ),
+    ({"model": f"{HERE}:still_lazy"}, "still_lazy' has lazy layers"),
+    (
+        {"model": "mlp", "norm": "none", "method": "fixbn"},
+        "method 'fixbn' would be another one: the model has no BN layer",
     ),
 ]
 
 
-@pytest.mark.parametrize(("option", "value", "reason"), REFUSED)
+@pytest.mark.parametrize(("options", "reason"), REFUSED)
 def test_what_cannot_be_ends_the_run_before_round_1(
-    option: str, value: str, reason: str, sites: list[str], tmp_path: Path
+    options: dict[str, Any], reason: str, sites: list[str], tmp_path: Path
 ) -> None:
     with pytest.raises(UsageError, match=reason):
-        run_at_sites(tmp_path / "results", sites, **{option: value})
+        run_at_sites(tmp_path / "results", sites, **options)
     assert not (tmp_path / "results").exists()
+
+
+def test_weights_of_another_model_are_refused(sites: list[str], tmp_path: Path) -> None:
+    save_file({"weight": torch.zeros(3)}, tmp_path / "other.safetensors")
+    with pytest.raises(UsageError, match=r"other\.safetensors"):
+        run_at_sites(
+            tmp_path / "results", sites, **{"init-from": str(tmp_path / "other.safetensors")}
+        )
+
+
+def test_a_class_that_no_site_has_is_told(
+    sites: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    summary = run_at_sites(tmp_path, sites, classes=",".join(["flu", *CLASSES]))
+    told = "no client has samples of some classes: flu (sites with 3 clients)"
+    assert told in caplog.messages
+    assert summary["absent-classes"] == ["flu"]
 
 
 BAD_DATA = [
