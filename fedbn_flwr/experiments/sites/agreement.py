@@ -15,7 +15,7 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr import wire
 from fedbn_flwr.client.learning_task import LearningTask
-from fedbn_flwr.data import Data, Split
+from fedbn_flwr.data import Data, Split, normalized
 from fedbn_flwr.data.pixels import deviations
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.material import Form
@@ -56,8 +56,9 @@ class Agreement:
 
         Nobody here knows the shape of float targets.
         """
+        options = self.config.data
         inputs = torch.zeros(2, *self.shape, dtype=torch.float32 if self.means else torch.int64)
-        classes = len(self.config.data.classes)
+        classes = len(options.classes)
         if not task.has_classes:
             labels = torch.zeros(2, classes)
         elif task.placed:
@@ -65,7 +66,10 @@ class Agreement:
         else:
             labels = torch.zeros(2, dtype=torch.int64)
         split = Split(inputs, labels)
-        return Data("the sites' data", split, split, classes, task=self.task)
+        samples = Data("the sites' data", split, split, classes, task=self.task)
+        if not options.mean:
+            return samples
+        return normalized(samples, options.mean, options.std)
 
     @property
     def samples(self) -> int:

@@ -370,6 +370,7 @@ REFUSED = [
         {"method": "centralized:clients=3"},
         "method 'centralized:clients=3' needs all data in one place",
     ),
+    ({"mean": "0.5", "std": "0.5"}, "the sites' data: mean has 1 numbers for 3 channels"),
     ({"model": f"{HERE}:two_outputs"}, "two_outputs' has 2 outputs for 3 classes"),
     (
         {"model": f"{HERE}:of_another_size"},
