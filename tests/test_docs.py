@@ -250,6 +250,12 @@ def test_files_that_contributing_names_are_there() -> None:
     assert [name for name in named if not (ROOT / name).exists()] == ["recipes/PAPER/"]
 
 
+def test_each_recipe_of_this_project_has_its_hours() -> None:
+    table = (ROOT / "docs/recipes.md").read_text().partition("| hours |")[2].partition("\n\n")[0]
+    own = {name.removeprefix("here/") for name in recipe_names() if name.startswith("here/")}
+    assert own == set(re.findall(r"`([a-z0-9-]+)`", table)) - {"here"}
+
+
 def test_tables_of_results_follow_from_the_runs() -> None:
     module = runpy.run_path(str(ROOT / "docs" / "make_results.py"))
     assert {
