@@ -200,6 +200,8 @@ class Fields:
             for key, values in given.items()
         }
         for key, values in grid.items():
+            if not values:
+                self.refuse(f"grid: {key} must have at least one value")
             for value in values:
                 self._options("grid", {key: value})
                 try:
@@ -250,11 +252,18 @@ def parse_recipe(name: str, content: object, read_from: str = "") -> Recipe:
     twice = [label for label in [*methods, *labels] if [*methods, *labels].count(label) > 1]
     if twice:
         given.refuse(f"the label {twice[0]!r} stands for two things")
+    grid = given.grid()
+    varied = _varied(given, axes)
+    for key in grid:
+        if key in axes:
+            given.refuse(f"grid: {key} is an axis, whose labels say its values")
     for method, text in methods.items():
         try:
-            parse(text)
+            parsed = parse(text)
         except UsageError as error:
             given.refuse(f"methods: {method}: {error}")
+        for key in (*parsed.options, *(["norm"] if parsed.norm else [])):
+            _refuse_varied(given, f"methods: {method}: {key}", key, varied)
     left_out = given.parts("leave-out", ("methods", "in"))
     directions = given.parts("directions", ("claim", "in", "place", "column"))
     reported = given.parts("reported", ("place", "values"))
@@ -271,15 +280,29 @@ def parse_recipe(name: str, content: object, read_from: str = "") -> Recipe:
         directions=[_direction(part, methods, labels) for part in directions],
         notes=given.texts("notes"),
     )
-    study = Study(
-        methods, settings, given.seeds(), given.grid(), left_out=absent, read_from=read_from
-    )
+    study = Study(methods, settings, given.seeds(), grid, left_out=absent, read_from=read_from)
     recipe = Recipe(name, given.content, study, paper)
     if not recipe.study.cells():
         given.refuse("leave-out leaves no cell")
     if given.content.get("smoke") is None:
         return recipe
     return replace(recipe, small=_in_small(recipe, given, axes))
+
+
+def _varied(given: Fields, axes: Mapping[str, Mapping[str, Options]]) -> dict[str, str]:
+    """Return by option the axis that sets it."""
+    varied = dict[str, str]()
+    for axis, parts in axes.items():
+        for key in dict.fromkeys(key for part in parts.values() for key in part):
+            _refuse_varied(given, f"vary: {axis}: {key}", key, varied)
+            varied[key] = axis
+    return varied
+
+
+def _refuse_varied(given: Fields, where: str, key: str, varied: Mapping[str, str]) -> None:
+    """Refuse to set an option beside an axis: one of the two would not count, under its label."""
+    if key in varied:
+        given.refuse(f"{where} is set by the axis {varied[key]!r} already")
 
 
 def _in_small(recipe: Recipe, whole: Fields, axes: Mapping[str, Mapping[str, Any]]) -> Recipe:

@@ -167,6 +167,29 @@ MISTAKES: dict[str, tuple[object, str]] = {
         "leave-out leaves no cell",
     ),
     "no seeds": ({"methods": ["fedavg"], "seeds": 0}, "seeds must be at least 1, got 0"),
+    "an option of two axes": (
+        {
+            "methods": ["fedavg"],
+            "vary": {"lr": [0.1, 0.3], "data": {"few": {"lr": 1, "batch-size": 8}}},
+        },
+        "vary: data: lr is set by the axis 'lr' already",
+    ),
+    "an option of an axis and of a method": (
+        {"methods": {"A": "fedavg:lr=1"}, "vary": {"lr": [0.1, 0.3]}},
+        "methods: A: lr is set by the axis 'lr' already",
+    ),
+    "a normalizer of an axis and of a method": (
+        {"methods": ["fedavg+gn"], "vary": {"norm": ["bn", "ln"]}},
+        "methods: fedavg+gn: norm is set by the axis 'norm' already",
+    ),
+    "an option of an axis and of the grid": (
+        {"methods": ["fedavg"], "vary": {"lr": [0.1, 0.3]}, "grid": {"lr": [0.1, 0.3]}},
+        "grid: lr is an axis, whose labels say its values",
+    ),
+    "a grid of nothing": (
+        {"methods": ["fedavg"], "grid": {"lr": []}},
+        "grid: lr must have at least one value",
+    ),
     "bad value of a grid": (
         {"methods": ["fedavg"], "grid": {"lr": [0.1, "fast"]}},
         "grid: lr must be a number, got 'fas",
