@@ -76,7 +76,7 @@ class OwnLoopClient:
         loop = OwnLoop(self.model, instruction, received, self.memory, exchange)
         with drawing, loop as self._loop:
             seed_unused()
-            content = self._handler(self._seen(received, instruction), self._context).content
+            content = self._answer(received, instruction)
         # in a layer-wise step the handler has the context of the first message, and the last one's
         # is kept
         self.memory.adopt(self._context.state)
@@ -119,11 +119,18 @@ class OwnLoopClient:
             self.memory.store(wire.STAYS, {**stays, **own})
             received = {**received, wire.ARRAYS: {**received[wire.ARRAYS], **own}}
         with saying_training_mode():
-            content = self._handler(self._seen(received, instruction), self._context).content
+            content = self._answer(received, instruction)
         kept = self.memory.personal(
             state.group_keys(self.model, instruction.stays if instruction.send_personal else "none")
         )
         return self._reply_of(content, instruction, {wire.STAYS: kept})
+
+    def _answer(self, received: Mapping[str, State], instruction: Instruction) -> RecordDict:
+        """Return the content of the handler's reply."""
+        reply = self._handler(self._seen(received, instruction), self._context)
+        if not isinstance(reply, Message):
+            raise TypeError(f"the handler must return a Message, not {type(reply).__name__}")
+        return reply.content
 
     def gather(self, received: Mapping[str, State], instruction: Instruction) -> Reply:
         """Reply with what a pass of the received model over this node's data adds up, without

@@ -291,7 +291,7 @@ class InProcessGrid(LocalGrid):
                 reply = trained[place]
             else:
                 reply = self._answer(message)
-            if reply:
+            if reply:  # None where it is in the mean at another place
                 identify(reply)
                 self._replies[message_id] = reply
         return ids
@@ -357,7 +357,7 @@ class InProcessGrid(LocalGrid):
         node = message.metadata.dst_node_id
         try:
             context = self._lend(node)
-            reply = self._client_app(self._deliver(message), context)
+            reply = as_reply_to(message, self._client_app(self._deliver(message), context))
         except Exception as error:
             log(INFO, "The ClientApp of node %d raised", node, exc_info=error)
             reason = f"{type(error).__name__}: {error}"
@@ -407,6 +407,19 @@ class InProcessGrid(LocalGrid):
         if partition is None or partition not in self._partitions:
             raise KeyError(f"there is no node {node}")
         return partition
+
+
+def as_reply_to(message: Message, answer: Any) -> Message:
+    """Return what a ClientApp answers as the reply to a message.
+
+    A mod may have made an answer of its own, such as the error of Flower's LocalDpMod, which
+    replies to a reply.
+    """
+    if not isinstance(answer, Message):
+        raise TypeError(f"a ClientApp must return a Message, not {type(answer).__name__}")
+    if answer.metadata.reply_to_message_id == message.metadata.message_id:
+        return answer
+    return Message(answer.error if answer.has_error() else answer.content, reply_to=message)
 
 
 def one_by_one(jobs: Sequence[Job], pool: ReplyPool) -> Iterator[Answered]:

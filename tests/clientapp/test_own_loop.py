@@ -691,6 +691,12 @@ def test_another_model_may_be_sent(strategy: Callable[[], BaseStrategy], loop: L
     assert distance(Federation(make()).run(strategy(), 1, grid=grid, lr=0.05), before) > 0
 
 
+def app_without_a_reply() -> FlowerClientApp:
+    app = ClientApp(model=make)
+    app.train()(lambda message, context: None)  # type: ignore[arg-type, return-value]
+    return app
+
+
 NO_OPTIMIZER = "the loop took no step of a torch.optim.Optimizer"
 NO_BN = "the method would be another one: the model has no BN layer"
 HELD = "all BN layers are in eval mode in training"
@@ -745,6 +751,7 @@ MISTAKES: list[tuple[Callable[[], BaseStrategy], FlowerClientApp, str]] = [
         "net.0.weight begins to learn after the first step of an optimizer",
     ),
     (lambda: FedProx(mu=0.5), own_app(no_step, make), NO_OPTIMIZER),
+    (FedAvg, app_without_a_reply(), "the handler must return a Message, not NoneType"),
     # statistics would be those of before the step: nothing tells when that ends
     *(
         (each, own_app(by_hand, make), NO_OPTIMIZER)

@@ -5,7 +5,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from flwr.app import ConfigRecord, Context, RecordDict
+from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.clientapp.typing import ClientAppCallable
 from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run
@@ -99,6 +101,32 @@ def test_what_does_not_exist_is_an_error_reply(grid: InProcessGrid | WorkersGrid
     assert replies[1].metadata.src_node_id == 5
     for found, wanted in zip(replies, alone, strict=True):
         assert (found.error.code, found.error.reason) == (wanted.error.code, wanted.error.reason)
+
+
+def test_what_a_mod_makes_of_a_reply_is_the_answer_to_the_message() -> None:
+    def refusing(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+        return Message(Error(0, "not so"), reply_to=call_next(message, context))
+
+    def renewing(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+        return Message(call_next(message, context).content, dst_node_id=7, message_type="train")
+
+    for mod in (refusing, renewing):
+        app = ClientApp(mods=[mod])
+        app.train()(lambda message, _: Message(RecordDict(), reply_to=message))
+        grid = InProcessGrid(app, 2)
+        ids = list(grid.push_messages([question(node) for node in grid.get_node_ids()]))
+        places = [reply.metadata for reply in grid.pull_messages(ids)]
+        assert [(place.src_node_id, place.reply_to_message_id) for place in places] == [
+            (1000, ids[0]),
+            (1001, ids[1]),
+        ]
+
+
+def test_a_handler_without_a_reply_is_an_error_reply() -> None:
+    app = ClientApp()
+    app.train()(lambda message, context: None)  # type: ignore[arg-type, return-value]
+    (reply,) = send(InProcessGrid(app, 1), "hello")
+    assert reply.error.reason == "TypeError: a ClientApp must return a Message, not NoneType"
 
 
 def test_messages_of_the_older_interface_and_runs(grid: InProcessGrid | WorkersGrid) -> None:
