@@ -34,7 +34,8 @@ OF_COUNTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "precision": lambda hits, labelled, predicted: hits / predicted.clamp(min=1),
     "recall": lambda hits, labelled, predicted: hits / labelled,
 }
-#: the area under the ROC curve of one class against all others, which needs all outputs
+#: the area under the ROC curve of one class against all others, or of a float target that is 0 or
+#: 1, which needs all outputs
 AUC = "auc"
 CLASS_METRICS = (*OF_COUNTS, AUC)
 
@@ -168,7 +169,7 @@ def evaluate(
     of_all = confusion.sum(0)
     by_class = {name: counted(name, of_all) for name in metrics if name != AUC}
     if AUC in metrics:
-        by_class[AUC] = areas(torch.cat(kept), split.labels.cpu(), num_classes)
+        by_class[AUC] = areas(torch.cat(kept).flatten(1), split.labels.cpu(), num_classes)
     scores = {name: measure(of_all) for name, measure in task.measures.items()}
     return Evaluation(_mean(losses, sizes), confusion, by_class, scores, task.has_classes)
 
@@ -180,16 +181,28 @@ def counted(name: str, confusion: Tensor) -> list[float]:
     return measured.where(labelled > 0, math.nan).tolist()
 
 
-def areas(logits: Tensor, labels: Tensor, num_classes: int) -> list[float]:
-    """Return `AUC` by class; NaN of a class that no label has, and of the only class."""
+def areas(outputs: Tensor, targets: Tensor, num_classes: int) -> list[float]:
+    """Return `AUC` by class, or by float target that is 0 or 1; NaN of what all samples have, or
+    none.
+    """
+    if targets.is_floating_point():
+        # in their order, and from 0 to 1, as torchmetrics would make them with a sigmoid
+        scores = (F.softsign(outputs.double()) + 1) / 2
+        has = targets.view(len(targets), -1) > 0
+    else:
+        scores = outputs.softmax(1)[:, :num_classes]
+        has = F.one_hot(targets, num_classes) > 0
+    return [_area(*columns) for columns in zip(scores.T, has.T, strict=True)]
+
+
+def _area(scores: Tensor, has: Tensor) -> float:
     with extra("cli"):
         # imported here because it takes seconds
-        from torchmetrics.functional.classification import multiclass_auroc
+        from torchmetrics.functional.classification import binary_auroc
 
-    counts = torch.bincount(labels, minlength=num_classes)
-    measured = multiclass_auroc(logits.softmax(1), labels, logits.shape[1], average=None)
-    is_measured = (counts > 0) & (counts < len(labels))
-    return measured[:num_classes].where(is_measured, math.nan).tolist()
+    if has.all() or not has.any():
+        return math.nan
+    return float(binary_auroc(scores, has.long()))
 
 
 @torch.no_grad()

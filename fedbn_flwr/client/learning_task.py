@@ -21,7 +21,7 @@ from fedbn_flwr.plugins import Own, add, import_function
 #: there are any
 Measure = Callable[[Tensor], float]
 #: the scores of which less is better; all others are shares
-LOWER_IS_BETTER = ("mse", "mae", "loss", "error")
+LOWER_IS_BETTER = ("mse", "mae", "bce", "loss", "error")
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,11 @@ class Objective:
 
 
 #: the losses of float targets by name
-OBJECTIVES: dict[str, LossFunction] = {"mse": F.mse_loss, "mae": F.l1_loss}
+OBJECTIVES: dict[str, LossFunction] = {
+    "mse": F.mse_loss,
+    "mae": F.l1_loss,
+    "bce": F.binary_cross_entropy_with_logits,
+}
 
 
 def task_of(name: str, objective: str | Own = "") -> LearningTask:

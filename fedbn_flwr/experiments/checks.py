@@ -93,7 +93,13 @@ def check_task(config: Config, loaded: data.Data) -> None:
         )
     metrics = config.results.class_metrics
     if metrics and loaded.train.targets == FLOATS:
-        raise UsageError(f"class-metrics are of classes, and {loaded.name} has {FLOATS}")
+        if metrics != (AUC,) or loaded.train.is_dense:
+            raise UsageError(f"class-metrics are of classes, and {loaded.name} has {FLOATS}")
+        labels = torch.cat([loaded.train.labels, loaded.test.labels])
+        if ((labels != 0) & (labels != 1)).any():
+            raise UsageError(
+                f"class-metrics={AUC} is of targets that are 0 or 1, and {loaded.name} has others"
+            )
     if AUC in metrics and loaded.train.targets == LABEL_MAPS:
         raise UsageError(f"class-metrics={AUC} is of samples, and {loaded.name} has {LABEL_MAPS}")
     task.check_augmentation(config.training.augmentation)

@@ -140,8 +140,8 @@ class ModelOptions(Options):
     ] = ()
     objective: Annotated[
         Own | str,
-        "loss to train with: mse or mae (of float targets), or package.module:function; empty: "
-        "the task's own",
+        "loss to train with: mse, mae or bce (of float targets), or package.module:function; "
+        "empty: the task's own",
     ] = ""
 
 
@@ -279,7 +279,7 @@ class ResultsOptions(Options):
     class_metrics: Annotated[
         tuple[str, ...],
         "metrics per class on the test data, of sites on each site's: f1, iou, precision, recall, "
-        "auc",
+        "auc (of float targets that are 0 or 1, too)",
     ] = ()
     train_loss_global: Annotated[
         bool, "also report the global model's loss on all training data, in evaluated rounds"

@@ -157,7 +157,7 @@ def test_a_registered_task_is_found_by_its_name() -> None:
 
 def test_the_error_of_a_task_without_classes_is_known_as_one() -> None:
     """Its name alone tells tables and `stop-at` that it is no share, and that less is better."""
-    with pytest.raises(ValueError, match="metric 'pinball' is none of mse, mae, loss, error"):
+    with pytest.raises(ValueError, match="metric 'pinball' is none of mse, mae, bce, loss, error"):
         LearningTask(distance, metric="pinball", has_classes=False)
     with pytest.raises(ValueError, match="metric 'accuracy' is none of"):
         LearningTask(distance, has_classes=False)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from sklearn.metrics import roc_auc_score
 from torch import Tensor, nn
 
 from fedbn_flwr import compare, run
@@ -274,6 +275,29 @@ def test_held_out_data_and_an_early_end() -> None:
     assert run("fedavg", **options, stop_at=80).summaries[0]["stopped-after"] == 1
 
 
+@pytest.mark.parametrize("method", ["fedavg", "fedbn"])
+def test_several_labels_a_sample_have_an_area_each(method: str) -> None:
+    targets = torch.stack([INPUTS[:, 0] > 0, INPUTS.sum(1) > 1, INPUTS[:, 2] > 9], dim=1).float()
+    splits = [Split(INPUTS[rows], targets[rows]) for rows in (slice(N), slice(N, N + TEST))]
+    names = ("left", "right", "nobody")
+    data = Data("labels", splits[0], splits[1], 3, class_names=names, task="regression")
+    options = {**SMALL, "objective": "bce", "class_metrics": "auc", "lr": 1.0, "seed": 1}
+    found = run(method, model=net, data=data, **options)
+    models = found.models() if method == "fedbn" else {"": found.model()}
+    areas, errors = [], []
+    for model in models.values():
+        with torch.no_grad():
+            outputs = model(found.preprocess()(splits[1].inputs))
+        columns = zip(splits[1].labels.T[:2], outputs.T, strict=False)
+        areas.append([roc_auc_score(*pair) for pair in columns])
+        errors.append(float(F.binary_cross_entropy_with_logits(outputs, splits[1].labels)))
+    (summary,) = found.summaries
+    assert summary["bce"] == pytest.approx(np.mean(errors), rel=1e-5)
+    assert list(summary["class-auc"]) == ["left", "right"]  # nobody has the last label
+    assert [*summary["class-auc"].values()] == pytest.approx(np.mean(areas, axis=0), abs=1e-6)
+    assert min(summary["class-auc"].values()) > 0.8
+
+
 GOOD = {"data": own(), "objective": "mse"}
 ABSENT = Split(INPUTS[:N], SUMS[:N])
 
@@ -283,15 +307,15 @@ ABSENT = Split(INPUTS[:N], SUMS[:N])
     [
         (
             {**GOOD, "objective": ""},
-            "own data has float targets, which need objective=mse, mae or package.module:funct",
+            "own data has float targets, which need objective=mse, mae, bce or package.module:funct",
         ),
         (
             {**GOOD, "objective": "msa"},
-            "unknown objective 'msa'; known: mse, mae, or package.module:function",
+            "unknown objective 'msa'; known: mse, mae, bce, or package.module:function",
         ),
         (
             {**GOOD, "objective": "huber"},
-            "unknown objective 'huber'; known: mse, mae, or package.module:function",
+            "unknown objective 'huber'; known: mse, mae, bce, or package.module:function",
         ),
         (
             {**GOOD, "objective": "nowhere.at:all"},
@@ -313,6 +337,10 @@ ABSENT = Split(INPUTS[:N], SUMS[:N])
         ),
         ({**GOOD, "partition": "dirichlet:1"}, "own data has float targets and no labels"),
         ({**GOOD, "partition": "shards:2"}, "own data has float targets and no labels"),
+        (
+            {**GOOD, "class_metrics": "auc"},
+            "class-metrics=auc is of targets that are 0 or 1, and own data has others",
+        ),
         (
             {**GOOD, "class_metrics": "f1"},
             "class-metrics are of classes, and own data has float targets",

@@ -13,7 +13,7 @@ import pytest
 import torch
 from flwr.app import Message
 from safetensors.torch import load_file
-from sklearn.metrics import confusion_matrix
+from sklearn.metrics import confusion_matrix, roc_auc_score
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
@@ -326,6 +326,35 @@ def test_float_targets_are_scored_by_their_error(tmp_path: Path) -> None:
     errors = [summary["sites"][str(site)]["mse"] for site in range(3)]
     assert summary["mse"] == pytest.approx(sum(errors) / 3)
     assert len(read_rounds(tmp_path)) == 2
+
+
+def test_float_targets_that_are_0_or_1_have_an_area_each(tmp_path: Path) -> None:
+    options = {"model": f"{HERE}:conv", "objective": "bce", "class-metrics": "auc"}
+    summary = at_sites(tmp_path, FINDINGS, ("left", "right"), **options)
+    agreed = agreed_in(tmp_path)
+    mean, std = (
+        torch.tensor([float(part) for part in agreed[key].split(",")])[:, None]
+        for key in ("mean", "std")
+    )
+    model = build(f"{HERE}:conv", num_classes=2, in_channels=2, image_size=16, seed=0).eval()
+    state.load(model, load_file(tmp_path / "model.safetensors"))
+    measured: dict[str, list[float]] = {"left": [], "right": []}
+    for site, data in enumerate([first_findings(), second_findings(), third_findings()]):
+        with torch.no_grad():
+            outputs = model((data.test.inputs - mean) / std)
+        row = summary["sites"][str(site)]["auc"]
+        for column, name in enumerate(("left", "right")):
+            labels = data.test.labels[:, data.class_names.index(name)]
+            if len(labels.unique()) == 2:
+                wanted = roc_auc_score(labels, outputs[:, column])
+                assert row[name] == pytest.approx(wanted, abs=1e-6)
+                measured[name].append(wanted)
+            else:
+                assert name not in row
+    assert all(measured.values())
+    assert summary["class-auc"] == {
+        name: pytest.approx(np.mean(areas), abs=1e-6) for name, areas in measured.items()
+    }
 
 
 def test_channels_below_zero_keep_their_deviation_and_samples_their_form(tmp_path: Path) -> None:
