@@ -169,7 +169,7 @@ def evaluate(
     of_all = confusion.sum(0)
     by_class = {name: counted(name, of_all) for name in metrics if name != AUC}
     if AUC in metrics:
-        by_class[AUC] = areas(torch.cat(kept).flatten(1), split.labels.cpu(), num_classes)
+        by_class[AUC] = areas(torch.cat(kept), split.labels.cpu(), num_classes)
     scores = {name: measure(of_all) for name, measure in task.measures.items()}
     return Evaluation(_mean(losses, sizes), confusion, by_class, scores, task.has_classes)
 
@@ -187,7 +187,7 @@ def areas(outputs: Tensor, targets: Tensor, num_classes: int) -> list[float]:
     """
     if targets.is_floating_point():
         # in their order, and from 0 to 1, as torchmetrics would make them with a sigmoid
-        scores = (F.softsign(outputs.double()) + 1) / 2
+        scores = (F.softsign(outputs.double()) + 1).view(len(targets), -1) / 2
         has = targets.view(len(targets), -1) > 0
     else:
         scores = outputs.softmax(1)[:, :num_classes]

@@ -130,6 +130,8 @@ class OwnLoopClient:
         reply = self._handler(self._seen(received, instruction), self._context)
         if not isinstance(reply, Message):
             raise TypeError(f"the handler must return a Message, not {type(reply).__name__}")
+        if reply.has_error():
+            raise RuntimeError(reply.error.reason)
         return reply.content
 
     def gather(self, received: Mapping[str, State], instruction: Instruction) -> Reply:

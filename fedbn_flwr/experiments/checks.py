@@ -95,8 +95,8 @@ def check_task(config: Config, loaded: data.Data) -> None:
     if metrics and loaded.train.targets == FLOATS:
         if metrics != (AUC,) or loaded.train.is_dense:
             raise UsageError(f"class-metrics are of classes, and {loaded.name} has {FLOATS}")
-        labels = torch.cat([loaded.train.labels, loaded.test.labels])
-        if ((labels != 0) & (labels != 1)).any():
+        splits = (loaded.train, loaded.test)
+        if any(((split.labels != 0) & (split.labels != 1)).any() for split in splits):
             raise UsageError(
                 f"class-metrics={AUC} is of targets that are 0 or 1, and {loaded.name} has others"
             )

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.client import Client, NumPyClient
 from flwr.clientapp import ClientApp as FlowerClientApp
 from torch import Tensor, nn
@@ -691,9 +691,9 @@ def test_another_model_may_be_sent(strategy: Callable[[], BaseStrategy], loop: L
     assert distance(Federation(make()).run(strategy(), 1, grid=grid, lr=0.05), before) > 0
 
 
-def app_without_a_reply() -> FlowerClientApp:
+def app_that_replies(reply: Callable[[Message], Any]) -> FlowerClientApp:
     app = ClientApp(model=make)
-    app.train()(lambda message, context: None)  # type: ignore[arg-type, return-value]
+    app.train()(lambda message, context: reply(message))
     return app
 
 
@@ -751,7 +751,12 @@ MISTAKES: list[tuple[Callable[[], BaseStrategy], FlowerClientApp, str]] = [
         "net.0.weight begins to learn after the first step of an optimizer",
     ),
     (lambda: FedProx(mu=0.5), own_app(no_step, make), NO_OPTIMIZER),
-    (FedAvg, app_without_a_reply(), "the handler must return a Message, not NoneType"),
+    (FedAvg, app_that_replies(lambda _: None), "the handler must return a Message, not NoneType"),
+    (
+        FedAvg,
+        app_that_replies(lambda message: Message(Error(0, "no disk"), reply_to=message)),
+        "node 1000: it failed: RuntimeError: no disk",
+    ),
     # statistics would be those of before the step: nothing tells when that ends
     *(
         (each, own_app(by_hand, make), NO_OPTIMIZER)

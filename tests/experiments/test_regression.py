@@ -298,6 +298,15 @@ def test_several_labels_a_sample_have_an_area_each(method: str) -> None:
     assert min(summary["class-auc"].values()) > 0.8
 
 
+def test_one_label_a_sample_has_an_area_whatever_the_shapes() -> None:
+    targets = (INPUTS[:, 0] > 0).float()
+    data = (INPUTS[:N], targets[:N]), (INPUTS[N:], targets[N:, None])
+    options = {**SMALL, "objective": "bce", "class_metrics": "auc", "lr": 1.0}
+    model = nn.Sequential(net(1), nn.Flatten(0))
+    (summary,) = run("fedavg", model=model, data=data, **options).summaries
+    assert summary["class-auc"]["0"] > 0.9
+
+
 GOOD = {"data": own(), "objective": "mse"}
 ABSENT = Split(INPUTS[:N], SUMS[:N])
 
