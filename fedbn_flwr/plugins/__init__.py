@@ -190,9 +190,15 @@ def import_function(kind: str, spec: str | Own, known: Iterable[str]) -> Any:
     return function
 
 
+def is_unicode(text: str) -> bool:
+    """Return whether a text can be written in UTF-8, as not all names of files can."""
+    return text.encode(errors="ignore").decode() == text
+
+
 def fingerprint(text: str) -> str:
     """Return a short text that changes with a text."""
-    return blake2b(text.encode(), digest_size=4).hexdigest()
+    # names of files may be none in UTF-8
+    return blake2b(text.encode(errors="surrogateescape"), digest_size=4).hexdigest()
 
 
 def described(error: Exception) -> str:

@@ -14,7 +14,7 @@ from math import inf, isfinite
 from types import MappingProxyType, NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
-from fedbn_flwr.plugins import Own, did_you_mean
+from fedbn_flwr.plugins import Own, did_you_mean, is_unicode
 
 Value = bool | int | float | str
 #: options that are read before their types are known
@@ -174,6 +174,8 @@ def convert(key: str, value: Any, kind: Any) -> Any:
     `kind` is a type, literals, a union of these, or a tuple of any length, which is written with
     commas.
     """
+    if isinstance(value, str) and not is_unicode(value):
+        raise UsageError(f"{key} must be a text in UTF-8, got {value!a}")
     if kind is Pairs:
         if isinstance(value, tuple):
             return value

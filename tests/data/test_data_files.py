@@ -23,7 +23,9 @@ from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
 from fedbn_flwr.data import load
 from fedbn_flwr.data.files import list_folder
+from fedbn_flwr.data.loading import forget
 from fedbn_flwr.data.sets import mnist
+from fedbn_flwr.experiments import resolve
 from tests.helpers.image_sets import paint
 
 Pixels = NDArray[np.uint8]
@@ -289,6 +291,22 @@ def test_a_folder_of_images_per_class(tmp_path: Path, fill: Callable[[str], None
     assert data.train.labels.tolist() == [0, 1, 1]
     assert data.test.labels.tolist() == [1]  # though the test split has only one class
     assert data.domain_names == ()
+
+
+def test_names_of_files_may_be_none_in_utf_8_but_not_those_of_classes(
+    tmp_path: Path, fill: Callable[[str], None]
+) -> None:
+    fill("")
+    folder = os.fsencode(tmp_path / "train" / "cat")
+    os.rename(folder + b"/a.png", folder + b"/K\xf6ln.png")
+    spec = f"folder:{tmp_path}"
+    assert load(spec).train.inputs[:, 0, 0, 0].tolist() == [10, 20, 30]
+    run = resolve({"dataset": spec})
+    assert run.files["dataset"]
+    os.rename(folder, os.fsencode(tmp_path) + b"/train/K\xf6ln")
+    forget()
+    with pytest.raises(ValueError, match=r"name of the folder 'K\\udcf6ln' is not UTF-8"):
+        load(spec)
 
 
 def test_links_are_followed_but_not_back_into_their_own_folder(

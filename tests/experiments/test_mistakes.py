@@ -5,6 +5,7 @@ Mistakes in recipes are in `recipes/test_recipe.py`, those of sites in `sites/te
 and checkpoints that cannot be used in `test_resume.py`.
 """
 
+import os
 import re
 from pathlib import Path
 from threading import Lock
@@ -362,6 +363,10 @@ RESOLVED: list[tuple[str | dict[str, Any], str]] = [
         "unknown metric 'f2' in class-metrics; known: f1, iou, precision, recall, auc",
     ),
     ({"classes": "a,b,a"}, "classes names 'a' twice"),
+    (
+        {"dataset": os.fsdecode(b"folder:K\xf6ln")},
+        r"dataset must be a text in UTF-8, got 'folder:K\udcf6ln'",
+    ),
     ({"mean": "0.5", "std": "wide"}, "std must be a number, got 'wide'"),
     (
         {"mean": "0.5"},

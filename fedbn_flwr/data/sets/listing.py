@@ -9,6 +9,7 @@ from fedbn_flwr.data.augmentation import Size
 from fedbn_flwr.data.decoding import Fit
 from fedbn_flwr.data.file_split import FileSplit, ImageFiles
 from fedbn_flwr.data.pixels import Channels
+from fedbn_flwr.plugins import is_unicode
 
 #: the ends of images' names
 SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
@@ -61,9 +62,13 @@ def folders(path: Path) -> list[str]:
     if not path.is_dir():
         return []
     with os.scandir(path) as entries:
-        return sorted(
+        names = sorted(
             entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")
         )
+    for name in names:
+        if not is_unicode(name):
+            raise DataFilesError(f"{path}: the name of the folder {name!a} is not UTF-8: rename it")
+    return names
 
 
 def images(path: Path) -> list[str]:
