@@ -2,6 +2,7 @@
 
 from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 from fedbn_flwr import __version__
 from fedbn_flwr.experiments.output.run_folder import make_folder, read_config
 from fedbn_flwr.experiments.recipes.statements import statements
-from fedbn_flwr.experiments.results.plots import SETTINGS, bars, curves
+from fedbn_flwr.experiments.results.plots import SETTINGS, Picture, bars, curves
 from fedbn_flwr.experiments.results.rows import Part, counts, read_parts, rounds_of
 from fedbn_flwr.experiments.results.show import fill, say, to_csv, to_latex
 from fedbn_flwr.experiments.results.tables import all_runs, costs, results
@@ -33,7 +34,7 @@ class Content:
         self.runs = all_runs(runs)
         self.tables = [shown for shown in (self.results, self.costs) if len(shown.frame)]
         # they are not drawn yet
-        self.pictures = [*bars(runs, paper), *curves(runs)]
+        self.pictures = named_apart([*bars(runs, paper), *curves(runs)])
         self.statements = statements(runs, paper)
         self.settings_left_out = max(0, rounds_of(runs)["setting"].nunique() - SETTINGS)
 
@@ -77,6 +78,21 @@ class Content:
             for key, value in first.items()
             if all(other.get(key) == value for other in begun)
         }
+
+
+def named_apart(pictures: Sequence[Picture]) -> list[Picture]:
+    """Return pictures with files of their own, where the names of two settings differ by signs that
+    no file has, or by upper case.
+    """
+    named = dict[str, Picture]()
+    for picture in pictures:
+        name = picture.name
+        number = 1
+        while name.lower() in named:
+            number += 1
+            name = f"{picture.name}-{number}"
+        named[name.lower()] = replace(picture, name=name)
+    return [*named.values()]
 
 
 def _write_html(parts: Sequence[Content], folder: Path) -> str:

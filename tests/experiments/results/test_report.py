@@ -389,7 +389,7 @@ def test_one_seed_is_said_once_and_zero_has_no_sign(tmp_path: Path) -> None:
 
 def test_runs_of_several_settings_share_no_picture(tmp_path: Path) -> None:
     for number, (method, partition) in enumerate(
-        [("fedavg", "iid"), ("fixbn", "iid"), ("fedavg", "classes:2")]
+        [("fedavg", "iid"), ("fixbn", "iid"), ("fedavg", "classes:2"), ("fedavg", "Classes-2")]
     ):
         folder = tmp_path / str(number)
         write_run(folder, [round_row(n, 0.5) for n in range(1, ROUNDS + 1)], method)
@@ -397,12 +397,15 @@ def test_runs_of_several_settings_share_no_picture(tmp_path: Path) -> None:
         config["options"] |= {"partition": partition}
         (folder / "config.json").write_text(json.dumps(config))
         (folder / "summary.json").write_text(json.dumps({"method": method, **summary_of(0.5, 0)}))
-    page = write_page(*(tmp_path / str(number) for number in range(3)), out=tmp_path / "page")
+    page = write_page(*(tmp_path / str(number) for number in range(4)), out=tmp_path / "page")
     assert page.cell("results", SCORE, "classes:2", "fedavg") == "50.00"
     assert page.cell("results", "vs fedavg", "classes:2", "fedavg") == ""
-    assert len(page.tables["results"]) == 1 + 3
-    for setting in ("iid", "classes:2"):
+    assert len(page.tables["results"]) == 1 + 4
+    for setting in ("iid", "classes:2", "Classes-2"):
         assert f"Accuracy against rounds in {setting}" in page.pictures
+    # also where case does not tell files apart
+    files = {path.name.lower() for path in (tmp_path / "page").glob("*.png")}
+    assert len(files) == len(page.pictures)
 
 
 @pytest.mark.parametrize(
