@@ -220,7 +220,8 @@ KINDS = {
         "running statistics in layers that are no BN of torch's: {layers}",
         "What finds BN by its type takes it for weights: FedBN shares it, and nothing else here is "
         "about it.",
-        "Derive its class from torch.nn.modules.batchnorm._BatchNorm.",
+        "Derive its class from torch.nn.modules.batchnorm._BatchNorm; of a scripted, traced or "
+        "exported model, use the one that it was made of.",
     ),
     "unnamed": Kind(
         "worth knowing",

@@ -41,7 +41,8 @@ def about_foreign(model: nn.Module) -> str:
     for name, layer in foreign_layers(model).items():
         return (
             f"layer {name!r}, of the class {type(layer).__name__}, has running statistics and is "
-            "no BN of torch's: derive its class from torch.nn.modules.batchnorm._BatchNorm"
+            "no BN of torch's: derive its class from torch.nn.modules.batchnorm._BatchNorm (of a "
+            "scripted, traced or exported model, use the one that it was made of)"
         )
     return ""
 
