@@ -191,6 +191,38 @@ def no_blood() -> Data:
     )
 
 
+def first_words() -> Data:
+    return words_at(0)
+
+
+def second_words() -> Data:
+    return words_at(1)
+
+
+def words_at(site: int) -> Data:
+    """Sentences as the ids of five words out of twenty."""
+    splits = []
+    for role in ("train", "test"):
+        generator = torch.Generator().manual_seed(10 * site + len(role))
+        ids = torch.randint(20, (24, 5), generator=generator)
+        splits.append(Split(ids, (ids.sum(1) > 47).long()))
+    return data_of("words", splits, ("short", "long"), "classification")
+
+
+class Reader(torch.nn.Module):
+    """Takes ids only."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.words = torch.nn.Embedding(20, 8)
+        self.norm = torch.nn.BatchNorm1d(8)
+        self.head = torch.nn.Linear(8, num_classes)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return the logits of sentences."""
+        return self.head(self.norm(self.words(ids).mean(1)))  # type: ignore[no-any-return]
+
+
 def mean_error(outputs: Tensor, targets: Tensor) -> Tensor:
     return binary_cross_entropy_with_logits(outputs, targets)
 
@@ -363,6 +395,15 @@ def test_channels_below_zero_keep_their_deviation_and_samples_their_form(tmp_pat
     assert {round(float(part), 5) for part in options["mean"].split(",")} == {-3.0}
     assert {round(float(part), 9) for part in options["std"].split(",")} == {1.0}
     assert summary["accuracy"] == 1.0
+
+
+def test_inputs_may_be_ids_which_have_no_moments(tmp_path: Path) -> None:
+    options = {"model": f"{HERE}:Reader", "method": "fixbn:freeze-round=0.5", "lr": 0.5}
+    summary = at_sites(
+        tmp_path, ("first_words", "second_words"), ("short", "long"), rounds=30, **options
+    )
+    assert (summary["mean"], summary["std"]) == ((), ())
+    assert summary["accuracy"] > 0.65
 
 
 MISTAKES = [
