@@ -61,6 +61,7 @@ DOMAINS = ("domains", "")
 CIFAR = ("cifar10", "two classes")
 CIFAR_LONGER = ("cifar10-rounds", "two classes")
 CIFAR_RESNET = ("cifar10-resnet", "")
+CIFAR_MOMENTUM = ("cifar10-momentum", "two classes")
 #: figures of FedTAN's paper at full size
 FIGURE_6: dict[str, Place] = {
     "IID": ("fedtan/figure6", "i.i.d."),
@@ -458,6 +459,9 @@ def momentum() -> str:
         "momentum, weight decay": partial(marked, MOMENTUM),
         "kept by nodes": lambda name: cell(MOMENTUM, f"{name}, kept momentum"),
         "gain over `fedavg`": partial(gain, MOMENTUM),
+        "CIFAR-10": partial(cell, CIFAR_MOMENTUM),
+        "kept by nodes there": lambda name: cell(CIFAR_MOMENTUM, f"{name}, kept momentum"),
+        "gain there": partial(gain, CIFAR_MOMENTUM),
     }
     return by_method(by_mean(MOMENTUM, METHODS), columns)
 
