@@ -12,7 +12,9 @@ import pytest
 import timm
 import torch
 import torchvision
-from flwr.app import ArrayRecord, RecordDict
+from flwr.app import ArrayRecord, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.clientapp.mod import LocalDpMod
 from flwr.common.secure_aggregation.quantization import quantize
 from flwr.server.workflow import SecAggPlusWorkflow
 from torch import nn
@@ -22,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fedbn_flwr import run
 from fedbn_flwr.doctor.findings import KINDS
+from fedbn_flwr.simulation.in_process import InProcessGrid
 from tests.helpers.checkout import ROOT
 
 PAGE = (ROOT / "docs" / "questions.md").read_text()
@@ -105,6 +108,17 @@ def test_a_variance_below_zero_is_nan_in_evaluation_only() -> None:
     inputs = torch.randn(5, 2)
     assert layer.eval()(inputs).isnan().all()
     assert not layer.train()(inputs).isnan().any()
+
+
+def test_flowers_local_privacy_adds_noise_to_variances() -> None:
+    app = ClientApp(mods=[LocalDpMod(1.0, 1.0, 1.0, 1e-5)])
+    sent, trained = (RecordDict({"arrays": ArrayRecord(Net().state_dict())}) for _ in range(2))
+    app.train()(lambda message, _: Message(trained, reply_to=message))
+    grid = InProcessGrid(app, 1)  # messages are those of its run
+    question = Message(sent, dst_node_id=1000, message_type="train")
+    (reply,) = grid.send_and_receive([question])
+    (arrays,) = reply.content.array_records.values()
+    assert not torch.equal(arrays.to_torch_state_dict()["bn1.running_var"], torch.ones(4))
 
 
 def test_momentum_is_the_weight_of_what_is_new() -> None:
