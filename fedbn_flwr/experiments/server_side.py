@@ -7,7 +7,6 @@ from math import isfinite, prod
 from pathlib import Path
 from typing import Any
 
-import torch
 from flwr.app import ArrayRecord, ConfigRecord
 from flwr.common import log
 from flwr.serverapp import Grid
@@ -82,7 +81,9 @@ def run(
     nodes = count_nodes(grid, config)
     strategy.min_available_nodes = config.network.min_nodes or nodes
     if material is None:
-        before = read_config(folder)["options"] if saved else {}
+        before = {}
+        if saved:
+            before = read_config(folder)["options"]
         setup = set_up_at_sites(grid, config, nodes, strategy, before)
     else:
         if len(material.partition) != nodes:
@@ -292,9 +293,7 @@ def set_up_at_sites(
         task = task_of(agreement.task, config.model.objective)
         model = fresh_model(config.model, agreement.form, config.seed)
         if prod(agreement.shape) <= MOST_TRIED:
-            tried = config if task.has_classes else config.but(objective="")
-            data = agreement.example(task)
-            check_model(Material(tried, data, [], model, torch.device("cpu")), strategy)
+            check_model(agreement.example(task, model), strategy)
     initial = state.to_record(model.state_dict())
     sites_grid = SitesGrid(grid, agreement)
     refuse_percent(config.results.stop_at, task.metric)

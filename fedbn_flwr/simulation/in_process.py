@@ -419,7 +419,9 @@ def as_reply_to(message: Message, answer: Any) -> Message:
         raise TypeError(f"a ClientApp must return a Message, not {type(answer).__name__}")
     if answer.metadata.reply_to_message_id == message.metadata.message_id:
         return answer
-    return Message(answer.error if answer.has_error() else answer.content, reply_to=message)
+    if answer.has_error():
+        return Message(answer.error, reply_to=message)
+    return Message(answer.content, reply_to=message)
 
 
 def one_by_one(jobs: Sequence[Job], pool: ReplyPool) -> Iterator[Answered]:

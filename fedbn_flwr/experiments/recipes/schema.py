@@ -262,7 +262,10 @@ def parse_recipe(name: str, content: object, read_from: str = "") -> Recipe:
             parsed = parse(text)
         except UsageError as error:
             given.refuse(f"methods: {method}: {error}")
-        for key in (*parsed.options, *(["norm"] if parsed.norm else [])):
+        named = [*parsed.options]
+        if parsed.norm:
+            named.append("norm")
+        for key in named:
             _refuse_varied(given, f"methods: {method}: {key}", key, varied)
     left_out = given.parts("leave-out", ("methods", "in"))
     directions = given.parts("directions", ("claim", "in", "place", "column"))

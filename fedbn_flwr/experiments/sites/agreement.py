@@ -12,13 +12,14 @@ import torch
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.common import log
 from flwr.serverapp import Grid
+from torch import nn
 
 from fedbn_flwr import wire
 from fedbn_flwr.client.learning_task import LearningTask
 from fedbn_flwr.data import Data, Split, normalized
 from fedbn_flwr.data.pixels import deviations
 from fedbn_flwr.experiments.config import Config
-from fedbn_flwr.experiments.material import Form
+from fedbn_flwr.experiments.material import Form, Material
 from fedbn_flwr.plugins.options import UsageError, as_value
 from fedbn_flwr.server.grids import PassingGrid, ask_nodes
 from fedbn_flwr.server.pooling import name_dominant
@@ -51,15 +52,19 @@ class Agreement:
         """What a model must know of the data."""
         return Form.of(len(self.config.data.classes), self.shape)
 
-    def example(self, task: LearningTask) -> Data:
-        """Return two samples as all sites have them, without their content, to try a model on.
-
-        Nobody here knows the shape of float targets.
+    def example(self, task: LearningTask, model: nn.Module) -> Material:
+        """Return what a site would work with, on two samples of its form without their content: to
+        try a model.
         """
-        options = self.config.data
-        inputs = torch.zeros(2, *self.shape, dtype=torch.float32 if self.means else torch.int64)
+        config = self.config
+        options = config.data
+        inputs = torch.zeros(2, *self.shape)
+        if not self.means:
+            inputs = inputs.long()
         classes = len(options.classes)
         if not task.has_classes:
+            # nobody here knows the shape of float targets, which an objective would be tried on
+            config = config.but(objective="")
             labels = torch.zeros(2, classes)
         elif task.placed:
             labels = torch.zeros(2, *self.shape[1:], dtype=torch.int64)
@@ -67,9 +72,9 @@ class Agreement:
             labels = torch.zeros(2, dtype=torch.int64)
         split = Split(inputs, labels)
         samples = Data("the sites' data", split, split, classes, task=self.task)
-        if not options.mean:
-            return samples
-        return normalized(samples, options.mean, options.std)
+        if options.mean:
+            samples = normalized(samples, options.mean, options.std)
+        return Material(config, samples, [], model, torch.device("cpu"))
 
     @property
     def samples(self) -> int:
