@@ -132,14 +132,12 @@ class Layerwise(FedAvg):
                     WARNING,
                     "Round %d: node %d counted %d of %d samples in the layer-wise step, but %d of "
                     "%d in the average of the models: give its ClientApp `num_examples`",
-                    *(
-                        self.round.number,
-                        reply.node,
-                        count,
-                        total_before,
-                        reply.num_examples,
-                        total,
-                    ),
+                    self.round.number,
+                    reply.node,
+                    count,
+                    total_before,
+                    reply.num_examples,
+                    total,
                 )
                 return
 

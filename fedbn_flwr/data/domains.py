@@ -28,23 +28,22 @@ HELD_OUT = 360
 SIDE = 28
 #: fonts that matplotlib ships, with digits of the common form
 TRAIN_FONTS = (
-    *(
-        "DejaVuSans",
-        "DejaVuSans-Bold",
-        "DejaVuSans-BoldOblique",
-        "DejaVuSansMono",
-        "DejaVuSansMono-Bold",
-    ),
-    *("DejaVuSansMono-BoldOblique", "DejaVuSerif", "DejaVuSerif-Bold", "DejaVuSerif-BoldItalic"),
-    *(
-        "STIXGeneral",
-        "STIXGeneralItalic",
-        "STIXGeneralBolIta",
-        "cmr10",
-        "cmb10",
-        "cmss10",
-        "cmti10",
-    ),
+    "DejaVuSans",
+    "DejaVuSans-Bold",
+    "DejaVuSans-BoldOblique",
+    "DejaVuSansMono",
+    "DejaVuSansMono-Bold",
+    "DejaVuSansMono-BoldOblique",
+    "DejaVuSerif",
+    "DejaVuSerif-Bold",
+    "DejaVuSerif-BoldItalic",
+    "STIXGeneral",
+    "STIXGeneralItalic",
+    "STIXGeneralBolIta",
+    "cmr10",
+    "cmb10",
+    "cmss10",
+    "cmti10",
 )
 TEST_FONTS = ("DejaVuSans-Oblique", "DejaVuSerif-Italic", "STIXGeneralBol", "cmtt10")
 #: drawings of every digit in every font: 1,440 for training and 360 for testing

@@ -22,7 +22,7 @@ from fedbn_flwr.experiments.checks import check_simulation
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.experiment import resolve
 from fedbn_flwr.experiments.material import Material, set_up_process
-from fedbn_flwr.experiments.output.console import console, new_table
+from fedbn_flwr.experiments.output.console import console, new_table, say
 from fedbn_flwr.experiments.output.run_folder import make_folder, write_json
 from fedbn_flwr.plugins.options import refusing, whole_number
 from fedbn_flwr.randomness import numpy_generator, torch_generator
@@ -83,7 +83,7 @@ def show_diagnosis(diagnosis: Diagnosis, title: str, advice: str, folder: Path) 
         "In brackets: with the same samples dealt out at random, which is what chance alone does."
     )
     console.print(advice)
-    console.print(f"Results: {folder.resolve()} (diagnosis.json)")
+    say([f"Results: {folder.resolve()} (diagnosis.json)"])
 
 
 def _overall(diagnosis: Diagnosis, layer: Any, what: str) -> float:

@@ -91,13 +91,13 @@ def _set_aside(verbose: bool) -> Iterator[None]:
 
 def _show(examination: Examination) -> None:
     for finding in examination.findings:  # worst first
-        console.print(f"{finding.level}: {finding}", markup=False, highlight=False)
-        console.print(f"    {PAGE}#{finding.name}\n", markup=False, highlight=False)
+        console.print(f"{finding.level}: {finding}")
+        console.print(f"    {PAGE}#{finding.name}\n")
     if examination.layers:
         console.print(_table(examination))
     if examination.stopped:
         why = examination.stopped.rstrip(".")
-        console.print(f"The run ended early: {why}.", markup=False)
+        console.print(f"The run ended early: {why}.")
 
 
 def _table(examination: Examination) -> Table:

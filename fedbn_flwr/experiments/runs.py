@@ -62,25 +62,21 @@ VERSIONS = {"fedbn-flwr": __version__, **installed_versions(["torch"])}
 LOST = f"{CONFIG} is missing, cannot be read, or is of another version"
 #: options that change neither a bit of the model nor what is measured
 FREE = {
-    *(
-        "captured",
-        "checkpoint-every",
-        "connect-timeout",
-        "data-root",
-        "exchange-address",
-        "exchange-port",
-        "log-to",
-    ),
-    *(
-        "exchange-timeout",
-        "min-nodes",
-        "node-timeout",
-        "plugins",
-        "results-dir",
-        "resume",
-        "state-dir",
-        "timeout",
-    ),
+    "captured",
+    "checkpoint-every",
+    "connect-timeout",
+    "data-root",
+    "exchange-address",
+    "exchange-port",
+    "log-to",
+    "exchange-timeout",
+    "min-nodes",
+    "node-timeout",
+    "plugins",
+    "results-dir",
+    "resume",
+    "state-dir",
+    "timeout",
 }
 
 #: trains the nodes of an experiment, and writes its folder

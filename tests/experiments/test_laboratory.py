@@ -563,6 +563,12 @@ def test_the_import_brings_no_torch() -> None:
 # ---- what is returned ----------------------------------------------------------------------------
 
 
+def test_names_are_shown_as_they_are(tmp_path: Path) -> None:
+    folder = tmp_path / "on [bold] :smile: data"
+    found = compare("fedavg", data=DATA, folder=folder, **SMALL)
+    assert repr(found).endswith(f"Results: {folder}")
+
+
 @pytest.mark.usefixtures("drawn")
 def test_results(tmp_path: Path) -> None:
     found = compare(

@@ -4,7 +4,7 @@ A progress bar shows how far runs have come.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from importlib import import_module
 from typing import Any, Self
@@ -17,7 +17,8 @@ from rich.table import Table
 from fedbn_flwr.client.learning_task import task_of
 from fedbn_flwr.data import Data
 
-console = Console()
+#: of names and paths, which may hold what would be markup or an emoji
+console = Console(markup=False, emoji=False, highlight=False)
 
 
 def percent(share: float) -> str:
@@ -36,7 +37,7 @@ class Bars:
         self._progress = Progress(
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             TimeRemainingColumn(),
             console=console,
         )
@@ -79,12 +80,7 @@ class Bars:
             # a tenth of the rounds, or one more, was complete in this round
             is_tenth = server_round * 10 // rounds > (server_round - 1) * 10 // rounds
             if self._has_lines and is_tenth:
-                console.print(
-                    f"round {server_round}/{rounds}, {text}",
-                    markup=False,
-                    highlight=False,
-                    soft_wrap=True,
-                )
+                say([f"round {server_round}/{rounds}, {text}"])
             total = rounds * max(self._runs, self._done)
             done = before * rounds + server_round
             if self._cell:
@@ -93,6 +89,12 @@ class Bars:
             self._progress.update(self._task, total=total, completed=done, description=text)
 
         return advance
+
+
+def say(lines: Iterable[str], **style: Any) -> None:
+    """Print lines as they are, however wide the terminal is."""
+    for line in lines:
+        console.print(line, soft_wrap=True, **style)
 
 
 def in_notebook() -> bool:

@@ -17,11 +17,11 @@ from fedbn_flwr.experiments.choice import metric_of
 from fedbn_flwr.experiments.engines import engine_named
 from fedbn_flwr.experiments.material import expected_steps, load_data, rounds_within_budget
 from fedbn_flwr.experiments.method import own_options
-from fedbn_flwr.experiments.output.console import console, new_table, percent
+from fedbn_flwr.experiments.output.console import console, new_table, percent, say
 from fedbn_flwr.experiments.output.recorder import Summary
 from fedbn_flwr.experiments.recipes.schema import read_recipe, recipe_names
 from fedbn_flwr.experiments.results.rows import outcome_of, read_parts
-from fedbn_flwr.experiments.results.show import say, show_part
+from fedbn_flwr.experiments.results.show import show_part
 from fedbn_flwr.experiments.results.values import is_share
 from fedbn_flwr.experiments.runs import Run, keeping
 from fedbn_flwr.experiments.study import Setting, cells_of, checked, execute, write_study
@@ -107,9 +107,7 @@ def reproduce(options: Mapping[str, Any]) -> None:
             say([f"{len(rows)}/{len(runs)} {run.name}: {_outcome(summary)}, {left} left"])
     (part,) = read_parts([folder])
     show_part(part)
-    console.print(
-        f"Results: {folder.resolve()} (`fedbn-flwr report` makes a page of them)", soft_wrap=True
-    )
+    say([f"Results: {folder.resolve()} (`fedbn-flwr report` makes a page of them)"])
     if all("failed" in summary for _, summary in rows):
         raise CannotTrainError("no run could train")
 
@@ -153,8 +151,7 @@ def show_plan(title: str, runs: Sequence[Run]) -> None:
         table.add_row(cell[0].setting, cell[0].label, str(count), *counted)
     console.print(table)
     known = " where known" if missing else ""
-    console.print(f"{len(cells)} cells, {total:,} client steps{known}", soft_wrap=True)
-    say(missing)
+    say([f"{len(cells)} cells, {total:,} client steps{known}", *missing])
 
 
 def listing() -> dict[str, list[Row]]:
@@ -198,13 +195,7 @@ def _show_kind(kind: str, rows: Sequence[Row]) -> None:
     width = max(len(name) for name in names if len(name) <= WIDEST)
     look: dict[str, Any] = {"overflow": "ellipsis"} if console.is_terminal else {"soft_wrap": True}
     for name, row in zip(names, rows, strict=True):
-        console.print(
-            f"  {name:<{width}}  {row['about']}",
-            markup=False,
-            highlight=False,
-            no_wrap=True,
-            **look,
-        )
+        console.print(f"  {name:<{width}}  {row['about']}", no_wrap=True, **look)
     console.print()
 
 

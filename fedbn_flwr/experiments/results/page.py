@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from fedbn_flwr import __version__
+from fedbn_flwr.experiments.output.console import say
 from fedbn_flwr.experiments.output.run_folder import make_folder, read_config
 from fedbn_flwr.experiments.recipes.statements import statements
 from fedbn_flwr.experiments.results.plots import SETTINGS, Picture, bars, curves
 from fedbn_flwr.experiments.results.rows import Part, counts, read_parts, rounds_of
-from fedbn_flwr.experiments.results.show import fill, say, to_csv, to_latex
+from fedbn_flwr.experiments.results.show import fill, to_csv, to_latex
 from fedbn_flwr.experiments.results.tables import all_runs, costs, results
 from fedbn_flwr.plugins import did_you_mean
 from fedbn_flwr.plugins.options import UsageError

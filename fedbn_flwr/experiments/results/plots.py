@@ -58,24 +58,20 @@ DECADE = 10
 #: methods that look the same in all pictures; one with `bn-ws` has the colour of the same without
 #: it
 FIXED = (
-    *(
-        "fedavg",
-        "fedavg+gn",
-        "fixbn",
-        "centralized",
-        "fedtan",
-        "fedtan:carry=true",
-        "fedwon",
-        "fedbn",
-    ),
-    *(
-        "fedavg+bn-ws",
-        "fedavg+gn-ws",
-        "fixbn+bn-ws",
-        "centralized+bn-ws",
-        "fedtan+bn-ws",
-        "fedtan+bn-ws:carry=true",
-    ),
+    "fedavg",
+    "fedavg+gn",
+    "fixbn",
+    "centralized",
+    "fedtan",
+    "fedtan:carry=true",
+    "fedwon",
+    "fedbn",
+    "fedavg+bn-ws",
+    "fedavg+gn-ws",
+    "fixbn+bn-ws",
+    "centralized+bn-ws",
+    "fedtan+bn-ws",
+    "fedtan+bn-ws:carry=true",
 )
 #: eight colours that differ for all kinds of colour vision (seven of Okabe and Ito), dark enough
 #: for lines on white

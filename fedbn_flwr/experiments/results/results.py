@@ -21,7 +21,7 @@ from fedbn_flwr.experiments.material import (
     normalization,
 )
 from fedbn_flwr.experiments.method import Method, method_of
-from fedbn_flwr.experiments.output.console import console
+from fedbn_flwr.experiments.output.console import console, say
 from fedbn_flwr.experiments.output.recorder import Summary
 from fedbn_flwr.experiments.output.run_folder import PERSONAL
 from fedbn_flwr.experiments.results.plots import plot_curves
@@ -213,7 +213,7 @@ class Results:
     def show(self) -> None:
         """Print the table of the runs."""
         show_comparison(self.rows)
-        console.print(f"Results: {self.folder.resolve()}", soft_wrap=True)
+        say([f"Results: {self.folder.resolve()}"])
 
     def __repr__(self) -> str:
         with console.capture() as shown:

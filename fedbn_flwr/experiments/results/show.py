@@ -1,14 +1,12 @@
 """The forms of a table: in a terminal, as HTML, as CSV and for LaTeX."""
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from rich.markup import escape
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from fedbn_flwr.experiments.output.console import console, new_table
+from fedbn_flwr.experiments.output.console import console, new_table, say
 from fedbn_flwr.experiments.recipes.paper import Paper
 from fedbn_flwr.experiments.recipes.statements import statements
 from fedbn_flwr.experiments.results.rows import Frame, Part, pd, score_of, typical
@@ -43,7 +41,7 @@ def terminal(shown: Table) -> None:
 
     One wider than the terminal breaks headings, options and deviations.
     """
-    rich = new_table(escape(shown.caption))
+    rich = new_table(shown.caption)
     texts = shown.texts
     for name in texts:
         justify: Any = "right" if name in shown.numeric else "left"
@@ -61,12 +59,6 @@ def terminal(shown: Table) -> None:
             rich.width = least  # rather wider than the terminal than with names in two
     console.print(rich, crop=False)
     say(f"  {note}" for note in shown.footer)
-
-
-def say(lines: Iterable[str], **style: Any) -> None:
-    """Print lines as they are."""
-    for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True, **style)
 
 
 def _break(rich: RichTable) -> None:
