@@ -63,8 +63,17 @@ def _test(cell: str, wheel: Path, folder: Path) -> int:
         )
         tested = subprocess.run(
             [
-                *(interpreter, "-m", "pytest", "-q", "-p", "no:warnings", "-m", "not slow"),
-                *("--deselect", LEFT_OUT, *TESTS),
+                interpreter,
+                "-m",
+                "pytest",
+                "-q",
+                "-p",
+                "no:warnings",
+                "-m",
+                "not slow",
+                "--deselect",
+                LEFT_OUT,
+                *TESTS,
             ],
             cwd=folder,
             env=environment(),

@@ -7,8 +7,18 @@ from torch import Tensor, nn
 
 #: torch's own layers, whose forward leaves open which order images have
 ANY_ORDER = {
-    *(nn.Sequential, nn.Identity, nn.Conv2d, nn.BatchNorm2d, nn.BatchNorm1d, nn.ReLU, nn.ReLU6),
-    *(nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.Flatten, nn.Linear),
+    nn.Sequential,
+    nn.Identity,
+    nn.Conv2d,
+    nn.BatchNorm2d,
+    nn.BatchNorm1d,
+    nn.ReLU,
+    nn.ReLU6,
+    nn.MaxPool2d,
+    nn.AvgPool2d,
+    nn.AdaptiveAvgPool2d,
+    nn.Flatten,
+    nn.Linear,
 }
 #: whose models' forwards leave it open, too; a forward of somebody else may need the usual order
 _OPEN_PACKAGES = ("fedbn_flwr.models.", "timm.", "torchvision.")

@@ -148,8 +148,15 @@ def public_text(key: ec.EllipticCurvePrivateKey) -> str:
 _PEM = serialization.Encoding.PEM
 #: what a key can be for
 _USES = (
-    *("digital_signature", "key_cert_sign", "crl_sign", "content_commitment", "key_encipherment"),
-    *("data_encipherment", "key_agreement", "encipher_only", "decipher_only"),
+    "digital_signature",
+    "key_cert_sign",
+    "crl_sign",
+    "content_commitment",
+    "key_encipherment",
+    "data_encipherment",
+    "key_agreement",
+    "encipher_only",
+    "decipher_only",
 )
 
 

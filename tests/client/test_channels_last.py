@@ -40,19 +40,15 @@ class Own(nn.Module):
 @pytest.mark.parametrize(
     ("name", "size", "wanted"),
     [
-        *(
-            ("small-cnn", 32, True),
-            ("small-cnn", 28, True),
-            ("small-cnn", 20, False),
-            ("resnet20", 32, True),
-            ("mobilenetv2", 64, True),
-        ),
-        *(
-            ("resnet18", 64, False),
-            ("lenet", 32, False),
-            ("mlp", 32, False),
-            ("timm:test_resnet", 32, True),
-        ),
+        ("small-cnn", 32, True),
+        ("small-cnn", 28, True),
+        ("small-cnn", 20, False),
+        ("resnet20", 32, True),
+        ("mobilenetv2", 64, True),
+        ("resnet18", 64, False),
+        ("lenet", 32, False),
+        ("mlp", 32, False),
+        ("timm:test_resnet", 32, True),
     ],
 )
 def test_models_of_this_project(name: str, size: int, wanted: bool) -> None:

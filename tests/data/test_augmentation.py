@@ -49,13 +49,13 @@ def reference_crop_flip(
 
 @settings(max_examples=40)
 @given(
-    *(
-        st.sampled_from(["crop", "crop-flip"]),
-        st.integers(1, 9),
-        st.integers(1, 3),
-        st.sampled_from([4, 8, 28, 32]),
-    ),
-    *(st.sampled_from([None, 0, 1, 5]), st.sampled_from([None, 0.0, 0.3, 1.0]), st.integers(0, 99)),
+    st.sampled_from(["crop", "crop-flip"]),
+    st.integers(1, 9),
+    st.integers(1, 3),
+    st.sampled_from([4, 8, 28, 32]),
+    st.sampled_from([None, 0, 1, 5]),
+    st.sampled_from([None, 0.0, 0.3, 1.0]),
+    st.integers(0, 99),
 )
 def test_equal_to_one_image_after_the_other(
     name: str,

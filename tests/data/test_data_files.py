@@ -121,8 +121,11 @@ def write_idx(home: Path, packed: bool = False) -> None:
 @pytest.mark.parametrize(
     ("name", "folder"),
     [
-        *(("mnist", "MNIST/raw"), ("mnist", "."), ("fashion-mnist", "FashionMNIST/raw")),
-        *(("fashion-mnist", "fashion-mnist"), ("fashion-mnist", "package of Debian")),
+        ("mnist", "MNIST/raw"),
+        ("mnist", "."),
+        ("fashion-mnist", "FashionMNIST/raw"),
+        ("fashion-mnist", "fashion-mnist"),
+        ("fashion-mnist", "package of Debian"),
     ],
 )
 def test_mnist_and_fashion_mnist_as_they_lie(

@@ -269,22 +269,26 @@ MUG = OFFICE.classes.index("mug")
     ("name", "file", "content", "message"),
     [
         (
-            *("office-caltech-10", "webcam_train.pkl"),
+            "office-caltech-10",
+            "webcam_train.pkl",
             (WEBCAM[:MUG] + WEBCAM[MUG + 1 :], [name for name in OFFICE.classes if name != "mug"]),
             r"^\S*webcam_train.pkl: no image of class mug$",
         ),
         (
-            *("office-caltech-10", "webcam_train.pkl"),
+            "office-caltech-10",
+            "webcam_train.pkl",
             (WEBCAM, ["cup"] * 10),
             r"webcam_train.pkl has the unknown class 'cup'; there are: back_pack",
         ),
         (
-            *("office-caltech-10", "webcam_train.pkl"),
+            "office-caltech-10",
+            "webcam_train.pkl",
             (WEBCAM, OFFICE.classes[:-1]),
             r"webcam_train.pkl has 10 images and 9 labels",
         ),
         (
-            *("digits-five", "USPS/test.pkl"),
+            "digits-five",
+            "USPS/test.pkl",
             (np.zeros((9, 16, 16), dtype=np.uint8), np.arange(9)),
             r"^digits-five: no test image of class 9 in usps$",
         ),

@@ -242,14 +242,13 @@ METHODS: dict[str, dict[str, Any]] = {
 #: what a site may not reach; paths in other spellings, too: the proxy must pass on what it has
 #: checked
 CLOSED = (
-    *(
-        "/v1/control/list-runs",
-        "/v1/runtime/acquire-task",
-        "/results/",
-        "/docs",
-        "/v1/fleet/../control/list-runs",
-    ),
-    *("/v1/fleet/%2e%2e/control/list-runs", "/v1//control/list-runs"),
+    "/v1/control/list-runs",
+    "/v1/runtime/acquire-task",
+    "/results/",
+    "/docs",
+    "/v1/fleet/../control/list-runs",
+    "/v1/fleet/%2e%2e/control/list-runs",
+    "/v1//control/list-runs",
 )
 #: asks as a site does: the addresses to connect to, each with the method and path of a request
 ASK = """

@@ -21,8 +21,12 @@ from tests.helpers.compose import read_compose
 
 EXAMPLE = ROOT / "federation.example.yaml"
 SECRETS = (
-    *("ca/ca.key", "server/server.key", "server/superexec.secret", "server/operator.conf"),
-    *("operator/operator.key", "operator/credentials.yaml"),
+    "ca/ca.key",
+    "server/server.key",
+    "server/superexec.secret",
+    "server/operator.conf",
+    "operator/operator.key",
+    "operator/credentials.yaml",
 )
 NO_SECRETS = ("ca/ca.crt", "server/server.crt", "sites/north/ca.crt", "sites/north/.env")
 
@@ -93,8 +97,16 @@ def test_only_the_operators_door_knows_the_operators_key(out: Path) -> None:
 def test_no_kit_holds_a_private_key_or_secret(out: Path) -> None:
     for kit in (out / "sites").iterdir():
         assert {path.name for path in kit.iterdir()} == {
-            *(".env", "ca.crt", "docker-compose.yml", "state", "models", "log", "code", "weights"),
-            *("fedbn-node.service", "fedbn-exec.service"),
+            ".env",
+            "ca.crt",
+            "docker-compose.yml",
+            "state",
+            "models",
+            "log",
+            "code",
+            "weights",
+            "fedbn-node.service",
+            "fedbn-exec.service",
         }
         assert not [
             path for path in kit.iterdir() if path.is_file() and b"PRIVATE" in path.read_bytes()

@@ -256,14 +256,13 @@ HARMLESS: dict[str, Change] = {
 DESCRIPTIONS: dict[str, Change] = {
     name: NONSENSE[name]
     for name in (
-        *(
-            "no records",
-            "empty metrics",
-            "no metrics",
-            "a configuration for metrics",
-            "arrays for a report",
-        ),
-        *("configurations for all records", "arrays for all records"),
+        "no records",
+        "empty metrics",
+        "no metrics",
+        "a configuration for metrics",
+        "arrays for a report",
+        "configurations for all records",
+        "arrays for all records",
         *(
             name
             for name in NONSENSE

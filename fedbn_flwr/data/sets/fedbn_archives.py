@@ -44,7 +44,9 @@ HALF = (0.5, 0.5, 0.5)
 Columns = tuple[Tensor, Tensor]
 #: what a pickle of NumPy arrays, numbers and text refers to
 ALLOWED = {
-    *(("_codecs", "encode"), ("numpy", "ndarray"), ("numpy", "dtype")),
+    ("_codecs", "encode"),
+    ("numpy", "ndarray"),
+    ("numpy", "dtype"),
     *((f"numpy.{core}.multiarray", "_reconstruct") for core in ("core", "_core")),
     *((f"numpy.{core}.multiarray", "scalar") for core in ("core", "_core")),
     *((f"numpy.{core}.numeric", "_frombuffer") for core in ("core", "_core")),
@@ -131,8 +133,16 @@ OFFICE = Lists(
     "office_caltech_10",
     ("amazon", "caltech", "dslr", "webcam"),
     (
-        *("back_pack", "bike", "calculator", "headphones", "keyboard"),
-        *("laptop_computer", "monitor", "mouse", "mug", "projector"),
+        "back_pack",
+        "bike",
+        "calculator",
+        "headphones",
+        "keyboard",
+        "laptop_computer",
+        "monitor",
+        "mouse",
+        "mug",
+        "projector",
     ),
 )
 DOMAINNET = Lists(
@@ -141,8 +151,16 @@ DOMAINNET = Lists(
     "DomainNet",
     ("clipart", "infograph", "painting", "quickdraw", "real", "sketch"),
     (
-        *("bird", "feather", "headphones", "ice_cream", "teapot"),
-        *("tiger", "whale", "windmill", "wine_glass", "zebra"),
+        "bird",
+        "feather",
+        "headphones",
+        "ice_cream",
+        "teapot",
+        "tiger",
+        "whale",
+        "windmill",
+        "wine_glass",
+        "zebra",
     ),
 )
 NOT_NORMALIZED = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)

@@ -213,11 +213,15 @@ MISSING: dict[str, tuple[type[Registered], dict[str, Any], dict[str, Any], list[
     "not drawn": (Registered, {"clients": 0, "fraction-train": 0.4}, {}, [""]),
     "trains only": (Unscored, {}, {}, ["west did not evaluate"]),
     "late and without its data": (
-        *(Empty, {"min-nodes": 1, "rounds": 2}, {"away": {1: WEST}}),
+        Empty,
+        {"min-nodes": 1, "rounds": 2},
+        {"away": {1: WEST}},
         [NOT_YET, "2 of 3 sites: west was refused"],
     ),
     "refused by a rule": (
-        *(Registered, {"min-nodes": 1, "robust": "median", "rounds": 2}, {"failing": {2: WEST}}),
+        Registered,
+        {"min-nodes": 1, "robust": "median", "rounds": 2},
+        {"failing": {2: WEST}},
         ["", "0 of 3 sites: north was left out, south was left out, west was left out"],
     ),
 }

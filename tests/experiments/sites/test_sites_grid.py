@@ -69,25 +69,28 @@ def test_a_description_that_is_none_is_an_error_in_one_line(key: str, value: Any
 
 
 OF_ANOTHER_TYPE: list[dict[str, Any]] = [
-    *({"site": 0.0}, {"train": (3.0, 1.0)}, {"test": (1.0, 1.0)}, {"shape": (1.0, 8.0, 8.0)}),
+    {"site": 0.0},
+    {"train": (3.0, 1.0)},
+    {"test": (1.0, 1.0)},
+    {"shape": (1.0, 8.0, 8.0)},
     {"class_names": (b"", b"well")},
 ]
 
 
 def test_one_mean_a_channel_and_counts_of_all_classes_or_none() -> None:
     for wrong in (
-        *(
-            replace(NORTH, site=-1),
-            replace(NORTH, train=(2**53 + 2, 1)),
-            replace(NORTH, mean=(1.5,)),
-            replace(NORTH, samples=(2**53 + 2, 2)),
-            replace(NORTH, test=()),
-            replace(NORTH, task="class\n"),
-            replace(NORTH, scaled=2),  # type: ignore[arg-type]  # what is tested
-            replace(NORTH, variance=(-0.01,)),
-        ),
-        *(replace(NORTH, mean=(0.5, 0.5)), replace(NORTH, mean=(0.5, 0.5), variance=(0.1, 0.1))),
-        *(replace(NORTH, shape=(1,) * 5), replace(NORTH, shape=(), mean=(), variance=())),
+        replace(NORTH, site=-1),
+        replace(NORTH, train=(2**53 + 2, 1)),
+        replace(NORTH, mean=(1.5,)),
+        replace(NORTH, samples=(2**53 + 2, 2)),
+        replace(NORTH, test=()),
+        replace(NORTH, task="class\n"),
+        replace(NORTH, scaled=2),  # type: ignore[arg-type]  # what is tested
+        replace(NORTH, variance=(-0.01,)),
+        replace(NORTH, mean=(0.5, 0.5)),
+        replace(NORTH, mean=(0.5, 0.5), variance=(0.1, 0.1)),
+        replace(NORTH, shape=(1,) * 5),
+        replace(NORTH, shape=(), mean=(), variance=()),
         *(replace(NORTH, **each) for each in OF_ANOTHER_TYPE),
         # names of classes
         *(
@@ -98,12 +101,10 @@ def test_one_mean_a_channel_and_counts_of_all_classes_or_none() -> None:
         with pytest.raises(ValueError, match="its app does not say what its data are"):
             SiteData.read(wrong.pack())
     for right in (
-        *(
-            replace(NORTH, train=(2**53, 1)),
-            replace(NORTH, shape=(1,), scaled=False, mean=(37.0,), variance=(9.0,)),
-            replace(NORTH, scaled=False, mean=(-600.0,), variance=(250000.0,)),
-            replace(NORTH, task="segmentation", train=(), test=()),
-        ),
+        replace(NORTH, train=(2**53, 1)),
+        replace(NORTH, shape=(1,), scaled=False, mean=(37.0,), variance=(9.0,)),
+        replace(NORTH, scaled=False, mean=(-600.0,), variance=(250000.0,)),
+        replace(NORTH, task="segmentation", train=(), test=()),
         replace(NORTH, shape=(20,), mean=(), variance=()),
         # a no-break space, and joiners in Persian and in an emoji
         replace(
