@@ -226,9 +226,9 @@ def told(gap: Difference | None) -> str:
     """Return a difference in words; empty if there is none."""
     if gap is None:
         return ""
-    return number_text(gap.mean, gap.half if gap.pairs > 1 else None, 1, "+") + " (one seed)" * (
-        gap.pairs == 1
-    )
+    if gap.pairs == 1:
+        return f"{number_text(gap.mean, None, 1, '+')} (one seed)"
+    return number_text(gap.mean, gap.half, 1, "+")
 
 
 def gain(place: Place, method: str, other: str = "FedAvg") -> str:

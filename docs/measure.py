@@ -87,7 +87,9 @@ class Cell:
         summary = run.train_or_fail(ENGINES["stacked"])
         if "failed" in summary and "diverged" not in summary:
             raise SystemExit(f"{run.folder}: {summary['failed']}")
-        name = f"{run.name}, lr={rate:g}{', held out' * bool(changes)}"
+        name = f"{run.name}, lr={rate:g}"
+        if changes:
+            name += ", held out"
         print(f"{name}: {percent(summary) or 'diverged'}, {summary['seconds']:.0f} s", flush=True)
         return run.folder, summary
 
@@ -120,7 +122,11 @@ def chosen_rate(cell: Cell, key: Mapping[str, str]) -> float:
             }
             append("rates", [{**key, "seeds": seed, **scores}] if scores else [])
         best = best_rate({rate: [held_out(key, seed)[rate] for seed in CHOOSING] for rate in rates})
-        beyond = RATES.index(best) + (best == rates[-1]) - (best == rates[0])
+        beyond = RATES.index(best)
+        if best == rates[-1]:
+            beyond += 1
+        elif best == rates[0]:
+            beyond -= 1
         if not 0 <= beyond < len(RATES) or RATES[beyond] in rates:
             return best
         rates = sorted([*rates, RATES[beyond]])

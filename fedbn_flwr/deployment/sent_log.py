@@ -85,7 +85,8 @@ class SentLog:
         with self._lock, self._path.open("ab+", buffering=0) as file:
             end = file.seek(0, SEEK_END)
             file.seek(max(end - 1, 0))
-            line = b"\n" * (file.read(1) not in (b"", b"\n")) + line
+            if file.read(1) not in (b"", b"\n"):
+                line = b"\n" + line
             if file.write(line) < len(line):
                 file.truncate(end)
                 raise OSError(ENOSPC, strerror(ENOSPC), str(self._path))

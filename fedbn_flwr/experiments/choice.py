@@ -71,6 +71,8 @@ def chosen_of(summary: Mapping[str, Any]) -> str:
     Empty if nothing was.
     """
     edges = summary.get("chosen-at-edge", ())
-    return ", ".join(
-        f"{key}={value}{EDGE * (key in edges)}" for key, value in summary.get("chosen", {}).items()
-    )
+    texts = []
+    for key, value in summary.get("chosen", {}).items():
+        mark = EDGE if key in edges else ""
+        texts.append(f"{key}={value}{mark}")
+    return ", ".join(texts)
