@@ -8,7 +8,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, Self
 
-from fedbn_flwr.deployment import DeploymentError
+from fedbn_flwr.deployment import DeploymentError, read_text
 from fedbn_flwr.plugins.options import option_key
 from fedbn_flwr.plugins.yaml_text import load_yaml
 
@@ -91,10 +91,9 @@ class Federation:
     @classmethod
     def read(cls, path: Path) -> Self:
         """Read a YAML file whose keys are the fields' names with hyphens."""
+        text = read_text(path)
         try:
-            content = load_yaml(path.read_text())
-        except OSError as error:
-            raise DeploymentError(f"{path} cannot be read: {error.strerror}") from error
+            content = load_yaml(text)
         except ValueError as error:
             raise DeploymentError(f"{path} is not YAML: {error}") from error
         if not isinstance(content, dict):

@@ -3,6 +3,7 @@ secrets.
 """
 
 import os
+import ssl
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
@@ -15,7 +16,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from fedbn_flwr.deployment import DeploymentError
+from fedbn_flwr.deployment import DeploymentError, using
 
 #: readable by their owner only, and by everybody
 PRIVATE = 0o600
@@ -54,9 +55,12 @@ def hand_over(folder: Path, user: str = "") -> None:
     can and needs to.
     """
     if os.geteuid() == 0:
-        number, group = map(int, (user or f"{_UNPRIVILEGED}:{_UNPRIVILEGED}").split(":"))
+        user = user or f"{_UNPRIVILEGED}:{_UNPRIVILEGED}"
+        number, _, group = user.partition(":")
+        if not (number.isdecimal() and group.isdecimal()):
+            raise DeploymentError(f"FEDBN_USER must be two numbers, USER:GROUP, got {user!r}")
         for path in (folder, *folder.rglob("*")):
-            os.chown(path, number, group, follow_symlinks=False)
+            os.chown(path, int(number), int(group), follow_symlinks=False)
 
 
 def make_ca(name: str, certificate: Path, key: Path) -> None:
@@ -74,9 +78,13 @@ def make_server_certificate(
     ca: Path, ca_key: Path, hosts: Sequence[str], days: int, folder: Path
 ) -> None:
     """Make `server.crt` and `server.key` for the given names and addresses."""
-    issuer = x509.load_pem_x509_certificate(ca.read_bytes())
-    signer = serialization.load_pem_private_key(ca_key.read_bytes(), password=None)
-    assert isinstance(signer, ec.EllipticCurvePrivateKey)
+    with using(ca):
+        issuer = x509.load_pem_x509_certificate(ca.read_bytes())
+    with using(ca_key):
+        signer = serialization.load_pem_private_key(ca_key.read_bytes(), password=None)
+    is_its_key = signer.public_key() == issuer.public_key()
+    if not is_its_key or not isinstance(signer, ec.EllipticCurvePrivateKey):
+        raise DeploymentError(f"{ca_key} is not the key of {ca}")
     private = ec.generate_private_key(ec.SECP384R1())
     builder = _builder(
         _subject(hosts[0]), issuer.subject, private.public_key(), timedelta(days=days)
@@ -100,9 +108,16 @@ def make_server_certificate(
 
 def certificate_hosts(path: Path) -> set[str]:
     """Return the names and addresses that a certificate is for."""
-    extension = x509.load_pem_x509_certificate(path.read_bytes()).extensions
-    names = extension.get_extension_for_class(x509.SubjectAlternativeName).value
+    with using(path):
+        extension = x509.load_pem_x509_certificate(path.read_bytes()).extensions
+        names = extension.get_extension_for_class(x509.SubjectAlternativeName).value
     return {str(name.value) for name in names}
+
+
+def trusting(ca: Path) -> ssl.SSLContext:
+    """Return a context for connections to a server whose certificate this CA has signed."""
+    with using(ca):
+        return ssl.create_default_context(cadata=ca.read_text())
 
 
 def make_node_key(private: Path, public: Path, comment: str) -> None:
@@ -125,10 +140,8 @@ def load_node_key(path: Path) -> ec.EllipticCurvePrivateKey:
 
 def check_public_key(path: Path) -> None:
     """Refuse a file that is not a public key of the kind that nodes have."""
-    try:
+    with using(path):
         content = path.read_bytes()
-    except OSError as error:
-        raise DeploymentError(f"{path} cannot be read: {error.strerror}") from error
     if b"PRIVATE KEY" in content:
         raise DeploymentError(
             f"{path} is a private key, which must not leave its site: give its public half (.pub)"

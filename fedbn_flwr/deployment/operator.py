@@ -8,7 +8,6 @@ import base64
 import json
 import os
 import re
-import ssl
 import subprocess
 import sys
 import tomllib
@@ -19,9 +18,9 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.request import HTTPSHandler, ProxyHandler, build_opener
 
-from fedbn_flwr.deployment import DeploymentError, read_text
+from fedbn_flwr.deployment import DeploymentError, read_text, using, write_whole
 from fedbn_flwr.deployment.federation import check_name
-from fedbn_flwr.deployment.keys import PRIVATE, check_public_key
+from fedbn_flwr.deployment.keys import PRIVATE, check_public_key, trusting
 
 #: seconds to wait for the server, and for Flower's command
 PATIENCE = 30.0
@@ -37,20 +36,22 @@ class Operator:
     def __init__(self, home: Path) -> None:
         self.home = home.resolve()
         path = self.home / "config.toml"
-        text = read_text(path, f": is {home} an operator's folder?")
+        advice = f": is {home} an operator's folder?"
+        text = read_text(path, advice)
         # Flower wants an absolute path, and the folder may have moved since
         here = re.sub(
             r'(?m)^root-certificates = ".*"$', f'root-certificates = "{self.home / "ca.crt"}"', text
         )
         if here != text:
             path.write_text(here)
-        links = tomllib.loads(here)["superlink"]
-        self.name: str = links["default"]
-        self.address: str = links[self.name]["address"]
+        with using(path, advice):
+            links = tomllib.loads(here)["superlink"]
+            self.name: str = links["default"]
+            self.address: str = links[self.name]["address"]
         advice = "; `fedbn-flwr provision` makes one, and what the server needs"
         self._key = read_text(self.home / "operator.key", advice).strip()
         self._write_credentials()
-        context = ssl.create_default_context(cafile=self.home / "ca.crt")
+        context = trusting(self.home / "ca.crt")
         self._opener = build_opener(ProxyHandler({}), HTTPSHandler(context=context))
         self._opener.addheaders = [("Authorization", f"Bearer {self._key}")]
 
@@ -90,9 +91,10 @@ class Operator:
         Revoked ones have names that no site can have.
         """
         path = self.home / "sites.json"
-        if path.exists():
+        if not path.exists():
+            return {}
+        with using(path):
             return dict(json.loads(path.read_text()))
-        return {}
 
     def nodes(self) -> list[dict[str, Any]]:
         """Return what the SuperLink knows of each node that is registered."""
@@ -155,12 +157,12 @@ class Operator:
         """Copy the results of a run into a folder of its name; returns the files."""
         listed = None
         if run.isdecimal():
-            listed = self.result(f"{run}/")
+            listed = self._listed(f"{run}/")
         if listed is None:
             raise DeploymentError(
                 f"there are no results of run {run!r}; there are: {', '.join(self._results())}"
             )
-        files = [entry["name"] for entry in json.loads(listed) if entry["type"] == "file"]
+        files = [entry["name"] for entry in listed if entry["type"] == "file"]
         (out / run).mkdir(parents=True, exist_ok=True)
         return [
             self._copy(run, Path(name).name, out / run)
@@ -171,20 +173,23 @@ class Operator:
     def progress(self, run: str) -> dict[str, Any]:
         """Return a run's method, its rounds so far and in all, and its last row.
 
-        A run without results has none of these.
+        A run without results, or with damaged ones, has none of these.
         """
         config = self.result(f"{run}/config.json")
         rounds = self.result(f"{run}/rounds.jsonl")
         if config is None or rounds is None:
             return {}
-        options: Mapping[str, Any] = json.loads(config)["options"]
-        rows = [json.loads(line) for line in rounds.splitlines() if line.endswith(b"}")]
-        return {
-            "method": options["method"],
-            "rounds": options["rounds"],
-            "done": len(rows),
-            "last": (rows or [{}])[-1],
-        }
+        try:
+            options: Mapping[str, Any] = json.loads(config)["options"]
+            rows = [json.loads(line) for line in rounds.splitlines() if line.endswith(b"}")]
+            return {
+                "method": options["method"],
+                "rounds": options["rounds"],
+                "done": len(rows),
+                "last": (rows or [{}])[-1],
+            }
+        except (ValueError, LookupError, TypeError):
+            return {}
 
     def _write_credentials(self) -> None:
         """Let Flower's own command send the operator's key to the address that its configuration
@@ -202,14 +207,21 @@ class Operator:
         ]
         path = self.home / "credentials.yaml"
         path.touch(PRIVATE)
-        if path.read_text() != "".join(lines):
-            path.write_text("".join(lines))
+        text = "".join(lines)
+        if path.read_bytes() != text.encode():
+            path.write_text(text)
 
     def _results(self) -> list[str]:
-        listed = self.result("") or b"[]"
-        return sorted(
-            entry["name"] for entry in json.loads(listed) if entry["type"] == "directory"
-        ) or ["none"]
+        listed = self._listed("") or []
+        return sorted(entry["name"] for entry in listed if entry["type"] == "directory") or ["none"]
+
+    def _listed(self, folder: str) -> list[dict[str, Any]] | None:
+        """Return what is in a folder of the results; None if it is not there."""
+        answer = self.result(folder)
+        if answer is None:
+            return None
+        with using(Path("results", folder), f", as https://{self.address} shows it"):
+            return list(json.loads(answer))
 
     def _copy(self, run: str, name: str, folder: Path) -> Path:
         content = self.result(f"{run}/{name}")
@@ -219,7 +231,7 @@ class Operator:
         return (folder / f"{name}.partial").replace(folder / name)
 
     def _note(self, sites: Mapping[str, str]) -> None:
-        (self.home / "sites.json").write_text(json.dumps(sites, indent=2) + "\n")
+        write_whole(self.home / "sites.json", json.dumps(sites, indent=2) + "\n")
 
 
 def overview(operator: Operator) -> Iterator[str]:

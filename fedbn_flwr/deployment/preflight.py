@@ -22,9 +22,9 @@ from typing import Literal
 from cryptography import x509
 
 from fedbn_flwr import __version__
-from fedbn_flwr.deployment import DeploymentError
+from fedbn_flwr.deployment import DeploymentError, host_and_port, read_text
 from fedbn_flwr.deployment.flower_internals import is_registered
-from fedbn_flwr.deployment.keys import load_node_key, public_text
+from fedbn_flwr.deployment.keys import load_node_key, public_text, trusting
 from fedbn_flwr.deployment.provision import WRITTEN, read_env
 
 #: seconds that Flower's node authentication lets a node's clock be ahead of the server's, and
@@ -57,13 +57,17 @@ def preflight(kit: Path) -> Iterator[Check]:
     for name, check in _CHECKS.items():
         try:
             yield from check(kit, env)
-        except (OSError, HTTPException, DeploymentError, KeyError) as error:
+        except KeyError as missing:
+            yield Check(name, "failed", f"{kit / '.env'} has no {missing}")
+        except (OSError, HTTPException, DeploymentError) as error:
             yield Check(name, "failed", " ".join(str(error).split()))
+        except Exception as error:  # of whatever kind another server's answer causes
+            yield Check(name, "failed", f"{type(error).__name__}: {' '.join(str(error).split())}")
 
 
 def _server(kit: Path, env: Mapping[str, str]) -> Iterator[Check]:
     """TLS, whose certificate it is, and what the server lets through."""
-    connection = _connect(kit, env["FEDBN_SERVER"])
+    connection = _connect(kit, "FEDBN_SERVER", env["FEDBN_SERVER"])
     assert isinstance(connection.sock, ssl.SSLSocket)
     certificate = connection.sock.getpeercert() or {}
     days = (ssl.cert_time_to_seconds(str(certificate["notAfter"])) - time.time()) / 86400
@@ -90,10 +94,10 @@ def _server(kit: Path, env: Mapping[str, str]) -> Iterator[Check]:
     yield Check("control", "ok" if closed else "warning", text)
 
 
-def _connect(kit: Path, address: str) -> HTTPSConnection:
-    host, _, port = address.rpartition(":")
-    context = ssl.create_default_context(cafile=kit / "ca.crt")
-    connection = HTTPSConnection(host.strip("[]"), int(port), timeout=PATIENCE, context=context)
+def _connect(kit: Path, name: str, address: str) -> HTTPSConnection:
+    host, port = host_and_port(name, address)
+    context = trusting(kit / "ca.crt")
+    connection = HTTPSConnection(host, port, timeout=PATIENCE, context=context)
     try:
         connection.connect()
     except ssl.SSLCertVerificationError as error:
@@ -118,7 +122,7 @@ def _exchange(kit: Path, env: Mapping[str, str]) -> Iterator[Check]:
             "FEDBN_EXCHANGE is empty in .env: FedTAN and its relatives go by messages",
         )
         return
-    connection = _connect(kit, address)
+    connection = _connect(kit, "FEDBN_EXCHANGE", address)
     connection.request("GET", "/")
     connection.getresponse().read()
     yield Check("exchange", "ok", f"{address} is open to this site")
@@ -126,9 +130,11 @@ def _exchange(kit: Path, env: Mapping[str, str]) -> Iterator[Check]:
 
 def _registered(kit: Path, env: Mapping[str, str]) -> Iterator[Check]:
     """Whether the server knows this site's key."""
-    if is_registered(
-        env["FEDBN_SERVER"], load_node_key(kit / "node.key"), (kit / "ca.crt").read_bytes()
-    ):
+    server = env["FEDBN_SERVER"]
+    host_and_port("FEDBN_SERVER", server)
+    key = load_node_key(kit / "node.key")
+    trusting(kit / "ca.crt")
+    if is_registered(server, key, (kit / "ca.crt").read_bytes()):
         yield Check("registered", "ok", "the server knows this site's key")
     else:
         text = f"not yet: give {env['FEDBN_SITE']}.pub to the operator, who registers it"
@@ -186,7 +192,7 @@ def _key(kit: Path, env: Mapping[str, str]) -> Iterator[Check]:
     key = load_node_key(path)
     if path.stat().st_mode & 0o077:
         raise DeploymentError(f"{path} can be read by others: chmod 600 {path}")
-    if public_text(key).split()[1] not in public.read_text():
+    if public_text(key).split()[1] not in read_text(public):
         raise DeploymentError(f"{public} is not the public half of {path}")
     yield Check(
         "key",
@@ -196,7 +202,10 @@ def _key(kit: Path, env: Mapping[str, str]) -> Iterator[Check]:
 
 
 def _versions(_: Path, env: Mapping[str, str]) -> Iterator[Check]:
-    wanted = dict(item.split("=", 1) for item in env.get("FEDBN_VERSIONS", "").split(",") if item)
+    wanted = {}
+    for item in filter(None, env.get("FEDBN_VERSIONS", "").split(",")):
+        name, _equals, number = item.partition("=")
+        wanted[name] = number
     here = {"fedbn-flwr": __version__, "flwr": _version("flwr"), "torch": _version("torch")}
     other = {name: text for name, text in wanted.items() if here.get(name) != text}
     text = ", ".join(f"{name} {number}" for name, number in here.items())

@@ -28,7 +28,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from fedbn_flwr import __version__
-from fedbn_flwr.deployment import DeploymentError, read_text
+from fedbn_flwr.deployment import DeploymentError, read_text, using, write_whole
 from fedbn_flwr.deployment.federation import Federation
 from fedbn_flwr.deployment.keys import (
     PRIVATE,
@@ -68,7 +68,7 @@ def provision(federation: Federation, out: Path) -> list[str]:
     in_use = out / "server" / "ca.crt"
     if in_use.exists():
         # the CA may be offline by now: a new one would sign nothing that the server shows
-        _write_missing(certificate, in_use.read_text())
+        _write_missing(certificate, read_text(in_use))
     if not certificate.exists():
         make_ca(federation.name, certificate, out / "ca" / "ca.key")
     _provision_operator(federation, out)
@@ -90,17 +90,20 @@ def _numbers(federation: Federation, out: Path) -> dict[str, int]:
     A site keeps its number, which is nobody else's, even when the site is removed.
     """
     path = out / "numbers.json"
-    numbers: dict[str, int] = json.loads(path.read_text()) if path.exists() else {}
+    numbers = dict[str, int]()
+    if path.exists():
+        with using(path):
+            numbers |= {site: int(number) for site, number in json.loads(path.read_text()).items()}
     for site in federation.sites:
         numbers.setdefault(site, max(numbers.values(), default=-1) + 1)
-    path.write_text(json.dumps(numbers, indent=2) + "\n")
+    write_whole(path, json.dumps(numbers, indent=2) + "\n")
     return numbers
 
 
 def _other_lines(env: Path, text: str) -> list[str]:
     """Return the federation's lines of a text that `.env` does not have, if it is there."""
     if env.exists():
-        have = env.read_text().splitlines()
+        have = read_text(env).splitlines()
     else:
         have = text.splitlines()
     return [
@@ -155,7 +158,7 @@ def _provision_server(federation: Federation, out: Path) -> None:
         "EXCHANGE": federation.exchange_address,
         "USER": user_of(server),
         "OUT": out.resolve(),
-        "KEY": (out / "operator" / "operator.key").read_text().strip(),
+        "KEY": read_text(out / "operator" / "operator.key").strip(),
     }
     other = _other_lines(server / ".env", settings := fill("server.env", values))
     if other:
@@ -172,7 +175,7 @@ def _provision_server(federation: Federation, out: Path) -> None:
         )
     _write_missing(out / ".env", fill("all.env", values))
     _write_missing(server / "superexec.secret", secrets.token_bytes(32), PRIVATE)
-    _write_missing(server / "ca.crt", (out / "ca" / "ca.crt").read_text())
+    _write_missing(server / "ca.crt", read_text(out / "ca" / "ca.crt"))
     for name, part in (
         ("nginx.conf", "nginx-sites.conf"),
         ("operator.conf", "nginx-operator.conf"),
@@ -187,7 +190,7 @@ def _provision_server(federation: Federation, out: Path) -> None:
 
 def _provision_operator(federation: Federation, out: Path) -> None:
     operator = (out / "operator").resolve()
-    _write_missing(operator / "ca.crt", (out / "ca" / "ca.crt").read_text())
+    _write_missing(operator / "ca.crt", read_text(out / "ca" / "ca.crt"))
     _write_missing(operator / "operator.key", secrets.token_hex(32) + "\n", PRIVATE)
     values = {
         "FEDERATION": federation.name,
@@ -215,7 +218,7 @@ def _provision_site(
     }
     other = _other_lines(kit / ".env", text := fill("site.env", values))
     _write_missing(kit / ".env", text)
-    _write_missing(kit / "ca.crt", (out / "ca" / "ca.crt").read_text())
+    _write_missing(kit / "ca.crt", read_text(out / "ca" / "ca.crt"))
     _write_missing(kit / "docker-compose.yml", compose_file().read_text())
     for unit in ("fedbn-node.service", "fedbn-exec.service"):
         _write_missing(kit / unit, fill(unit, values))

@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
+from fedbn_flwr.deployment import host_and_port
+
 #: the port that the apps of a site know, beside that of their SuperNode
 PORT = 9095
 #: told that a connection was `opened` or `closed`, and the bytes that it has taken to the server
@@ -39,9 +41,8 @@ def start_relay(
 
 
 async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, target: str) -> int:
-    host, _, port = target.rpartition(":")
     try:
-        connecting = asyncio.open_connection(host.strip("[]"), int(port))
+        connecting = asyncio.open_connection(*host_and_port("the target", target))
         far_reader, far_writer = await asyncio.wait_for(connecting, _CONNECT_TIMEOUT)
     except OSError as error:
         print(

@@ -6,6 +6,7 @@ recorded is not sent.
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from errno import ENOSPC
@@ -93,15 +94,18 @@ class SentLog:
 
 
 def read_log(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a log; the last one may be in the making, and for one that is cut off
-    stands `BROKEN`.
+    """Yield the lines of a log; the last one may be in the making, and for one that is cut off, or
+    is no row, stands `BROKEN`.
     """
     with path.open(errors="replace") as file:
         for line in file:
             if line.endswith("\n"):
-                try:
-                    yield json.loads(line)
-                except ValueError:
+                row = None
+                with suppress(ValueError):
+                    row = json.loads(line)
+                if isinstance(row, dict) and row.keys() >= BROKEN.keys():
+                    yield row
+                else:
                     yield BROKEN
 
 

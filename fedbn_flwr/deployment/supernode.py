@@ -18,7 +18,7 @@ import traceback
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from fedbn_flwr.deployment import DeploymentError
+from fedbn_flwr.deployment import DeploymentError, host_and_port
 from fedbn_flwr.deployment.flower_internals import guard_node, notice_returns
 from fedbn_flwr.deployment.relay import start_relay
 from fedbn_flwr.deployment.sent_log import SentLog
@@ -38,11 +38,13 @@ def main() -> None:
     """Run a SuperNode until it is told to end, or has failed."""
     threading.excepthook = _end
     log = SentLog(Path(os.environ[LOG_VARIABLE]) if os.environ.get(LOG_VARIABLE) else None)
+    target = os.environ.get(EXCHANGE_VARIABLE)
     try:
         _guard(log)
+        if target:
+            host_and_port(EXCHANGE_VARIABLE, target)
     except DeploymentError as error:
         sys.exit(f"the SuperNode does not start: {error}")
-    target = os.environ.get(EXCHANGE_VARIABLE)
     if target:
         # where the SuperNode listens for the apps of its site
         hosts = [

@@ -87,6 +87,18 @@ def test_a_server_that_names_files_elsewhere_writes_only_into_the_runs_folder(
     ]
 
 
+def test_pages_of_another_server_and_damaged_results(
+    federation: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Operator, "result", lambda *_: b"<html>")
+    operator = Operator(federation / "operator")
+    assert main(["fetch", RUN, "--operator", str(operator.home)]) == 2
+    shown = capsys.readouterr().err
+    assert f"results/{RUN} is damaged, or another file (JSONDecodeError: " in shown
+    assert shown.endswith(f", as https://{operator.address} shows it\n")
+    assert operator.progress(RUN) == {}
+
+
 def test_status_is_a_line_a_site_and_a_run(
     federation: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

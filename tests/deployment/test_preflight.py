@@ -109,6 +109,14 @@ FAULTS = {
         "versions",
         "; the federation has fedbn-flwr 9.9",
     ),
+    "FEDBN_SERVER=fl.example.org": (
+        "tls",
+        "FEDBN_SERVER must be HOST:PORT, got 'fl.example.org'",
+    ),
+    "FEDBN_SERVER=:8443": ("registered", "FEDBN_SERVER must be HOST:PORT, got ':8443'"),
+    "FEDBN_SERVER=[::1:8443": ("registered", "InvalidURL: Invalid port: ':1:8443'"),
+    "FEDBN_EXCHANGE=fl:": ("exchange", "FEDBN_EXCHANGE must be HOST:PORT, got 'fl:'"),
+    "FEDBN_VERSIONS=flwr": ("versions", "; the federation has flwr "),
     "FEDBN_DATA=images": ("data", "FEDBN_DATA must be an absolute path, got 'images'"),
     "FEDBN_DATA=/nowhere/at/all": ("data", "/nowhere/at/all is not a folder that can be read"),
 }
@@ -122,6 +130,19 @@ def test_what_is_wrong_in_a_sites_env_is_named(line: str, kit: Path) -> None:
     verdict, text = checks(kit)[check]
     assert verdict == "failed"
     assert text.endswith(reason)
+
+
+def test_what_lacks_is_named(kit: Path) -> None:
+    change(kit, FEDBN_SERVER="")
+    text = (kit / ".env").read_text()
+    (kit / ".env").write_text(text.replace("FEDBN_SERVER=\n", ""))
+    (kit / "ca.crt").unlink()
+    (kit / "south.pub").unlink()
+    found = checks(kit)
+    assert found["tls"] == ("failed", f"{kit / '.env'} has no 'FEDBN_SERVER'")
+    missing = "cannot be read (No such file or directory)"
+    assert found["exchange"] == ("failed", f"{kit / 'ca.crt'} {missing}")
+    assert found["key"] == ("failed", f"{kit / 'south.pub'} {missing}")
 
 
 def test_a_public_half_of_another_key(kit: Path) -> None:

@@ -1,10 +1,12 @@
 """The folders that `fedbn-flwr provision` and `fedbn-flwr site` make."""
 
+import os
 import re
 import shutil
 import ssl
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,11 +15,13 @@ from cryptography import x509
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
 from flwr.supercore.primitives.asymmetric import uses_nist_ec_curve
 
+from fedbn_flwr.deployment import write_whole
 from fedbn_flwr.deployment.cli import main
 from fedbn_flwr.deployment.keys import certificate_hosts
 from fedbn_flwr.deployment.provision import read_env
 from tests.helpers.checkout import ROOT
 from tests.helpers.compose import read_compose
+from tests.helpers.processes import largest_file
 
 EXAMPLE = ROOT / "federation.example.yaml"
 SECRETS = (
@@ -282,7 +286,7 @@ def test_services_do_not_run_as_root(out: Path) -> None:
     [
         (
             ("provision", "nowhere.yaml", "--out", "x"),
-            "nowhere.yaml cannot be read: No such file or directory",
+            "nowhere.yaml cannot be read (No such file or directory)",
         ),
         (("provision", "nowhere.yaml"), "the following arguments are required: --out"),
         (
@@ -305,6 +309,75 @@ def test_errors_are_one_line(
     assert reason in shown
     assert shown.startswith("fedbn-flwr: ")
     assert shown.count("\n") == 1
+
+
+PROVISION = ("provision", str(EXAMPLE), "--out", "{out}")
+STATUS = ("status", "--operator", "{out}/operator")
+
+
+@pytest.mark.parametrize(
+    ("damaged", "words"),
+    [
+        ("operator/sites.json", ("site", "revoke", "north", "--operator", "{out}/operator")),
+        ("operator/config.toml", STATUS),
+        ("operator/operator.key", STATUS),
+        ("operator/ca.crt", STATUS),
+        ("operator/operator.key", PROVISION),
+        ("numbers.json", PROVISION),
+        ("server/server.crt", PROVISION),
+        ("server/.env", PROVISION),
+        ("sites/north/.env", PROVISION),
+        ("sites/north/.env", ("site", "init", "{out}/sites/north")),
+        ("sites/north/.env", ("preflight", "{out}/sites/north")),
+    ],
+)
+def test_a_damaged_file_is_named(
+    damaged: str, words: Sequence[str], out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = b"{\xff = [\n"
+    (out / damaged).write_bytes(content)
+    assert main([word.format(out=out) for word in words]) == 2
+    shown = capsys.readouterr().err
+    assert f"{damaged} is damaged, or another file (" in shown
+    assert shown.count("\n") == 1
+    assert (out / damaged).read_bytes() == content
+
+
+def test_a_certificate_is_made_with_the_key_of_its_ca_only(
+    out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["provision", str(EXAMPLE), "--out", str(tmp_path / "other")]) == 0
+    for name in ("server.crt", "server.key"):
+        (out / "server" / name).unlink()
+    words = ("provision", str(EXAMPLE), "--out", str(out))
+    shutil.copy(tmp_path / "other" / "ca" / "ca.key", out / "ca" / "ca.key")
+    assert main(words) == 2
+    assert f"ca.key is not the key of {out / 'ca' / 'ca.crt'}" in capsys.readouterr().err
+    (out / "ca" / "ca.key").write_text("no key\n")
+    assert main(words) == 2
+    assert "ca.key is damaged, or another file (" in capsys.readouterr().err
+    assert not (out / "server" / "server.crt").exists()
+
+
+def test_a_file_has_its_old_text_until_the_new_one_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "sites.json"
+    path.write_text("old")
+    with largest_file(2), pytest.raises(OSError, match="large"):
+        write_whole(path, "new")
+    assert path.read_text() == "old"
+    write_whole(path, "new")
+    assert [each.name for each in tmp_path.iterdir()] == ["sites.json"]
+    assert path.read_text() == "new"
+
+
+@pytest.mark.parametrize("user", ["me", "1000", "1000:", "-1:0"])
+def test_a_user_that_is_no_number(
+    user: str, out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setenv("FEDBN_USER", user)
+    assert main(["site", "init", str(out / "sites" / "west")]) == 2
+    assert f"FEDBN_USER must be two numbers, USER:GROUP, got {user!r}" in capsys.readouterr().err
 
 
 def test_other_commands_are_the_experiments(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,11 +3,13 @@ the other.
 """
 
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
 
+from fedbn_flwr.deployment import supernode
 from fedbn_flwr.deployment.relay import start_relay
 from tests.helpers.ports import free_ports
 from tests.helpers.waiting import wait_until
@@ -73,3 +75,10 @@ def test_a_server_that_is_not_there_ends_the_connection(capfd: pytest.CaptureFix
     assert (
         f"the server's side channel 127.0.0.1:{closed} cannot be reached" in capfd.readouterr().err
     )
+
+
+def test_a_side_channel_without_a_port_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)  # which `main` replaces
+    monkeypatch.setenv("FEDBN_EXCHANGE", "fl.example.org")
+    with pytest.raises(SystemExit, match=r"does not start: FEDBN_EXCHANGE must be HOST:PORT"):
+        supernode.main()

@@ -173,14 +173,14 @@ def test_a_full_disk_costs_no_line_but_the_one_that_has_no_room(tmp_path: Path) 
     assert [row["message"] for row in read_log(log)] == ["train", "train"]
 
 
-def test_a_line_that_a_failure_of_power_cut_off_is_named(tmp_path: Path) -> None:
+def test_lines_that_are_none_or_that_a_failure_of_power_cut_off_are_named(tmp_path: Path) -> None:
     log = tmp_path / "sent.jsonl"
-    log.write_text('{"time": "2026-11-26T0')
+    log.write_text('[1]\n{"message": "train"}\n{"time": "2026-11-26T0')
     node = SuperNode(log)
     for _ in range(2):
         node.reply(node.receive(model()), RecordDict())
     assert [line.split("  ")[2:4] for line in rows_of(read_log(log))] == [
-        ["unreadable lines", "messages 1"],
+        ["unreadable lines", "messages 3"],
         ["train", "messages 2"],
     ]
 
