@@ -145,6 +145,8 @@ def _read(
     except (RuntimeError, FileNotFoundError) as error:
         # torchvision raises these where the data set is absent
         reason = " ".join(str(error).split())
+    except (OSError, ValueError, EOFError) as error:  # not all files have sums that are compared
+        raise ValueError(f"the files of {name} in {root} are damaged: {error}") from error
     absent = f"{name} is not in {' or '.join(map(str, places))}"
     if not download:
         raise FileNotFoundError(f"{absent}, or broken: {reason}")

@@ -262,6 +262,12 @@ def test_absent_data_are_one_line_that_names_the_folder(
     assert "\n" not in message
 
 
+def test_damaged_files_are_named(tmp_path: Path) -> None:
+    (tmp_path / "usps.bz2").write_bytes(b"no archive")
+    with pytest.raises(ValueError, match=f"^the files of usps in {tmp_path} are damaged: Invalid"):
+        load("usps", root=tmp_path)
+
+
 def test_the_environment_names_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDBN_FLWR_DATA", str(tmp_path / "mine"))
     with pytest.raises(FileNotFoundError, match=str(tmp_path / "mine")):
