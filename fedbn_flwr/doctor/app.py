@@ -135,11 +135,11 @@ class FlowerApp:
             components = app["components"]
             server = str(components["serverapp"])
             client = str(components["clientapp"])
-        except tomllib.TOMLDecodeError as error:
-            raise UsageError(f"{path}: {error}") from error
+            config = dict(_flat(app.get("config", {})))
         except KeyError as error:
             raise UsageError(f"{path} has no {error} of [tool.flwr.app.components]") from error
-        config = dict(_flat(app.get("config", {})))
+        except (ValueError, TypeError, AttributeError) as error:
+            raise UsageError(f"{path} is none of a Flower app: {in_one_line(error)}") from error
         for key, value in _overrides(overrides).items():
             if key not in config:
                 raise UsageError(
@@ -162,12 +162,12 @@ def _overrides(text: str) -> RunConfig:
         path = Path(text).expanduser()
         if not path.is_file():
             raise UsageError(f"--run-config: there is no {path}")
-        text = path.read_text()
+        content = path.read_bytes()
     else:
-        text = "\n".join(_PAIR.findall(text))
+        content = "\n".join(_PAIR.findall(text)).encode()
     try:
-        return dict(_flat(tomllib.loads(text)))
-    except tomllib.TOMLDecodeError as error:
+        return dict(_flat(tomllib.loads(content.decode())))
+    except ValueError as error:
         raise UsageError(
             f"--run-config must be KEY=VALUE KEY=VALUE with TOML's values, or a .toml file: {error}"
         ) from error
@@ -195,7 +195,7 @@ def run_app(app: FlowerApp, nodes: int, rounds: int, seconds: float) -> AppHisto
         pass
     except UsageError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         grid.stopped = f"the ServerApp stopped: {in_one_line(error)}"
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -74,7 +74,7 @@ def answer(folder: Path, reference: str, message: Message, context: Context) -> 
     return Answered(reply, context.state, network)
 
 
-def in_one_line(error: Exception) -> str:
+def in_one_line(error: BaseException) -> str:
     """Return what an app has raised."""
     return " ".join(f"{type(error).__name__}: {error}".split())
 

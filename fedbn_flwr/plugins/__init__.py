@@ -115,6 +115,8 @@ def did_you_mean(
         if near:
             return f"like it: {', '.join(near[:MOST_NEAR])}; all: {shown}"
         return f"all: {shown}"
+    if other and not listed:
+        return f"give {other.removeprefix('or ')}"
     return f"known: {', '.join(filter(None, (*listed, other))) or 'none'}"
 
 

@@ -233,6 +233,8 @@ def test_a_serverapp_that_stops_is_an_exit_code_of_one(tmp_path: Path, doctor: D
         ("no_data", ["--run-config", "other.toml"], "there is no other.toml"),
         ("no_data", ["--nodes", "none"], "--nodes must be a whole number"),
         ("no_data", ["--model", "common:load_data"], "--model"),
+        ("no_data", ["--model", "common"], "unknown model 'common'; give package.module:function"),
+        ("exits", [], "the ServerApp stopped: SystemExit: no licence"),
         ("common", [], "'common:server' in the app's pyproject.toml is no ServerApp"),
         ("no_network", [], "no node trained a network of PyTorch"),
     ],
@@ -249,6 +251,7 @@ def test_one_line_says_what_to_pass(
         "from common import *\nclient = plain_client()\n"
         "server = plain_server(strategy=lambda: FedAvg(min_available_nodes=7))\n"
     )
+    (tmp_path / "exits.py").write_text("raise SystemExit('no licence')\n")
     (tmp_path / "old_many_nodes.py").write_text(
         "from numpy_client import *\n"
         "def server_fn(context):\n"
@@ -271,6 +274,34 @@ def test_one_line_says_what_to_pass(
     assert not out
     assert line in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"\xff", "is none of a Flower app: UnicodeDecodeError: "),
+        (b"[tool", "is none of a Flower app: TOMLDecodeError: "),
+        (b"[tool.flwr]\napp = 3", "is none of a Flower app: TypeError: "),
+        (b"[tool.flwr]", "has no 'app' of [tool.flwr.app.components]"),
+        (
+            b'[tool.flwr.app]\nconfig = 3\ncomponents = {serverapp = "a:b", clientapp = "a:c"}',
+            "is none of a Flower app: AttributeError: ",
+        ),
+    ],
+)
+def test_a_file_that_is_none_of_an_app(
+    content: bytes, reason: str, tmp_path: Path, doctor: Doctor
+) -> None:
+    (tmp_path / "pyproject.toml").write_bytes(content)
+    code, _, err = doctor(tmp_path)
+    assert code == 2
+    assert err.startswith(f"fedbn-flwr: {tmp_path / 'pyproject.toml'} {reason}")
+    assert err.count("\n") == 1
+    make_app(tmp_path, "common")
+    (tmp_path / "bytes.toml").write_bytes(b"\xff")
+    code, _, err = doctor(tmp_path, "--run-config", tmp_path / "bytes.toml")
+    assert code == 2
+    assert err.startswith("fedbn-flwr: --run-config must be KEY=VALUE")
 
 
 def test_a_folder_that_is_no_app_and_a_run_that_takes_too_long(

@@ -160,7 +160,7 @@ def test_a_deployments_grid_stays() -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("plain_app", "unknown ClientApp 'plain_app'; known: or package.module:function"),
+        ("plain_app", "unknown ClientApp 'plain_app'; give package.module:function"),
         ("no_app:app", "cannot import 'no_app'"),
         ("plain_app:apq", "has no function 'apq'"),
         ("own_task:train", "'own_task:train' is not a ClientApp"),
