@@ -62,6 +62,9 @@ CIFAR = ("cifar10", "two classes")
 CIFAR_LONGER = ("cifar10-rounds", "two classes")
 CIFAR_RESNET = ("cifar10-resnet", "")
 CIFAR_MOMENTUM = ("cifar10-momentum", "two classes")
+CIFAR_LABELS: dict[str, Place] = {
+    name: ("cifar10-labels", name) for name in ("Dirichlet 0.1", "Dirichlet 0.3")
+}
 #: figures of FedTAN's paper at full size
 FIGURE_6: dict[str, Place] = {
     "IID": ("fedtan/figure6", "i.i.d."),
@@ -530,21 +533,14 @@ def situations() -> str:
     )
 
 
-def diagnosis() -> str:
-    """Return what was suggested before training, and what training then brought.
+def diagnosis(data: str, places: Mapping[str, Place], names: Sequence[str]) -> str:
+    """Return what was suggested before training on some data, and what training then brought.
 
-    Bold is the best.
+    `places` are by partition. Bold is the best.
     """
-    places = dict(
-        zip(
-            ("classes:1", "classes:2", "dirichlet:0.1", "dirichlet:0.3", "iid"),
-            FACTORIAL.values(),
-            strict=True,
-        )
-    )
-    names, lines = ("FedAvg", "FixBN", "FedTAN", "FedWon"), []
+    lines = []
     made = read("diagnosis")
-    for row in made[made["data"] == "unseen seeds"].to_dict("records"):
+    for row in made[made["data"] == data].to_dict("records"):
         scores = [plain(places[row["partition"]], name) for name in names]
         best = max(scores, key=float)
         head = [f"`{row['partition']}`", f"{row['error']} ({row['chance']})", row["beyond chance"]]
@@ -779,10 +775,34 @@ TABLES: dict[str, Callable[[], str]] = {
         [*by_mean(UNSEEN, METHODS), *CENTRALIZED], over(FACTORIAL, bold_and_gain)
     ),
     "cifar10": cifar,
+    "cifar10, labels": lambda: by_method(
+        by_mean(CIFAR_LABELS["Dirichlet 0.1"]), over(CIFAR_LABELS, bold_and_gain)
+    ),
     "figure 6": lambda: by_method(by_mean(FIGURE_6["two classes"]), over(FIGURE_6)),
     "figure 14": figure_14,
     "situations": situations,
-    "diagnosis": diagnosis,
+    "diagnosis": partial(
+        diagnosis,
+        "unseen seeds",
+        dict(
+            zip(
+                ("classes:1", "classes:2", "dirichlet:0.1", "dirichlet:0.3", "iid"),
+                FACTORIAL.values(),
+                strict=True,
+            )
+        ),
+        ("FedAvg", "FixBN", "FedTAN", "FedWon"),
+    ),
+    "diagnosis, CIFAR-10": partial(
+        diagnosis,
+        "cifar10",
+        {
+            "classes:2": CIFAR,
+            "dirichlet:0.1": CIFAR_LABELS["Dirichlet 0.1"],
+            "dirichlet:0.3": CIFAR_LABELS["Dirichlet 0.3"],
+        },
+        ("FedAvg", "FixBN, default", "FedTAN", "FedWon"),
+    ),
     "claims": claims,
     "unseen": unseen,
     "mixtures": mixtures,
