@@ -15,10 +15,11 @@ from tests.helpers.checkout import ROOT
 
 #: the rooms, from the lowest floor to the highest; rooms on one floor do not know each other
 FLOORS = (
-    # below the first floor: what users add, and the accelerator
+    # below the first floor: what users add, the accelerator, and files
     (
         "fedbn_flwr.plugins",
         "fedbn_flwr.device",
+        "fedbn_flwr.whole_files",
     ),
     ("fedbn_flwr.norm", "fedbn_flwr.randomness"),
     ("fedbn_flwr.layerwise", "fedbn_flwr.state", "fedbn_flwr.models", "fedbn_flwr.data"),
@@ -175,7 +176,8 @@ def test_every_room_has_a_floor_and_no_module_is_loose() -> None:
     }
     loose = {name for name, path in SOURCES.items() if path.parent == ROOT / "fedbn_flwr"}
     assert folders <= FLOOR_OF.keys()
-    assert loose == {*DOORS, "fedbn_flwr.randomness", "fedbn_flwr.device"}
+    others = {f"fedbn_flwr.{name}" for name in ("device", "randomness", "whole_files")}
+    assert loose == {*DOORS, *others}
 
 
 def test_the_drawn_rooms_are_these_on_their_floors() -> None:

@@ -17,8 +17,9 @@ from flwr.common.constant import ErrorCode
 from fedbn_flwr import wire
 from fedbn_flwr.client.node_memory import NAMESPACE, Memory, state_folder
 from fedbn_flwr.state import from_record
-from fedbn_flwr.state.record_files import SUFFIX, pack_records, read_records, write_bytes
+from fedbn_flwr.state.record_files import SUFFIX, pack_records, read_records
 from fedbn_flwr.state.records import array_records, view_array
+from fedbn_flwr.whole_files import write_bytes
 from fedbn_flwr.wire.history import CHECKPOINT, History, path_number, site_number
 
 #: as in Flower, where the names have moved

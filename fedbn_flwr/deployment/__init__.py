@@ -39,13 +39,6 @@ def read_text(path: Path, advice: str = "") -> str:
         return path.read_text()
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file that may be there, so that it has the old text or the new one at any moment."""
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(text)
-    partial.replace(path)
-
-
 def host_and_port(name: str, text: str) -> tuple[str, int]:
     """Read what a variable of this name says of a server."""
     host, _, port = text.rpartition(":")

@@ -59,6 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # flushes at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
+    except OSError as error:  # such as a full disk
+        print(f"fedbn-flwr: {error}", file=sys.stderr)
+        return 1
 
 
 def _open_closed_streams() -> None:

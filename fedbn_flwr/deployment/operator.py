@@ -18,9 +18,10 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.request import HTTPSHandler, ProxyHandler, build_opener
 
-from fedbn_flwr.deployment import DeploymentError, read_text, using, write_whole
+from fedbn_flwr.deployment import DeploymentError, read_text, using
 from fedbn_flwr.deployment.federation import check_name
 from fedbn_flwr.deployment.keys import PRIVATE, check_public_key, trusting
+from fedbn_flwr.whole_files import write_bytes
 
 #: seconds to wait for the server, and for Flower's command
 PATIENCE = 30.0
@@ -227,11 +228,12 @@ class Operator:
         content = self.result(f"{run}/{name}")
         if content is None:
             raise DeploymentError(f"{name} of run {run} has gone")
-        (folder / f"{name}.partial").write_bytes(content)
-        return (folder / f"{name}.partial").replace(folder / name)
+        write_bytes(folder / name, content)
+        return folder / name
 
     def _note(self, sites: Mapping[str, str]) -> None:
-        write_whole(self.home / "sites.json", json.dumps(sites, indent=2) + "\n")
+        text = json.dumps(sites, indent=2) + "\n"
+        write_bytes(self.home / "sites.json", text.encode(), durable=True)
 
 
 def overview(operator: Operator) -> Iterator[str]:

@@ -28,7 +28,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from fedbn_flwr import __version__
-from fedbn_flwr.deployment import DeploymentError, read_text, using, write_whole
+from fedbn_flwr.deployment import DeploymentError, read_text, using
 from fedbn_flwr.deployment.federation import Federation
 from fedbn_flwr.deployment.keys import (
     PRIVATE,
@@ -42,6 +42,7 @@ from fedbn_flwr.deployment.keys import (
     write_new,
 )
 from fedbn_flwr.deployment.operator import Operator
+from fedbn_flwr.whole_files import write_bytes
 
 _TEMPLATES = Path(__file__).parent / "templates"
 #: the names of the server's services in docker-compose.yml, and the machine itself
@@ -96,7 +97,7 @@ def _numbers(federation: Federation, out: Path) -> dict[str, int]:
             numbers |= {site: int(number) for site, number in json.loads(path.read_text()).items()}
     for site in federation.sites:
         numbers.setdefault(site, max(numbers.values(), default=-1) + 1)
-    write_whole(path, json.dumps(numbers, indent=2) + "\n")
+    write_bytes(path, (json.dumps(numbers, indent=2) + "\n").encode(), durable=True)
     return numbers
 
 

@@ -30,8 +30,8 @@ from fedbn_flwr.server.method_state import pack_state, unpack_state
 from fedbn_flwr.server.round import Round
 from fedbn_flwr.simulation.in_process import FIRST_NODE_ID, LocalGrid
 from fedbn_flwr.state import Arrays, State, arrays_of, arrays_to_record, from_record
-from fedbn_flwr.state.record_files import sync, write_bytes
 from fedbn_flwr.strategies import BaseStrategy
+from fedbn_flwr.whole_files import sync, write_bytes
 from fedbn_flwr.wire.history import CHECKPOINT, STATE_HISTORY, History
 
 #: the `checkpoint-every` of a run that saves as often as it costs little

@@ -36,8 +36,9 @@ from fedbn_flwr.simulation.how_trained import HowTrained
 from fedbn_flwr.simulation.replies import Job, Replies, ReplyPool, Trained, changes_nothing
 from fedbn_flwr.state import State
 from fedbn_flwr.state.flat import to_device
-from fedbn_flwr.state.record_files import SUFFIX, pack_records, read_records, write_bytes
+from fedbn_flwr.state.record_files import SUFFIX, pack_records, read_records
 from fedbn_flwr.state.records import lend_record
+from fedbn_flwr.whole_files import write_bytes
 from fedbn_flwr.wire.packed import with_content
 
 try:

@@ -1,6 +1,5 @@
-"""Flower's records in files, which are replaced as a whole."""
+"""Flower's records as bytes, and in files."""
 
-import os
 from pathlib import Path
 
 from flwr.app import RecordDict
@@ -23,26 +22,3 @@ def unpack_records(content: bytes) -> RecordDict:
 def read_records(path: Path) -> RecordDict:
     """Return the records of a file."""
     return unpack_records(path.read_bytes())
-
-
-def write_bytes(path: Path, content: bytes, durable: bool = False) -> None:
-    """Replace a file. Under its name a file is always whole, wherever this process ends.
-
-    With `durable` that also holds where the machine ends.
-    """
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_bytes(content)
-    if durable:
-        sync(partial)
-    partial.replace(path)
-    if durable:
-        sync(path.parent)
-
-
-def sync(path: Path) -> None:
-    """Wait until a file's content, or a folder's names, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,5 +1,6 @@
 """The folders that `fedbn-flwr provision` and `fedbn-flwr site` make."""
 
+import json
 import os
 import re
 import shutil
@@ -15,7 +16,6 @@ from cryptography import x509
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
 from flwr.supercore.primitives.asymmetric import uses_nist_ec_curve
 
-from fedbn_flwr.deployment import write_whole
 from fedbn_flwr.deployment.cli import main
 from fedbn_flwr.deployment.keys import certificate_hosts
 from fedbn_flwr.deployment.provision import read_env
@@ -359,15 +359,21 @@ def test_a_certificate_is_made_with_the_key_of_its_ca_only(
     assert not (out / "server" / "server.crt").exists()
 
 
-def test_a_file_has_its_old_text_until_the_new_one_is_whole(tmp_path: Path) -> None:
-    path = tmp_path / "sites.json"
-    path.write_text("old")
-    with largest_file(2), pytest.raises(OSError, match="large"):
-        write_whole(path, "new")
-    assert path.read_text() == "old"
-    write_whole(path, "new")
-    assert [each.name for each in tmp_path.iterdir()] == ["sites.json"]
-    assert path.read_text() == "new"
+def test_numbers_stay_where_the_disk_is_full(
+    out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = out / "numbers.json"
+    before = path.read_bytes()
+    more = tmp_path / "more.yaml"
+    more.write_text(EXAMPLE.read_text().replace("[north, south, west]", "[east, north, west]"))
+    words = ("provision", str(more), "--out", str(out))
+    with largest_file(2):
+        assert main(words) == 1
+    shown = capsys.readouterr().err
+    assert shown == "fedbn-flwr: [Errno 27] File too large\n"
+    assert path.read_bytes() == before
+    assert main(words) == 0
+    assert json.loads(path.read_bytes())["east"] == 3
 
 
 @pytest.mark.parametrize("user", ["me", "1000", "1000:", "-1:0"])

@@ -22,7 +22,7 @@ from fedbn_flwr.device import accelerator_name
 from fedbn_flwr.experiments.config import shared_options
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.state import from_record
-from fedbn_flwr.state.record_files import write_bytes
+from fedbn_flwr.whole_files import write_bytes
 from fedbn_flwr.wire import printable
 
 VERSIONED = ("flwr", "matplotlib", "numpy", "pillow", "ray", "scikit-learn", "torch", "torchvision")

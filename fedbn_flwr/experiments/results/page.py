@@ -18,7 +18,7 @@ from fedbn_flwr.experiments.results.show import fill, to_csv, to_latex
 from fedbn_flwr.experiments.results.tables import all_runs, costs, results
 from fedbn_flwr.plugins import did_you_mean
 from fedbn_flwr.plugins.options import UsageError
-from fedbn_flwr.state.record_files import write_bytes
+from fedbn_flwr.whole_files import write_bytes
 
 
 class Content:

@@ -20,7 +20,7 @@ from fedbn_flwr.experiments.material import Form, form_of, fresh_model, load_dat
 from fedbn_flwr.plugins import extra
 from fedbn_flwr.server.replies import lacks_state
 from fedbn_flwr.state import State
-from fedbn_flwr.state.record_files import write_bytes
+from fedbn_flwr.whole_files import write_bytes
 from fedbn_flwr.wire.history import History, site_number
 from fedbn_flwr.wire.site_data import DATA_SHAPE
 
