@@ -44,7 +44,7 @@ class Operator:
             r'(?m)^root-certificates = ".*"$', f'root-certificates = "{self.home / "ca.crt"}"', text
         )
         if here != text:
-            path.write_text(here)
+            write_bytes(path, here.encode())
         with using(path, advice):
             links = tomllib.loads(here)["superlink"]
             self.name: str = links["default"]
