@@ -89,7 +89,7 @@ def list_folder(path: Path) -> tuple[list[FileList], list[str], list[str]]:
     homes = domains or ["."]
     roles = [""]
     if is_split:
-        roles = ["train", _test_role(path, homes)]
+        roles = ["train", test_role(path, homes)]
     classes = sorted({name for home in homes for name in folders(path / home / roles[0])})
     if not classes:
         raise ValueError(
@@ -107,7 +107,7 @@ def list_folder(path: Path) -> tuple[list[FileList], list[str], list[str]]:
     return divided, classes, domains if len(domains) > 1 else []
 
 
-def _test_role(path: Path, homes: list[str]) -> str:
+def test_role(path: Path, homes: list[str]) -> str:
     """Return the name of the folders of test images: `test`, or `val` where nobody has that."""
     for role in ("test", "val"):
         if any((path / home / role).is_dir() for home in homes):

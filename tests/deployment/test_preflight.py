@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -200,8 +201,15 @@ def test_classes_are_counted(kit: Path, tmp_path: Path) -> None:
         ("ok", f"{data}/train: covid 3, normal 2"),
         ("ok", f"{data}/test: covid 1, normal 1"),
     ]
-    (data / "test" / "covid" / "0.png").unlink()
-    assert checks(kit)["data"] == ("failed", f"{data}/test: covid 0, normal 1")
+    (data / "test").rename(data / "val")
+    assert checks(kit)["data"] == ("ok", f"{data}/val: covid 1, normal 1")
+    (data / "val" / "covid" / "0.png").unlink()
+    assert checks(kit)["data"] == ("failed", f"{data}/val: covid 0, normal 1")
+    shutil.rmtree(data / "val")
+    text = f"folder:{data}: beside train, there is neither test nor val"
+    assert checks(kit)["data"] == ("failed", text)
+    change(kit, FEDBN_READ="own.module:read")  # which may read anything
+    assert checks(kit)["data"] == ("warning", text)
 
 
 @pytest.mark.parametrize("names", [("Train", "Test"), ()])
