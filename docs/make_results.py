@@ -443,6 +443,15 @@ def cifar() -> str:
     return by_method(by_mean(CIFAR), columns)
 
 
+def cifar_labels() -> str:
+    """Return what methods have on CIFAR-10 with labels that are skewed less."""
+    columns: dict[str, Callable[[str], str]] = {}
+    for label, place in CIFAR_LABELS.items():
+        columns[label] = partial(cell, place)
+        columns[f"gain, {label.removeprefix('Dirichlet ')}"] = partial(gain, place)
+    return by_method(by_mean(CIFAR_LABELS["Dirichlet 0.1"]), columns)
+
+
 def figure_14() -> str:
     """Return the accuracies and the exchanges of FedTAN-II's runs on MNIST."""
     exchanges = of_first_runs(FIGURE_14, "exchanges")
@@ -775,9 +784,7 @@ TABLES: dict[str, Callable[[], str]] = {
         [*by_mean(UNSEEN, METHODS), *CENTRALIZED], over(FACTORIAL, bold_and_gain)
     ),
     "cifar10": cifar,
-    "cifar10, labels": lambda: by_method(
-        by_mean(CIFAR_LABELS["Dirichlet 0.1"]), over(CIFAR_LABELS, bold_and_gain)
-    ),
+    "cifar10, labels": cifar_labels,
     "figure 6": lambda: by_method(by_mean(FIGURE_6["two classes"]), over(FIGURE_6)),
     "figure 14": figure_14,
     "situations": situations,
