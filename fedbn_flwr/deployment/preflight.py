@@ -131,8 +131,9 @@ def _exchange(kit: Path, env: Mapping[str, str]) -> Iterator[Check]:
 def _registered(kit: Path, env: Mapping[str, str]) -> Iterator[Check]:
     """Whether the server knows this site's key."""
     server = env["FEDBN_SERVER"]
-    host_and_port("FEDBN_SERVER", server)
     key = load_node_key(kit / "node.key")
+    # what Flower's client would refuse in words of its own
+    host_and_port("FEDBN_SERVER", server)
     trusting(kit / "ca.crt")
     if is_registered(server, key, (kit / "ca.crt").read_bytes()):
         yield Check("registered", "ok", "the server knows this site's key")

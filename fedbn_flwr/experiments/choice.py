@@ -73,6 +73,8 @@ def chosen_of(summary: Mapping[str, Any]) -> str:
     edges = summary.get("chosen-at-edge", ())
     texts = []
     for key, value in summary.get("chosen", {}).items():
-        mark = EDGE if key in edges else ""
-        texts.append(f"{key}={value}{mark}")
+        text = f"{key}={value}"
+        if key in edges:
+            text += EDGE
+        texts.append(text)
     return ", ".join(texts)
