@@ -791,13 +791,13 @@ TABLES: dict[str, Callable[[], str]] = {
     "diagnosis": partial(
         diagnosis,
         "unseen seeds",
-        dict(
-            zip(
-                ("classes:1", "classes:2", "dirichlet:0.1", "dirichlet:0.3", "iid"),
-                FACTORIAL.values(),
-                strict=True,
-            )
-        ),
+        {
+            "classes:1": FACTORIAL["one class"],
+            "classes:2": FACTORIAL["two classes"],
+            "dirichlet:0.1": FACTORIAL["Dirichlet 0.1"],
+            "dirichlet:0.3": FACTORIAL["Dirichlet 0.3"],
+            "iid": FACTORIAL["IID"],
+        },
         ("FedAvg", "FixBN", "FedTAN", "FedWon"),
     ),
     "diagnosis, CIFAR-10": partial(

@@ -146,6 +146,8 @@ def _read(
         # torchvision raises these where the data set is absent
         reason = " ".join(str(error).split())
     except (OSError, ValueError, EOFError) as error:  # not all files have sums that are compared
+        if isinstance(error, OSError) and error.errno:  # the system's, which names the file
+            raise
         raise ValueError(f"the files of {name} in {root} are damaged: {error}") from error
     absent = f"{name} is not in {' or '.join(map(str, places))}"
     if not download:

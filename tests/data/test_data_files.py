@@ -266,6 +266,10 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "usps.bz2").write_bytes(b"no archive")
     with pytest.raises(ValueError, match=f"^the files of usps in {tmp_path} are damaged: Invalid"):
         load("usps", root=tmp_path)
+    (tmp_path / "usps.bz2").unlink()
+    (tmp_path / "usps.bz2").mkdir()
+    with pytest.raises(IsADirectoryError, match=r"usps\.bz2"):
+        load("usps", root=tmp_path)
 
 
 def test_the_environment_names_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
