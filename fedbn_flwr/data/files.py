@@ -77,6 +77,14 @@ def from_folder(path: Path, side: int | None, workers: int = 0) -> Data:
     return Data(path.name, train, test, len(classes), tuple(domains), tuple(classes))
 
 
+def list_images(path: Path) -> FileList:
+    """List the files of both splits together."""
+    together = FileList(path)
+    for listed in list_folder(path)[0]:
+        together.names += listed.names
+    return together
+
+
 def list_folder(path: Path) -> tuple[list[FileList], list[str], list[str]]:
     """List the files of both splits, the classes, and the domains if there are several."""
     names = folders(require(path, "the folder that folder:PATH names"))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fedbn_flwr.data.domains import digits, digits_domains, image_domains
 from fedbn_flwr.data.file_split import WORKERS
-from fedbn_flwr.data.files import TORCHVISION, from_folder, from_torchvision
+from fedbn_flwr.data.files import TORCHVISION, from_folder, from_torchvision, list_images
 from fedbn_flwr.data.own_data import OwnData, own_data
 from fedbn_flwr.data.sets.cityscapes import cityscapes
 from fedbn_flwr.data.sets.fedbn_archives import (
@@ -29,8 +29,9 @@ from fedbn_flwr.data.sets.fedbn_archives import (
     digits_five,
     read_domains,
 )
-from fedbn_flwr.data.sets.hugging_face import CHOICES, hugging_face
+from fedbn_flwr.data.sets.hugging_face import CHOICES, hugging_face, saved_folder
 from fedbn_flwr.data.sets.imagenet import imagenet, tiny_imagenet
+from fedbn_flwr.data.sets.listing import FileList, list_below
 from fedbn_flwr.data.splits import Data, Split
 from fedbn_flwr.data.streets import SIDE, streets
 from fedbn_flwr.plugins import Own, add, did_you_mean, warn_once
@@ -102,6 +103,8 @@ class DatasetRequest:
         return {**defaults, **read_options(self.name, known, read_pairs(self.name, items))}
 
 
+#: the folders in `data-root` of data sets that are read from files, by name
+FOLDERS: dict[str, str] = {}
 #: reads a data set
 Read = Callable[[DatasetRequest], Data]
 R = TypeVar("R", bound=Read)
@@ -233,6 +236,7 @@ def _register(
             request.home(folder), request.image_size or side, request.image_workers, **options
         )
 
+    FOLDERS[name] = folder
     read_folder.__doc__ = about
     register_dataset(name)(read_folder)
 
@@ -283,7 +287,7 @@ def load(
     that stay in files are decoded by `image_workers` processes, ahead of training; with 0, by the
     process that trains.
     """
-    folder = Path(root or os.environ.get(ROOT_VARIABLE) or DEFAULT_ROOT).expanduser()
+    folder = _root(root)
     if image_size is not None and image_size < 1:
         raise ValueError(f"the image size must be at least 1, not {image_size}")
     with _loading:  # clients in other threads wait for the first client
@@ -294,6 +298,27 @@ def load(
             request = DatasetRequest(name, argument, image_size, folder, image_workers)
             return _load(request, DATASETS[name], image_size, channels)
         return _call(spec, _function_of(spec), image_size, channels)
+
+
+def files_of(spec: str, root: str | Path | None = None) -> FileList:
+    """Return the files that a data set is read from: none if its name says what it holds."""
+    name, _, argument = spec.partition(":")
+    request = DatasetRequest(name, argument, None, _root(root))
+    home = None
+    if name == "folder":
+        return list_images(Path(argument).expanduser())
+    if name == "hf":
+        home = saved_folder(request.path, request.root)
+    elif name in FOLDERS:
+        home = request.home(FOLDERS[name])
+    if home is None:
+        return FileList(request.root)
+    return list_below(home)
+
+
+def _root(given: str | Path | None) -> Path:
+    """Return the folder of data sets in files."""
+    return Path(given or os.environ.get(ROOT_VARIABLE) or DEFAULT_ROOT).expanduser()
 
 
 @lru_cache(maxsize=2)

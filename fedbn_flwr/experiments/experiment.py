@@ -1,17 +1,19 @@
 """An experiment: a method with every option resolved, those that follow from data, too."""
 
 import inspect
+import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
-from hashlib import file_digest
+from hashlib import blake2b, file_digest
 from pathlib import Path
 from typing import Any
 
 from fedbn_flwr.data import DATASETS, PARTITIONS, SITES, Data, leave_out, load
 from fedbn_flwr.data.files import TORCHVISION
-from fedbn_flwr.data.loading import forget
+from fedbn_flwr.data.loading import files_of, forget
+from fedbn_flwr.data.sets.listing import FileList
 from fedbn_flwr.experiments.choice import Choice
 from fedbn_flwr.experiments.config import Config, DataOptions, shared_options
 from fedbn_flwr.experiments.method import Parsed, all_options, own_options, parse, refuse_ignored
@@ -21,7 +23,6 @@ from fedbn_flwr.plugins import (
     TRUSTED,
     Own,
     did_you_mean,
-    fingerprint,
     is_foreign,
     is_importable,
     load_plugins,
@@ -46,6 +47,9 @@ REUSE = "reuse"
 ANEW = "anew"
 #: a side of images that two cores can train networks of timm with
 SMALL_SIZE = 64
+#: files of a data set, and bytes of them, that are read to tell whether it has changed
+FILES_READ = 4096
+BYTES_READ = 2**28
 #: the clients of a run that brings its own, where neither options nor domains say how many
 CLIENTS = 5
 
@@ -66,11 +70,10 @@ class Experiment:
 
     @property
     def files(self) -> dict[str, str]:
-        """The digests of files that options name: images of a folder by names and sizes, weights by
-        their content.
-        """
+        """The digests of files that options name: of a data set, and of weights."""
+        data = self.config.data
         initial = Path(self.config.model.init_from).expanduser()
-        listed = _listing(str(self.config.data.dataset))
+        listed = _digest(str(data.dataset), data.data_root)
         digests = dict[str, str]()
         if listed:
             digests["dataset"] = listed
@@ -178,37 +181,45 @@ def look_again() -> None:
     """Forget data whose files have changed since they were read, as between two calls in a
     notebook.
     """
-    before = dict(_LISTINGS)
-    _LISTINGS.clear()
-    if any(_listing(dataset) != listed for dataset, listed in before.items()):
+    before = dict(_DIGESTS)
+    _DIGESTS.clear()
+    if any(_digest(*where) != digest for where, digest in before.items()):
         forget()
 
 
-#: fingerprints of data sets, as `_listing` returns them
-_LISTINGS: dict[str, str] = {}
+#: the digests of data sets in `data-root`s, as `_digest` returns them
+_DIGESTS: dict[tuple[str, str], str] = {}
 
 
-def _listing(dataset: str) -> str:
-    """Return a fingerprint of the names and sizes of the files of `folder:PATH`, as they were when
-    it was looked at.
+def _digest(dataset: str, data_root: str) -> str:
+    """Return the digest of a data set's files, as they were when they were looked at."""
+    where = (dataset, data_root)
+    if where not in _DIGESTS:
+        with suppress(ValueError):  # said when the data are needed
+            _DIGESTS[where] = _digest_files(files_of(dataset, data_root))
+    return _DIGESTS.get(where, "")
+
+
+def _digest_files(files: FileList) -> str:
+    """Return a digest of the names and sizes of files, and of what is in them.
+
+    Of many or large files it is a sample: some of the files, evenly chosen, and of each the middle.
+    The digest is empty if there are none.
     """
-    if dataset not in _LISTINGS:
-        _LISTINGS[dataset] = _list_files(dataset)
-    return _LISTINGS[dataset]
-
-
-def _list_files(dataset: str) -> str:
-    kind, _, path = dataset.partition(":")
-    folder = Path(path).expanduser()
-    if kind != "folder" or not folder.is_dir():
+    if not files.names:
         return ""
-    files = sorted(file for file in folder.rglob("*") if file.is_file())
-    # by how a folder without a test split is divided
-    return fingerprint(
-        "\n".join(
-            ["names", *(f"{file.relative_to(folder)} {file.stat().st_size}" for file in files)]
-        )
-    )
+    digest = blake2b(digest_size=4)
+    every = -(-len(files.names) // FILES_READ)
+    share = BYTES_READ * every // len(files.names)
+    for number, name in enumerate(files.names):
+        path = files.path(number)
+        size = os.path.getsize(path)
+        digest.update(os.fsencode(f"{name} {size}\n"))
+        if number % every == 0:
+            with open(path, "rb") as file:
+                file.seek(max(size - share, 0) // 2)
+                digest.update(file.read(share))
+    return digest.hexdigest()
 
 
 @cache

@@ -348,7 +348,7 @@ def test_numbers_of_other_libraries_and_mappings_are_options(tmp_path: Path) -> 
 
 
 def test_changed_files_are_another_run_with_other_data(tmp_path: Path) -> None:
-    """An initial model counts by its content, images of a folder by their names and sizes."""
+    """An initial model counts by its content, as do the files of a data set."""
 
     def name(**options: Any) -> str:
         given_options(UNSET, UNSET, None, {})  # as in a later call, or in another process
@@ -370,6 +370,34 @@ def test_changed_files_are_another_run_with_other_data(tmp_path: Path) -> None:
     again = [name(), name(**{"init-from": str(model)}), name(dataset=data)]
     assert [one == other for one, other in zip(first, again, strict=True)] == [True, False, False]
     assert len(load(data).train) == 3
+
+
+@pytest.mark.parametrize("links", [False, True])
+def test_images_of_equal_sizes_are_other_data(tmp_path: Path, links: bool) -> None:
+    """Of bitmaps every image of a shape has the same size; a class may be a link."""
+    images = tmp_path / "images"
+    for part, kind in product(("train", "test"), ("cat", "dog")):
+        paint(images / part / kind / "1.bmp")
+    if links:
+        (images / "train" / "cat").rename(tmp_path / "cats")
+        (images / "train" / "cat").symlink_to(tmp_path / "cats")
+
+    def seen() -> tuple[str, float]:
+        given_options(UNSET, UNSET, None, {})  # as in a later call
+        data = f"folder:{images}"
+        return name_of(dataset=data), float(load(data).train.inputs.float().mean())
+
+    first = seen()
+    # what a run leaves beside the images, and pictures in it
+    paint(images / "results" / "curves.png")
+    paint(images / ".thumbnails" / "1.png")
+    assert seen() == first
+    paint(images / "train" / "cat" / "1.bmp", seed=1)
+    second = seen()
+    assert second[0] != first[0]
+    assert second[1] != first[1]
+    paint(images / "train" / "cat" / "1.bmp")
+    assert seen() == first
 
 
 def test_without_a_folder_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

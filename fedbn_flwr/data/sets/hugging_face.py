@@ -86,19 +86,23 @@ def _split(rows: Any, image: str, label: str, side: int, fit: Fit, workers: int)
     )
 
 
+def saved_folder(name: str, root: Path) -> Path | None:
+    """Return the folder that `save_to_disk` wrote a data set into, if there is one."""
+    for home in (Path(name).expanduser(), root / name):
+        if (home / "dataset_dict.json").exists():
+            return home
+    return None
+
+
 def _open(name: str, root: Path, subset: str) -> Mapping[str, Any]:
     with extra("data"):
         from datasets import DatasetDict, load_dataset
 
-    saved = [
-        home
-        for home in (Path(name).expanduser(), root / name)
-        if (home / "dataset_dict.json").exists()
-    ]
+    saved = saved_folder(name, root)
     try:
         splits: Mapping[str, Any]
         if saved:
-            splits = DatasetDict.load_from_disk(str(saved[0]))
+            splits = DatasetDict.load_from_disk(str(saved))
         else:
             splits = load_dataset(name, subset or None)
     except Exception as error:

@@ -57,6 +57,21 @@ class FileList:
         )
 
 
+def list_below(home: Path) -> FileList:
+    """List the files in a folder and in those below it, but for what is hidden."""
+    listed = FileList(home)
+    # a class may be a link to a folder elsewhere
+    for place, inside, names in os.walk(home, followlinks=True):
+        inside[:] = sorted(name for name in inside if not name.startswith("."))
+        below = os.path.relpath(place, home)
+        listed.names += [
+            os.path.join(below, name)
+            for name in sorted(names)
+            if not name.startswith(".") and os.path.isfile(os.path.join(place, name))
+        ]
+    return listed
+
+
 def folders(path: Path) -> list[str]:
     """Return the sorted names of the folders in a folder; none if it is absent."""
     if not path.is_dir():

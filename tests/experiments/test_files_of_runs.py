@@ -1,0 +1,57 @@
+"""By what a run is known again: the files that its options name."""
+
+from pathlib import Path
+
+import pytest
+
+from fedbn_flwr.data.sets.listing import list_below
+from fedbn_flwr.experiments import experiment
+from tests.helpers.image_sets import WRITERS
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_data_set_in_files_counts_by_them(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever they lie, and whatever is hidden among them."""
+    for root in ("one", "other"):
+        folder = WRITERS[name](tmp_path / root)
+    (folder / ".DS_Store").touch()
+
+    def digests(root: str) -> dict[str, str]:
+        experiment.look_again()
+        options = {"dataset": name, "data-root": str(tmp_path / root), "partition": "iid"}
+        return experiment.resolve(options).files
+
+    assert digests("one").keys() == {"dataset"}
+    assert digests("one") == digests("other")
+    assert digests("nowhere") == {}
+    monkeypatch.setenv("FEDBN_FLWR_DATA", str(tmp_path / "one"))
+    assert experiment.resolve({"dataset": name, "partition": "iid"}).files == digests("one")
+    largest = max((tmp_path / "one").rglob("*.*"), key=lambda file: file.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
+    assert digests("one") != digests("other")
+
+
+def test_of_many_files_a_sample_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The middle of some, and the names and sizes of all."""
+    monkeypatch.setattr(experiment, "FILES_READ", 4)
+    monkeypatch.setattr(experiment, "BYTES_READ", 40)
+    names = [f"{number}.bin" for number in range(8)]
+    for name in names:
+        (tmp_path / name).write_bytes(bytes(100))
+
+    def changes(number: int, place: int, size: int = 100) -> bool:
+        before = experiment._digest_files(list_below(tmp_path))
+        content = bytearray(size)
+        content[place] = 1
+        (tmp_path / names[number]).write_bytes(content)
+        after = experiment._digest_files(list_below(tmp_path))
+        (tmp_path / names[number]).write_bytes(bytes(100))
+        return before != after
+
+    assert [changes(number, 50) for number in range(4)] == [True, False, True, False]
+    assert [changes(2, place) for place in (44, 45, 54, 55)] == [False, True, True, False]
+    assert changes(1, 0, size=101)
