@@ -44,7 +44,7 @@ from fedbn_flwr.experiments.output.run_folder import (
     write_json,
 )
 from fedbn_flwr.experiments.stopping import stoppable
-from fedbn_flwr.plugins import MissingExtraError, described, fingerprint
+from fedbn_flwr.plugins import MissingExtraError, described, fingerprint, warn_once
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.strategies import REGISTRY, CannotTrainError
 
@@ -347,6 +347,17 @@ def settle(runs: Iterable[Run], reuse: bool = False, anew: bool = False) -> None
                 f"{run.folder} has results that were made with code or data of your own ({own}), "
                 "which may have changed: --reuse takes them, --anew trains again (in Python "
                 "reuse=True, anew=True)"
+            )
+        made = read_config(run.folder).get("versions", {})
+        others = [
+            f"{name} {made[name]} (now {VERSIONS[name]})"
+            for name in VERSIONS
+            if name in made and made[name] != VERSIONS[name]
+        ]
+        if others and run.finished() is not None:
+            warn_once(
+                f"{run.folder.parent} has finished runs of {', '.join(others)}: they are taken as "
+                "they are; --anew trains them again"
             )
 
 

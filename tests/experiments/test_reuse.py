@@ -21,6 +21,7 @@ from fedbn_flwr.experiments.laboratory import UNSET, comparison, given_options
 from fedbn_flwr.experiments.runs import BEFORE, Run, finished_summary, set_aside, settle
 from fedbn_flwr.models import register_model
 from fedbn_flwr.norm import register_norm
+from fedbn_flwr.plugins import warn_once
 from fedbn_flwr.strategies import FedAvg, FedProx
 from tests.helpers.registered import registries_restored
 from tests.helpers.runs import DATA, OPTIONS, results, run_in
@@ -185,6 +186,29 @@ def test_built_in_runs_are_taken_without_a_question_and_trained_again_on_request
     again = quick("fedavg", tmp_path, anew=True).summaries
     assert again[0]["seconds"] != first[0]["seconds"]
     assert again[0]["accuracy"] == first[0]["accuracy"]
+
+
+def test_finished_runs_of_another_version_are_taken_with_a_word(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They may stand beside runs of this one in a table."""
+    caplog.set_level("WARNING", "flwr")
+    first = compare(["fedavg", "fedbn"], folder=tmp_path, data=DATA, **SMALL).summaries
+    compare(["fedavg", "fedbn"], folder=tmp_path, data=DATA, **SMALL)
+    assert not caplog.messages
+    for file in tmp_path.glob("*/config.json"):
+        content = json.loads(file.read_text())
+        content["versions"]["fedbn-flwr"] = "0.0.1"
+        file.write_text(json.dumps(content))
+    again = compare(["fedavg", "fedbn"], folder=tmp_path, data=DATA, **SMALL).summaries
+    assert [one["seconds"] for one in again] == [one["seconds"] for one in first]
+    (line,) = caplog.messages
+    assert line.startswith(f"{tmp_path} has finished runs of fedbn-flwr 0.0.1 (now ")
+    warn_once.cache_clear()
+    caplog.clear()
+    compare(["fedavg", "fedbn"], folder=tmp_path, data=DATA, anew=True, **SMALL)
+    compare(["fedavg", "fedbn"], folder=tmp_path, data=DATA, **SMALL)
+    assert not caplog.messages
 
 
 class Dies(FedAvg):
