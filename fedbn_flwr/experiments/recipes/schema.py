@@ -100,20 +100,20 @@ class Fields:
 
     def __init__(self, where: str, content: object, keys: Collection[str]) -> None:
         self.where = where
-        self.content = {
-            str(key): value for key, value in self.mapping("", content, ", ".join(keys)).items()
-        }
+        self.content = self.mapping("", content, ", ".join(keys))
         self.known("", self.content, keys, "unknown key")
 
     def refuse(self, reason: str) -> NoReturn:
         """Raise a UsageError that names this mapping."""
         raise UsageError(f"{self.where}: {reason}")
 
-    def mapping(self, where: str, value: object, of: str) -> Mapping[Any, Any]:
-        """Return a mapping as it is; refuse whatever is none."""
+    def mapping(self, where: str, value: object, of: str) -> dict[str, Any]:
+        """Return a mapping, whose keys may be numbers and dates, by text; refuse whatever is
+        none.
+        """
         if not isinstance(value, Mapping):
             self.refuse(f"{where}must be a mapping of {of}, got {value!r}")
-        return value
+        return {str(key): item for key, item in value.items()}
 
     def known(
         self,
@@ -184,7 +184,7 @@ class Fields:
             where = f"vary: {axis}"
             shape = "be a list of values, or a mapping of labels,"
             parts = self._labelled(where, values, shape, lambda value, axis=axis: f"{axis}={value}")
-            axes[str(axis)] = {
+            axes[axis] = {
                 label: self._options(
                     f"{where}: {label}", part if isinstance(part, Mapping) else {axis: part}
                 )
@@ -196,8 +196,7 @@ class Fields:
         """Return option -> values to choose from."""
         given = self.mapping("grid ", self.content.get("grid") or {}, "options to lists of values")
         grid = {
-            str(key): values if isinstance(values, list) else [values]
-            for key, values in given.items()
+            key: values if isinstance(values, list) else [values] for key, values in given.items()
         }
         for key, values in grid.items():
             if not values:

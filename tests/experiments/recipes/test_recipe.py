@@ -107,6 +107,18 @@ def test_only_some_labels(tmp_path: Path) -> None:
         recipe.only(["LN"])
 
 
+def test_labels_that_yaml_reads_as_numbers_are_labels(tmp_path: Path) -> None:
+    """Of methods and settings, and where a paper's numbers name them."""
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "methods: {1: fedavg, 2: fedbn}\nvary: {clients: {5: {clients: 5}, 10: {clients: 10}}}\n"
+        "reported:\n  - place: table 1\n    values: {1: {5: 40.1, 10: 50.2}}\n"
+    )
+    recipe = read_recipe(str(file))
+    (reported,) = recipe.paper.reported
+    assert list(reported.values) == [("1", "5", ""), ("1", "10", "")]
+
+
 def test_keys_of_another_mapping_may_be_merged_and_changed(tmp_path: Path) -> None:
     text = (
         "methods: [fedavg]\nvary:\n  size:\n    few: &few {lr: 0.1, rounds: 3}\n    many: {<<: "
@@ -137,6 +149,14 @@ MISTAKES: dict[str, tuple[object, str]] = {
     "unknown option": (
         {"methods": ["fedavg"], "options": {"lrate": 1}},
         "options: unknown option 'lrate'; like it: latest; all: ",
+    ),
+    "an option that is no text": (
+        "methods: [fedavg]\noptions: {2020-01-01: 1}\n",
+        "options: unknown option '2020-01-01'; all: ",
+    ),
+    "an axis that YAML reads as a truth value": (
+        "methods: [fedavg]\nvary: {no: [1, 2]}\n",
+        "vary: False: False=1: unknown option 'False'; ",
     ),
     "no option": (
         {"methods": ["fedavg"], "options": {"resume": "x"}},
