@@ -240,11 +240,11 @@ def resolve(values: Mapping[str, Any], federation: bool = False, read_from: str 
     if read_from:
         refuse_code(read_from, plugins.split(","))
     import_plugins(plugins)
-    text = values.get("method", Config.method)
+    shared = shared_options()
+    text = shared["method"].read(values.get("method", Config.method))
     method = parse(text)
     own = own_options(method.strategy)
     owned = {**all_options(), **own}
-    shared = shared_options()
     # the others say what is run, and not how
     inside = {
         **own,
