@@ -176,12 +176,12 @@ def convert(key: str, value: Any, kind: Any) -> Any:
     """
     if isinstance(value, str) and not is_unicode(value):
         raise UsageError(f"{key} must be a text in UTF-8, got {value!a}")
-    if kind is Pairs:
-        if isinstance(value, tuple):
-            return value
-        return tuple(read_pairs(key, _listed(str(value))))
     if get_origin(kind) is tuple:
         items = value if isinstance(value, tuple) else _listed(str(value))
+        if kind is Pairs:
+            if all(isinstance(item, tuple) for item in items):
+                return tuple(items)
+            return tuple(read_pairs(key, map(str, items)))
         return tuple(convert(key, item, get_args(kind)[0]) for item in items)
     for candidate in _alternatives(kind):
         try:

@@ -331,6 +331,7 @@ def test_numbers_of_other_libraries_and_mappings_are_options(tmp_path: Path) -> 
     given: list[tuple[Any, Any, Any]] = [
         ({"lr": np.array([0.25, 0.5], np.float32)}, {"r_max": np.float32(3)}, np.int64(2)),
         ({"lr": [0.25, 0.5]}, [("r-max", 3)], 2),
+        ({"lr": [0.25, 0.5]}, ["r_max=3"], 2),
         ({"lr": [torch.tensor(0.25), np.float64(0.5)]}, "r_max=3", "2"),
     ]
     for grid, norm_options, clients in given:

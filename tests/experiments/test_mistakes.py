@@ -396,6 +396,7 @@ RESOLVED: list[tuple[str | dict[str, Any], str]] = [
         {"lrates": 1},
         "unknown option 'lrates'; like it: local-steps, classes; all: `fedbn-flwr run --help-all`",
     ),
+    ({"norm-options": (1, 2)}, "norm-options: '1' is not of the form key=value"),
     ({"method": True}, "method must be an object of its kind or text, got True"),
     ("fedavg:plugins=a", "method 'fedavg:plugins=a': unknown option 'plugins'"),
     ("fedavg:=0.1", "'=0.1' is not of the form key=value"),
