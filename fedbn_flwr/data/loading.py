@@ -3,7 +3,6 @@
 A process keeps the last ones.
 """
 
-import importlib
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +11,7 @@ from functools import lru_cache, partial
 from math import isfinite
 from pathlib import Path
 from threading import RLock
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,7 +33,7 @@ from fedbn_flwr.data.sets.imagenet import imagenet, tiny_imagenet
 from fedbn_flwr.data.sets.listing import FileList, list_below
 from fedbn_flwr.data.splits import Data, Split
 from fedbn_flwr.data.streets import SIDE, streets
-from fedbn_flwr.plugins import Own, add, did_you_mean, warn_once
+from fedbn_flwr.plugins import Own, add, import_function, warn_once
 from fedbn_flwr.plugins.options import Option, Range, option_key, read_options, read_pairs
 from fedbn_flwr.randomness import torch_generator
 
@@ -297,7 +296,9 @@ def load(
         if name in DATASETS:
             request = DatasetRequest(name, argument, image_size, folder, image_workers)
             return _load(request, DATASETS[name], image_size, channels)
-        return _call(spec, _function_of(spec), image_size, channels)
+        if spec and Path(spec).is_dir():
+            raise ValueError(f"unknown data set {spec!r}; a folder of images is 'folder:{spec}'")
+        return _call(spec, import_function("data set", spec, DATASETS), image_size, channels)
 
 
 def files_of(spec: str, root: str | Path | None = None) -> FileList:
@@ -376,24 +377,3 @@ def _call(
     function.
     """
     return _prepare(own_data(function, spec), image_size, channels)
-
-
-def _function_of(spec: str) -> Callable[[], OwnData]:
-    """Return the user's function of "package.module:function"."""
-    module_name, _, name = spec.partition(":")
-    meant = did_you_mean(spec, DATASETS, "or package.module:function")
-    if spec and Path(spec).is_dir():
-        meant = f"a folder of images is 'folder:{spec}'"
-    unknown = ValueError(f"unknown data set {spec!r}; {meant}")
-    if not (name.isidentifier() and all(part.isidentifier() for part in module_name.split("."))):
-        raise unknown
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module exists, but a module that it imports does not
-        raise unknown from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise ValueError(f"{module_name} has no function {name!r}")
-    return cast(Callable[[], OwnData], function)

@@ -175,16 +175,17 @@ def import_function(kind: str, spec: str | Own, known: Iterable[str]) -> Any:
     if isinstance(spec, Own):
         return spec.target
     module_name, _, function_name = spec.partition(":")
+    meant = did_you_mean(spec, known, "or package.module:function")
     if not (
         function_name.isidentifier() and all(part.isidentifier() for part in module_name.split("."))
     ):
-        raise ValueError(
-            f"unknown {kind} {spec!r}; {did_you_mean(spec, known, 'or package.module:function')}"
-        )
+        raise ValueError(f"unknown {kind} {spec!r}; {meant}")
     try:
         function = getattr(import_module(module_name), function_name, None)
     except ImportError as error:
-        raise ValueError(f"{kind} {spec!r}: cannot import {module_name!r}: {error}") from error
+        raise ValueError(
+            f"{kind} {spec!r}: cannot import {module_name!r}: {error}; {meant}"
+        ) from error
     if not callable(function):
         raise ValueError(
             f"{kind} {spec!r}: module {module_name!r} has no function {function_name!r}"

@@ -422,7 +422,7 @@ BAD_DATA = [
     ),
     ("digits", "the site's data 'digits' have no class names"),
     ("streets", "model 'small-cnn' is for classification, streets for segmentation; there are"),
-    ("no.such.module:function", "unknown data set 'no.such.module:function'"),
+    ("no.such.module:function", "data set 'no.such.module:function': cannot import"),
 ]
 
 
