@@ -41,7 +41,7 @@ def test_threads_that_load_at_once_share_one_object() -> None:
     "spec", ["no_such_module:data", "no-module:data", "fedbn_flwr.no_such:data", ""]
 )
 def test_an_unknown_name_is_an_error_that_lists_what_there_is(spec: str) -> None:
-    with pytest.raises(ValueError, match="^(unknown )?data set") as error:
+    with pytest.raises(ValueError, match=r"^(unknown )?data set") as error:
         load(spec)
     message = str(error.value)
     assert "\n" not in message
@@ -99,7 +99,7 @@ def test_a_function_of_the_users_own(module: str) -> None:
 
 
 def test_a_users_module_that_misses_a_package_says_which(module: str) -> None:
-    with pytest.raises(ValueError, match="cannot import .*not_installed_anywhere"):
+    with pytest.raises(ValueError, match=r"cannot import .*not_installed_anywhere"):
         load(f"{module}_broken:data")
 
 

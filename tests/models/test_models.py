@@ -245,6 +245,7 @@ def test_files_that_hold_no_weights(name: str, tmp_path: Path) -> None:
             32,
             "timm has no model 'resnet18.nonsense'; known: resnet18, resnet18.",
         ),
+        ("tim:resnet18", 32, "cannot import 'tim': .*; did you mean 'timm:NAME'"),
         ("nosuchpackage.models:make", 32, "cannot import 'nosuchpackage.models'"),
         ("torchvision.models:nosuchmodel", 32, "has no function 'nosuchmodel'"),
         ("collections:Counter", 32, "returned a Counter, not a torch.nn.Module"),
