@@ -12,17 +12,22 @@ from fedbn_flwr.deployment import DeploymentError, read_text
 from fedbn_flwr.plugins.options import option_key
 from fedbn_flwr.plugins.yaml_text import load_yaml
 
-#: names of machines, and of sites: they become file names, host names and names of Compose projects
-_HOST = re.compile(
-    r"[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?)*"
-)
-_SITE = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
+#: names of sites become file names, host names and names of Compose projects
+_SITE = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+#: parts of machines' names may have upper-case letters
+_PART = re.compile(_SITE.pattern, re.IGNORECASE | re.ASCII)
+
+
+#: days of a certificate, at most: a hundred years
+LONGEST = 36_500
 
 
 def check_name(what: str, name: str) -> None:
     """Refuse a name that cannot be a site's or a federation's."""
     if not _SITE.fullmatch(name):
-        raise DeploymentError(f"{what} {name!r} must be lower-case letters, digits and hyphens")
+        raise DeploymentError(
+            f"{what} {name!r} must be lower-case letters, digits and hyphens, at most 63"
+        )
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ class Federation:
         """Refuse what cannot be a federation."""
         check_name("name", self.name)
         for host in (self.server, *self.also):
-            if not (_is_address(host) or _HOST.fullmatch(host)):
+            if not (_is_address(host) or all(map(_PART.fullmatch, host.split(".")))):
                 raise DeploymentError(f"{host!r} is neither a host name nor an address")
         for site in self.sites:
             check_name("site", site)
@@ -69,8 +74,8 @@ class Federation:
         for one, other in combinations(ports, 2):
             if ports[one] == ports[other]:
                 raise DeploymentError(f"{one} and {other} must differ, both are {ports[one]}")
-        if self.days < 1:
-            raise DeploymentError(f"days must be at least 1, got {self.days}")
+        if not 1 <= self.days <= LONGEST:
+            raise DeploymentError(f"days must be between 1 and {LONGEST}, got {self.days}")
 
     @property
     def address(self) -> str:

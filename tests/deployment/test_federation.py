@@ -8,6 +8,8 @@ from fedbn_flwr.deployment import DeploymentError
 from fedbn_flwr.deployment.federation import Federation
 from tests.helpers.checkout import ROOT
 
+#: said of a name that is none
+NAMES = "must be lower-case letters, digits and hyphens, at most 63"
 GOOD = {"name": "hospitals", "server": "fl.example.org", "sites": ["north", "south"]}
 
 
@@ -40,14 +42,19 @@ def test_the_address_of_an_ipv6_server_is_bracketed() -> None:
         ({"sites": "north"}, "sites must be a list of texts, got 'north'"),
         ({"sites": []}, "sites must list at least one site"),
         ({"sites": ["north", "north"]}, "site 'north' is listed twice"),
-        ({"sites": ["../north"]}, "site '../north' must be lower-case letters, digits and hyphens"),
+        ({"sites": ["../north"]}, f"site '../north' {NAMES}"),
+        ({"sites": ["north", "x" * 64]}, f"site '{'x' * 64}' {NAMES}"),
         (
             {"server": "https://fl.example.org"},
             "'https://fl.example.org' is neither a host name nor an address",
         ),
         ({"also": ["a b"]}, "'a b' is neither a host name nor an address"),
-        ({"name": 'x"y'}, "name 'x\"y' must be lower-case letters, digits and hyphens"),
-        ({"days": 0}, "days must be at least 1, got 0"),
+        ({"name": 'x"y'}, f"name 'x\"y' {NAMES}"),
+        ({"server": "x" * 64}, f"'{'x' * 64}' is neither a host name nor an address"),
+        ({"also": ["fl..org"]}, "'fl..org' is neither a host name nor an address"),
+        ({"also": ["ſite"]}, "'ſite' is neither a host name nor an address"),
+        ({"days": 0}, "days must be between 1 and 36500, got 0"),
+        ({"days": 10**7}, "days must be between 1 and 36500, got 10000000"),
         *(({key: None}, f"key '{key}' is missing") for key in GOOD),
     ],
 )
