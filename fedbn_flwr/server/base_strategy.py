@@ -219,8 +219,14 @@ class BaseStrategy(FlowerFedAvg):
         **flower: Any,
     ) -> None:
         super().__init__(**flower)
-        if not self.fraction_train:
-            raise ValueError("fraction_train must be more than 0")
+        if not 0 < self.fraction_train <= 1:
+            raise ValueError(
+                f"fraction_train must be above 0 and at most 1, got {self.fraction_train}"
+            )
+        if not 0 <= self.fraction_evaluate <= 1:
+            raise ValueError(
+                f"fraction_evaluate must be between 0 and 1, got {self.fraction_evaluate}"
+            )
         self.schedule = read_schedule(lr_schedule)
         self.seed = seed
         self.patience = patience

@@ -58,6 +58,23 @@ def test_a_wrong_keyword_is_named_with_what_was_meant(
     assert f"{strategy.__name__} has no option {wrong!r}; {hint}" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"fraction_train": 0.0},
+        {"fraction_train": -0.5},
+        {"fraction_train": 2.0},
+        {"fraction_evaluate": -0.5},
+        {"fraction_evaluate": 1.5},
+    ],
+)
+def test_a_share_of_the_nodes_is_at_most_one(options: dict[str, Any]) -> None:
+    """Flower's own strategies would take them."""
+    ((name, value),) = options.items()
+    with pytest.raises(ValueError, match=rf"^{name} must be .* 1, got {value}$"):
+        FedAvg(**options)
+
+
 def wrong(option: Option) -> list[Any]:
     """Return values of Python's that an option does not take: of another type, out of its range,
     next to its bounds.
