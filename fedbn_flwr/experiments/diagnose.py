@@ -247,8 +247,8 @@ def suggestion(
     if size <= TINY_BATCH:
         reason = f"Mini-batches of this size ({size:g}) are too small for statistics of their own."
         new = (
-            "a model that needs none: FedWon (fedwon), or GN with standardized weights "
-            "(fedavg+gn-ws)"
+            "a model that needs none: FedWon (fedwon), or GN with standardized weights of "
+            "convolutions (fedavg+gn-ws)"
         )
         return f"{reason} This suggests {as_trained if is_trained else new}."
     reason = (
@@ -275,5 +275,5 @@ def suggestion(
     return (
         f"{reason} This suggests FedTAN (fedtan), or with one exchange a round carried corrections "
         "(fedtan:carry=true) if clients join most rounds, else FixBN (fixbn); if the layers may "
-        "change, the same with standardized weights (such as fixbn+bn-ws)."
+        "change, the same with standardized weights of convolutions (such as fixbn+bn-ws)."
     )
