@@ -195,7 +195,7 @@ def _digest(dataset: str, data_root: str) -> str:
     """Return the digest of a data set's files, as they were when they were looked at."""
     where = (dataset, data_root)
     if where not in _DIGESTS:
-        with suppress(ValueError):  # said when the data are needed
+        with suppress(ValueError, OSError):  # said when the data are needed
             _DIGESTS[where] = _digest_files(files_of(dataset, data_root))
     return _DIGESTS.get(where, "")
 
@@ -216,7 +216,7 @@ def _digest_files(files: FileList) -> str:
         size = os.path.getsize(path)
         digest.update(os.fsencode(f"{name} {size}\n"))
         if number % every == 0:
-            with open(path, "rb") as file:
+            with suppress(OSError), open(path, "rb") as file:
                 file.seek(max(size - share, 0) // 2)
                 digest.update(file.read(share))
     return digest.hexdigest()

@@ -1,6 +1,7 @@
 """By what a run is known again: the files that its options name."""
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -55,3 +56,16 @@ def test_of_many_files_a_sample_is_read(tmp_path: Path, monkeypatch: pytest.Monk
     assert [changes(number, 50) for number in range(4)] == [True, False, True, False]
     assert [changes(2, place) for place in (44, 45, 54, 55)] == [False, True, True, False]
     assert changes(1, 0, size=101)
+
+
+def test_a_file_that_cannot_be_read_counts_by_its_size(tmp_path: Path) -> None:
+    """Whether it is needed, nobody knows yet."""
+    for name in ("1.bin", "2.bin"):
+        (tmp_path / name).write_bytes(bytes(100))
+    before = experiment._digest_files(list_below(tmp_path))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("builtins.open", Mock(side_effect=PermissionError))
+        unread = experiment._digest_files(list_below(tmp_path))
+        (tmp_path / "1.bin").rename(tmp_path / "3.bin")
+        renamed = experiment._digest_files(list_below(tmp_path))
+    assert len({before, unread, renamed}) == 3
