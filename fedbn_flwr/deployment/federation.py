@@ -16,8 +16,6 @@ from fedbn_flwr.plugins.yaml_text import load_yaml
 _SITE = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 #: parts of machines' names may have upper-case letters
 _PART = re.compile(_SITE.pattern, re.IGNORECASE | re.ASCII)
-
-
 #: days of a certificate, at most: a hundred years
 LONGEST = 36_500
 

@@ -73,10 +73,10 @@ class Experiment:
         """The digests of files that options name: of a data set, and of weights."""
         data = self.config.data
         initial = Path(self.config.model.init_from).expanduser()
-        listed = _digest(str(data.dataset), data.data_root)
+        of_data = _digest(str(data.dataset), data.data_root)
         digests = dict[str, str]()
-        if listed:
-            digests["dataset"] = listed
+        if of_data:
+            digests["dataset"] = of_data
         if initial.is_file():
             digests["init-from"] = _content(initial, initial.stat().st_mtime_ns)
         return digests
