@@ -219,8 +219,8 @@ def _custom_model(spec: str | Own) -> Make:
     """Return the function or class that `spec` names, called with those of the three arguments it
     accepts.
     """
-    published_ones = (f"{library}:NAME" for library in LIBRARIES)
-    factory = import_function("model", spec, (*MODELS, *published_ones))
+    of_libraries = [f"{library}:NAME" for library in LIBRARIES]
+    factory = import_function("model", spec, [*MODELS, *of_libraries])
     try:
         signature = inspect.signature(factory)
         # behind **options, model libraries (torchvision, timm) know the number of classes, but not

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, partial
 from hashlib import blake2b
 from importlib import import_module
 from pathlib import Path
@@ -175,16 +175,16 @@ def import_function(kind: str, spec: str | Own, known: Iterable[str]) -> Any:
     if isinstance(spec, Own):
         return spec.target
     module_name, _, function_name = spec.partition(":")
-    meant = did_you_mean(spec, known, "or package.module:function")
+    meant = partial(did_you_mean, spec, known, "or package.module:function")
     if not (
         function_name.isidentifier() and all(part.isidentifier() for part in module_name.split("."))
     ):
-        raise ValueError(f"unknown {kind} {spec!r}; {meant}")
+        raise ValueError(f"unknown {kind} {spec!r}; {meant()}")
     try:
         function = getattr(import_module(module_name), function_name, None)
     except ImportError as error:
         raise ValueError(
-            f"{kind} {spec!r}: cannot import {module_name!r}: {error}; {meant}"
+            f"{kind} {spec!r}: cannot import {module_name!r}: {error}; {meant()}"
         ) from error
     if not callable(function):
         raise ValueError(
