@@ -62,6 +62,8 @@ WRAPPED = (
     "entries by their positions, also variances and counters; in its place, strategies take "
     "`privacy=Privacy(...)` (a loop of your own around `configure_train` sets `started = True`)"
 )
+#: the shares of the nodes that Flower's constructor takes as they are
+SHARES = {"fraction_train": Range(0, 1, "low"), "fraction_evaluate": Range(0, 1)}
 #: said where a loop of a user's own does not do what `start` does
 NOT_ASKED = (
     "{} needs `replies = strategy.ask(grid, messages, timeout)` in the place of "
@@ -219,14 +221,10 @@ class BaseStrategy(FlowerFedAvg):
         **flower: Any,
     ) -> None:
         super().__init__(**flower)
-        if not 0 < self.fraction_train <= 1:
-            raise ValueError(
-                f"fraction_train must be above 0 and at most 1, got {self.fraction_train}"
-            )
-        if not 0 <= self.fraction_evaluate <= 1:
-            raise ValueError(
-                f"fraction_evaluate must be between 0 and 1, got {self.fraction_evaluate}"
-            )
+        for name, allowed in SHARES.items():
+            share = getattr(self, name)
+            if not allowed.has(share):
+                raise ValueError(f"{name} must be {allowed}, got {share}")
         self.schedule = read_schedule(lr_schedule)
         self.seed = seed
         self.patience = patience
