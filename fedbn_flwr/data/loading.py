@@ -305,9 +305,9 @@ def files_of(spec: str, root: str | Path | None = None) -> FileList:
     """Return the files that a data set is read from: none if its name says what it holds."""
     name, _, argument = spec.partition(":")
     request = DatasetRequest(name, argument, None, _root(root))
-    home = None
     if name == "folder":
         return list_images(Path(argument).expanduser())
+    home = None
     if name == "hf":
         home = saved_folder(request.path, request.root)
     elif name in FOLDERS:

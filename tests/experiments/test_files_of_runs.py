@@ -15,9 +15,9 @@ def test_a_data_set_in_files_counts_by_them(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wherever they lie, and whatever is hidden among them."""
-    for root in ("one", "other"):
-        folder = WRITERS[name](tmp_path / root)
-    (folder / ".DS_Store").touch()
+    WRITERS[name](tmp_path / "one")
+    other = WRITERS[name](tmp_path / "other")
+    (other / ".DS_Store").touch()
 
     def digests(root: str) -> dict[str, str]:
         experiment.look_again()
