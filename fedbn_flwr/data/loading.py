@@ -286,7 +286,7 @@ def load(
     that stay in files are decoded by `image_workers` processes, ahead of training; with 0, by the
     process that trains.
     """
-    folder = _root(root)
+    folder = root_of(root)
     if image_size is not None and image_size < 1:
         raise ValueError(f"the image size must be at least 1, not {image_size}")
     with _loading:  # clients in other threads wait for the first client
@@ -304,7 +304,7 @@ def load(
 def files_of(spec: str, root: str | Path | None = None) -> FileList:
     """Return the files that a data set is read from: none if its name says what it holds."""
     name, _, argument = spec.partition(":")
-    request = DatasetRequest(name, argument, None, _root(root))
+    request = DatasetRequest(name, argument, None, root_of(root))
     if name == "folder":
         return list_images(Path(argument).expanduser())
     home = None
@@ -317,7 +317,7 @@ def files_of(spec: str, root: str | Path | None = None) -> FileList:
     return list_below(home)
 
 
-def _root(given: str | Path | None) -> Path:
+def root_of(given: str | Path | None) -> Path:
     """Return the folder of data sets in files."""
     return Path(given or os.environ.get(ROOT_VARIABLE) or DEFAULT_ROOT).expanduser()
 

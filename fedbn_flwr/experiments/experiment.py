@@ -12,7 +12,7 @@ from typing import Any
 
 from fedbn_flwr.data import DATASETS, PARTITIONS, SITES, Data, leave_out, load
 from fedbn_flwr.data.files import TORCHVISION
-from fedbn_flwr.data.loading import files_of, forget
+from fedbn_flwr.data.loading import files_of, forget, root_of
 from fedbn_flwr.data.sets.listing import FileList
 from fedbn_flwr.experiments.choice import Choice
 from fedbn_flwr.experiments.config import Config, DataOptions, shared_options
@@ -73,7 +73,7 @@ class Experiment:
         """The digests of files that options name: of a data set, and of weights."""
         data = self.config.data
         initial = Path(self.config.model.init_from).expanduser()
-        of_data = _digest(str(data.dataset), data.data_root)
+        of_data = _digest(str(data.dataset), root_of(data.data_root))
         digests = dict[str, str]()
         if of_data:
             digests["dataset"] = of_data
@@ -187,16 +187,16 @@ def look_again() -> None:
         forget()
 
 
-#: the digests of data sets in `data-root`s, as `_digest` returns them
-_DIGESTS: dict[tuple[str, str], str] = {}
+#: the digests of data sets in their roots, as `_digest` returns them
+_DIGESTS: dict[tuple[str, Path], str] = {}
 
 
-def _digest(dataset: str, data_root: str) -> str:
+def _digest(dataset: str, root: Path) -> str:
     """Return the digest of a data set's files, as they were when they were looked at."""
-    where = (dataset, data_root)
+    where = (dataset, root)
     if where not in _DIGESTS:
         with suppress(ValueError, OSError):  # said when the data are needed
-            _DIGESTS[where] = _digest_files(files_of(dataset, data_root))
+            _DIGESTS[where] = _digest_files(files_of(dataset, root))
     return _DIGESTS.get(where, "")
 
 

@@ -27,6 +27,9 @@ def test_a_data_set_in_files_counts_by_them(
     assert digests("one").keys() == {"dataset"}
     assert digests("one") == digests("other")
     assert digests("nowhere") == {}
+    # an earlier run of the process may have looked elsewhere
+    monkeypatch.setenv("FEDBN_FLWR_DATA", str(tmp_path / "nowhere"))
+    assert experiment.resolve({"dataset": name, "partition": "iid"}).files == {}
     monkeypatch.setenv("FEDBN_FLWR_DATA", str(tmp_path / "one"))
     assert experiment.resolve({"dataset": name, "partition": "iid"}).files == digests("one")
     largest = max((tmp_path / "one").rglob("*.*"), key=lambda file: file.stat().st_size)
