@@ -141,20 +141,24 @@ def evaluate(
     kept = list[Tensor]()
     model.eval()
     try:
+        order = torch.arange(len(split))
         sizes = batch_sizes(split, len(split), batch_size)
-        batches = split.batches(torch.arange(len(split)), sizes, device)
-        for (inputs, targets), rows in zip(batches, domains.split(sizes), strict=True):
+        if not task.has_classes:
+            # a batch's loss is one number, so each batch is of one domain
+            order = domains.argsort(stable=True)
+            counts = domains.unique(return_counts=True)[1].tolist()
+            sizes = [size for count in counts for size in batch_sizes(split, count, batch_size)]
+        batches = split.batches(order, sizes, device)
+        for (inputs, targets), rows in zip(batches, domains[order].split(sizes), strict=True):
             outputs = model(channels_last(inputs, model))
-            logits = logits_of(outputs).float()
-            losses.append(output_loss(outputs, targets, task.loss))
+            loss = output_loss(outputs, targets, task.loss)
+            losses.append(loss)
             if AUC in metrics:
-                kept.append(logits.cpu())
+                kept.append(logits_of(outputs).float().cpu())
             if not task.has_classes:
-                for domain in rows.unique().tolist():
-                    here = (rows == domain).nonzero().flatten().to(logits.device)
-                    error = float(task.loss(logits[here], targets[here]))
-                    confusion[domain, 0] += len(here) * torch.tensor([error, 1.0], dtype=dtype)
+                confusion[rows[0], 0] += len(rows) * torch.tensor([float(loss), 1.0], dtype=dtype)
                 continue
+            logits = logits_of(outputs)
             # counts by domain, class and predicted class; a GPU is waited for once
             cells = targets * (num_classes + 1) + logits.argmax(1).clamp(max=num_classes)
             cells = cells.where(targets != IGNORED, -1).cpu()
@@ -169,7 +173,7 @@ def evaluate(
     of_all = confusion.sum(0)
     by_class = {name: counted(name, of_all) for name in metrics if name != AUC}
     if AUC in metrics:
-        by_class[AUC] = areas(torch.cat(kept), split.labels.cpu(), num_classes)
+        by_class[AUC] = areas(torch.cat(kept), split.labels.cpu()[order], num_classes)
     scores = {name: measure(of_all) for name, measure in task.measures.items()}
     return Evaluation(_mean(losses, sizes), confusion, by_class, scores, task.has_classes)
 

@@ -181,6 +181,44 @@ def test_a_client_with_float_targets_reports_its_error(
     assert metrics[name] == pytest.approx(float(error.abs().pow(power).mean()))
 
 
+class TwoHeads(nn.Module):
+    """Returns two predictions, which are no logits."""
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        mean = images.mean((1, 2, 3))
+        return mean, 2 * mean
+
+
+def test_a_loss_takes_all_that_the_model_returns() -> None:
+    """In an evaluation, too, and by domain."""
+    images = torch.rand(12, 3, 4, 5)
+    split = Split(images, torch.rand(12), domains=torch.arange(12) % 2)
+
+    def loss(outputs: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
+        return sum(((each - targets) ** 2 for each in outputs), torch.zeros(())).mean()
+
+    client = BNClient(TwoHeads(), split, test=split, num_classes=1, loss_function=loss)
+    metrics = client.test({wire.ARRAYS: {}}, Instruction()).metrics
+    mean = images.mean((1, 2, 3))
+    errors = (mean - split.labels) ** 2 + (2 * mean - split.labels) ** 2
+    assert metrics["loss"] == pytest.approx(float(errors.mean()))
+    assert metrics[f"{wire.DOMAIN_SCORES}loss"] == pytest.approx(
+        [float(errors[::2].mean()), float(errors[1::2].mean())]
+    )
+
+
+def test_areas_of_float_targets_do_not_depend_on_the_order_of_domains() -> None:
+    images = torch.rand(20, 1, 1, 1)
+    targets = (images.flatten() + 0.4 * torch.rand(20) > 0.6).float()
+    task = task_of("regression", "bce")
+    found = []
+    for domains in (None, torch.arange(20) % 3):
+        split = Split(images, targets, domains=domains)
+        found.append(evaluate(nn.Flatten(), split, 1, "cpu", task=task, metrics=["auc"]))
+    assert 0.5 < found[0].by_class["auc"][0] < 1
+    assert found[1].by_class == found[0].by_class
+
+
 def test_a_task_without_classes_may_have_whole_numbers() -> None:
     images = torch.rand(12, 3, 4, 5)
     model = nn.Sequential(nn.Flatten(), nn.Linear(60, 1))
