@@ -49,6 +49,12 @@ def test_a_data_set_that_is_not_there_is_said(
     assert "0 client steps where known" in capsys.readouterr().out
 
 
+def test_the_package_is_run_as_the_command() -> None:
+    command = [sys.executable, "-m", "fedbn_flwr", "--version"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert shown.stdout == f"fedbn-flwr {__version__}\n"
+
+
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert console_command(["--version"]) == 0
     assert capsys.readouterr().out == f"fedbn-flwr {__version__}\n"
