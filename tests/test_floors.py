@@ -32,7 +32,7 @@ FLOORS = (
     ("fedbn_flwr.doctor",),
     ("fedbn_flwr.experiments",),
     ("fedbn_flwr.deployment",),
-    ("apps", "benchmarks"),
+    ("apps", "benchmarks", "fedbn_flwr.__main__"),
 )
 #: the experiments have floors of their own, by what comes after `fedbn_flwr.experiments.`
 INNER_FLOORS = (
@@ -176,7 +176,7 @@ def test_every_room_has_a_floor_and_no_module_is_loose() -> None:
     }
     loose = {name for name, path in SOURCES.items() if path.parent == ROOT / "fedbn_flwr"}
     assert folders <= FLOOR_OF.keys()
-    others = {f"fedbn_flwr.{name}" for name in ("device", "randomness", "whole_files")}
+    others = {f"fedbn_flwr.{name}" for name in ("__main__", "device", "randomness", "whole_files")}
     assert loose == {*DOORS, *others}
 
 
