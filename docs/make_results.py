@@ -494,7 +494,7 @@ def momentum() -> str:
 
 def changes(name: str) -> str:
     """Return what a method puts into the place of a network's layers."""
-    if name == "FedWon":
+    if name in ("FedWon", "FedAvg+GN-WS"):
         return "normalizers and convolutions' weights"
     if name in CHANGED:
         return "convolutions' weights"
@@ -502,8 +502,8 @@ def changes(name: str) -> str:
 
 
 def first_screen() -> str:
-    """Return the README's first table: six methods at their defaults, here and on CIFAR-10, after
-    100 and 500 rounds, and their exchanges.
+    """Return the README's first table: methods at their defaults, here and on CIFAR-10, after 100
+    and 500 rounds, and their exchanges.
     """
     exchanges = of_first_runs(UNSEEN, "exchanges")
     columns: dict[str, Callable[[str], str]] = {
@@ -518,7 +518,8 @@ def first_screen() -> str:
         "changes the network?": lambda name: changes(name.removesuffix(DEFAULT)),
     }
     fixbn = [f"{name}{DEFAULT}" for name in ("FixBN", "FixBN+BN-WS")]
-    return by_method(("FedAvg", fixbn[0], "FedTAN", "FedWon", fixbn[1], "FedTAN+BN-WS"), columns)
+    weights = ("FedAvg+GN-WS", "FedWon", "FedAvg+BN-WS", fixbn[1], "FedTAN+BN-WS")
+    return by_method(("FedAvg", fixbn[0], "FedTAN", *weights), columns)
 
 
 def bold(place: Place, name: str) -> str:
