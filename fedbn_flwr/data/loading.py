@@ -20,6 +20,7 @@ from fedbn_flwr.data.domains import digits, digits_domains, image_domains
 from fedbn_flwr.data.file_split import WORKERS
 from fedbn_flwr.data.files import TORCHVISION, from_folder, from_torchvision, list_images
 from fedbn_flwr.data.own_data import OwnData, own_data
+from fedbn_flwr.data.sets import mnist
 from fedbn_flwr.data.sets.cityscapes import cityscapes
 from fedbn_flwr.data.sets.fedbn_archives import (
     DIGITS_SAMPLES,
@@ -102,6 +103,8 @@ class DatasetRequest:
         return {**defaults, **read_options(self.name, known, read_pairs(self.name, items))}
 
 
+#: the data sets of MNIST's four files, which may hold anything, by the name of what they show
+MADE_OF_MNIST = {**{name: name for name in mnist.FOLDERS}, "fashion-domains": "fashion-mnist"}
 #: the folders in `data-root` of data sets that are read from files, by name
 FOLDERS: dict[str, str] = {}
 #: reads a data set
@@ -203,7 +206,8 @@ for _name in TORCHVISION:
 @register_dataset("fashion-domains")
 def _fashion_domains(request: DatasetRequest) -> Data:
     """Fashion-MNIST in four domains: real, before photographs, inverted, sheared."""
-    return image_domains(request.name, _torchvision(replace(request, name="fashion-mnist")))
+    source = replace(request, name=MADE_OF_MNIST[request.name])
+    return image_domains(request.name, _torchvision(source))
 
 
 @register_dataset(SITES)
@@ -302,11 +306,16 @@ def load(
 
 
 def files_of(spec: str, root: str | Path | None = None) -> FileList:
-    """Return the files that a data set is read from: none if its name says what it holds."""
+    """Return the files that a data set is read from: none if its name says what it holds.
+
+    MNIST's are those that a spec has the path of: others may still have to be downloaded.
+    """
     name, _, argument = spec.partition(":")
     request = DatasetRequest(name, argument, None, root_of(root))
     if name == "folder":
         return list_images(Path(argument).expanduser())
+    if request.path and name in MADE_OF_MNIST:
+        return mnist.list_files(MADE_OF_MNIST[name], request.home(""))
     home = None
     if name == "hf":
         home = saved_folder(request.path, request.root)

@@ -5,6 +5,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from fedbn_flwr.data.sets import mnist
 from fedbn_flwr.data.sets.listing import list_below
 from fedbn_flwr.experiments import experiment
 from tests.helpers.image_sets import WRITERS
@@ -37,6 +38,26 @@ def test_a_data_set_in_files_counts_by_them(
     content[len(content) // 2] ^= 1
     largest.write_bytes(content)
     assert digests("one") != digests("other")
+
+
+@pytest.mark.parametrize("name", ["mnist", "fashion-mnist", "fashion-domains"])
+def test_own_files_in_the_form_of_mnist_count(name: str, tmp_path: Path) -> None:
+    """Nothing but these files: results may lie beside them."""
+
+    def digests() -> dict[str, str]:
+        experiment.look_again()
+        return experiment.resolve({"dataset": f"{name}:{tmp_path}", "partition": "iid"}).files
+
+    assert digests() == {}
+    for file in mnist.NAMES:
+        (tmp_path / f"{file}.gz").write_bytes(bytes(100))
+    first = digests()
+    assert first.keys() == {"dataset"}
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "summary.json").touch()
+    assert digests() == first
+    (tmp_path / f"{mnist.NAMES[1]}.gz").write_bytes(bytes(99) + b"1")
+    assert digests() != first
 
 
 def test_of_many_files_a_sample_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedbn_flwr.data.sets.listing import DataFilesError
+from fedbn_flwr.data.sets.listing import DataFilesError, FileList
 
 #: by the name of a data set: the folder in which torchvision keeps it, and one in which a package
 #: of Debian does
@@ -23,6 +23,7 @@ FILES = {
     role: (f"{start}-images-idx3-ubyte", f"{start}-labels-idx1-ubyte")
     for role, start in (("train", "train"), ("test", "t10k"))
 }
+NAMES = [name for pair in FILES.values() for name in pair]
 
 Bytes = NDArray[np.uint8]
 
@@ -43,11 +44,17 @@ def places(name: str, root: Path, elsewhere: bool) -> list[Path]:
 
 def home_of(folders: Iterable[Path]) -> Path | None:
     """Return the first of these folders that has all four files."""
-    names = [name for pair in FILES.values() for name in pair]
     for folder in folders:
-        if all(_path(folder, name) for name in names):
+        if all(_path(folder, name) for name in NAMES):
             return folder
     return None
+
+
+def list_files(name: str, root: Path) -> FileList:
+    """List those of the four files that are in `root`."""
+    home = home_of(places(name, root, elsewhere=False)) or root
+    paths = [path for path in (_path(home, each) for each in NAMES) if path]
+    return FileList(home, [path.name for path in paths])
 
 
 def read_split(home: Path, role: str) -> tuple[Tensor, Tensor]:
