@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedbn_flwr.data.decoding import Fit, read_image
 from fedbn_flwr.data.sets import mnist
-from fedbn_flwr.data.sets.listing import SUFFIXES, FileList, folders, is_image, require
+from fedbn_flwr.data.sets.listing import SUFFIXES, FileList, below, folders, is_image, require
 from fedbn_flwr.data.splits import Data, Split
 from fedbn_flwr.plugins import extra, fingerprint
 
@@ -233,8 +233,5 @@ def _walk(top: Path) -> Iterator[tuple[str, list[str]]]:
     A link to a folder that it lies in is not followed.
     """
     for parent, inside, names in os.walk(top, followlinks=True):
-        above = {os.path.realpath(folder) for folder in (Path(parent), *Path(parent).parents)}
-        inside[:] = [
-            name for name in inside if os.path.realpath(os.path.join(parent, name)) not in above
-        ]
+        inside[:] = below(parent, inside)
         yield parent, names

@@ -82,6 +82,13 @@ def test_of_many_files_a_sample_is_read(tmp_path: Path, monkeypatch: pytest.Monk
     assert changes(1, 0, size=101)
 
 
+def test_a_link_to_a_folder_around_it_brings_no_file_twice(tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "1.bin").touch()
+    (tmp_path / "images" / "all").symlink_to(tmp_path)
+    assert list_below(tmp_path).names == ["images/1.bin"]
+
+
 def test_a_file_that_cannot_be_read_counts_by_its_size(tmp_path: Path) -> None:
     """Whether it is needed, nobody knows yet."""
     for name in ("1.bin", "2.bin"):

@@ -62,14 +62,22 @@ def list_below(home: Path) -> FileList:
     listed = FileList(home)
     # a class may be a link to a folder elsewhere
     for place, inside, names in os.walk(home, followlinks=True):
-        inside[:] = sorted(name for name in inside if not name.startswith("."))
-        below = os.path.relpath(place, home)
+        inside[:] = sorted(name for name in below(place, inside) if not name.startswith("."))
+        here = os.path.relpath(place, home)
         listed.names += [
-            os.path.join(below, name)
+            os.path.join(here, name)
             for name in sorted(names)
             if not name.startswith(".") and os.path.isfile(os.path.join(place, name))
         ]
     return listed
+
+
+def below(parent: str, names: Sequence[str]) -> list[str]:
+    """Return those of the folders in a folder that lie below it, also by a link: it may itself lie
+    in others.
+    """
+    above = {os.path.realpath(folder) for folder in (Path(parent), *Path(parent).parents)}
+    return [name for name in names if os.path.realpath(os.path.join(parent, name)) not in above]
 
 
 def folders(path: Path) -> list[str]:
