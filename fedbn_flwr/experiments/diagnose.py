@@ -41,7 +41,7 @@ SPREADS = {"gradient deviation B": "deviation", "heterogeneity V": "heterogeneit
 #: largest mini-batch that is too small for statistics of its own, whatever the clients' data are
 #: (FedWon's case)
 TINY_BATCH = 8
-#: local steps of which FedTAN, which corrects the first, is no better than others
+#: local steps of which FedTAN, which corrects the first, corrects too few
 MANY_STEPS = 20
 #: `excess` up to which BN is fine; docs/diagnose.md shows where it comes from
 SMALL_EXCESS = 0.4
@@ -270,8 +270,11 @@ def suggestion(
             "(fednorm); for one model FedWon (fedwon)."
         )
     if local_steps >= MANY_STEPS:
-        best = "FedWon (fedwon) if the layers may change; no other has shown a significant gain"
-        return f"{reason} With {local_steps} local steps this suggests {best}."
+        return (
+            f"{reason} With {local_steps} local steps this suggests FedWon (fedwon) if the layers "
+            "may change, else carried corrections (fedtan:carry=true) if clients join most rounds, "
+            "else FixBN (fixbn)."
+        )
     return (
         f"{reason} This suggests FedTAN (fedtan), or with one exchange a round carried corrections "
         "(fedtan:carry=true) if clients join most rounds, else FixBN (fixbn); if the layers may "
