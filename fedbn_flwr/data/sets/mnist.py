@@ -53,8 +53,8 @@ def home_of(folders: Iterable[Path]) -> Path | None:
 def list_files(name: str, root: Path) -> FileList:
     """List those of the four files that are in `root`."""
     home = home_of(places(name, root, elsewhere=False)) or root
-    paths = [path for path in (_path(home, each) for each in NAMES) if path]
-    return FileList(home, [path.name for path in paths])
+    paths = [_path(home, each) for each in NAMES]
+    return FileList(home, [path.name for path in paths if path])
 
 
 def read_split(home: Path, role: str) -> tuple[Tensor, Tensor]:
