@@ -544,9 +544,11 @@ def situations() -> str:
     is undecided.
     """
     lines = []
+    names = ["FedAvg+GN", "SCAFFOLD", "FedProx", *METHODS[1:]]
+    names += [f"{name}{DEFAULT}" for name in ("FixBN", "FixBN+BN-WS")]
     for situation, place in SITUATIONS.items():
         parts: dict[str, list[str]] = {"above": [], "undecided": [], "below": []}
-        for name in by_mean(place, ["FedAvg+GN", "SCAFFOLD", "FedProx", *METHODS[1:]]):
+        for name in by_mean(place, names):
             if found := difference(place, name, "FedAvg"):
                 is_open = found.pairs < 2 or abs(found.mean) <= found.half
                 part = "undecided" if is_open else "above" if found.mean > 0 else "below"
