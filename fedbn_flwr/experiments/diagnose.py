@@ -269,14 +269,16 @@ def suggestion(
             "client (fedbn, or standalone if clients have many samples) or BN for each domain "
             "(fednorm); for one model FedWon (fedwon)."
         )
+    one_exchange = (
+        "carried corrections (fedtan:carry=true) if clients join most rounds, else FixBN (fixbn)"
+    )
     if local_steps >= MANY_STEPS:
         return (
             f"{reason} With {local_steps} local steps this suggests FedWon (fedwon) if the layers "
-            "may change, else carried corrections (fedtan:carry=true) if clients join most rounds, "
-            "else FixBN (fixbn)."
+            f"may change, else {one_exchange}."
         )
     return (
-        f"{reason} This suggests FedTAN (fedtan), or with one exchange a round carried corrections "
-        "(fedtan:carry=true) if clients join most rounds, else FixBN (fixbn); if the layers may "
-        "change, the same with standardized weights of convolutions (such as fixbn+bn-ws)."
+        f"{reason} This suggests FedTAN (fedtan), or with one exchange a round {one_exchange}; if "
+        "the layers may change, the same with standardized weights of convolutions (such as "
+        "fixbn+bn-ws)."
     )
