@@ -59,6 +59,7 @@ SPEAKERS, FREEZE = ("speakers", ""), ("freeze", "")
 FROZEN = ("frozen", "two classes")
 #: what labels of FixBN end with at the default of `frozen-lr`
 DEFAULT = ", default"
+AT_DEFAULT = tuple(f"{name}{DEFAULT}" for name in ("FixBN", "FixBN+BN-WS"))
 DOMAINS = ("domains", "")
 CIFAR = ("cifar10", "two classes")
 CIFAR_LONGER = ("cifar10-rounds", "two classes")
@@ -394,8 +395,8 @@ def of_first_runs(place: Place, column: str) -> dict[str, str]:
 def frozen_default() -> str:
     """Return what a lower rate after the freeze costs in the factorial, seed by seed."""
     lines = []
-    for name in ("FixBN", "FixBN+BN-WS"):
-        low = f"{name}{DEFAULT}"
+    for low in AT_DEFAULT:
+        name = low.removesuffix(DEFAULT)
         lines.append(
             [
                 f"`{NAMES[low]}`",
@@ -517,9 +518,9 @@ def first_screen() -> str:
         ),
         "changes the network?": lambda name: changes(name.removesuffix(DEFAULT)),
     }
-    fixbn = [f"{name}{DEFAULT}" for name in ("FixBN", "FixBN+BN-WS")]
-    weights = ("FedAvg+GN-WS", "FedWon", "FedAvg+BN-WS", fixbn[1], "FedTAN+BN-WS")
-    return by_method(("FedAvg", fixbn[0], "FedTAN", *weights), columns)
+    fixbn, fixbn_weights = AT_DEFAULT
+    weights = ("FedAvg+GN-WS", "FedWon", "FedAvg+BN-WS", fixbn_weights, "FedTAN+BN-WS")
+    return by_method(("FedAvg", fixbn, "FedTAN", *weights), columns)
 
 
 def bold(place: Place, name: str) -> str:
@@ -544,8 +545,7 @@ def situations() -> str:
     is undecided.
     """
     lines = []
-    names = ["FedAvg+GN", "SCAFFOLD", "FedProx", *METHODS[1:]]
-    names += [f"{name}{DEFAULT}" for name in ("FixBN", "FixBN+BN-WS")]
+    names = ("FedAvg+GN", "SCAFFOLD", "FedProx", *METHODS[1:], *AT_DEFAULT)
     for situation, place in SITUATIONS.items():
         parts: dict[str, list[str]] = {"above": [], "undecided": [], "below": []}
         for name in by_mean(place, names):
