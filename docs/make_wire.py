@@ -54,6 +54,8 @@ ELSEWHERE = {
     "uses it as weight",
     wire.LOCAL_LOSS: "metric: the loss on all local data, if it was requested; `fedbs` uses it as "
     "weight",
+    wire.RECEIVED_LOSS: "metric: the same of the received model, if it was requested; "
+    "`fedbs:loss=received` uses it as weight",
     wire.EVAL_LOSS: "metric of an evaluation",
     wire.ACCURACY: "metric of an evaluation",
     wire.ACCURACY_PERSONAL: "metric of an evaluation: on data like the node's own",

@@ -21,7 +21,11 @@ from .fedavg import FedAvg
 from .registry import register_strategy
 
 #: the metrics of the losses that can be weights
-LOSSES = {"local": wire.LOCAL_LOSS, "running": wire.TRAIN_LOSS}
+LOSSES = {
+    "local": wire.LOCAL_LOSS,
+    "received": wire.RECEIVED_LOSS,
+    "running": wire.TRAIN_LOSS,
+}
 
 
 @dataclass
@@ -80,9 +84,9 @@ class FedBS(FedAvg):
         ] = 5,
         mu: Annotated[float, "weight of the proximal term", Range(0)] = 0.01,
         loss: Annotated[
-            Literal["local", "running"],
-            "losses that are weights: local (on all local data, after training) or running (of "
-            "the mini-batches)",
+            Literal["local", "received", "running"],
+            "losses that are weights: local (on all local data, after training), received (on the "
+            "same, before it) or running (of the mini-batches)",
         ] = "local",
         **options: Any,
     ) -> None:
@@ -97,7 +101,10 @@ class FedBS(FedAvg):
         asked = super().instruct(instruction)
         if self.state.stage == 2:
             return asked.with_rule(proximal_mu=self.mu)
-        return replace(asked, report_local_loss=self.loss == "local", later="proximal-mu")
+        report = ""
+        if self.loss != "running":
+            report = LOSSES[self.loss]
+        return replace(asked, report_loss=report, later="proximal-mu")
 
     def weigh(self, replies: Sequence[NodeReply]) -> list[float]:
         """Return F_k in stage 1, and equal weights in stage 2."""

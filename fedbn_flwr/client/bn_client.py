@@ -100,6 +100,7 @@ class BNClient:
         step seeds dropout.
         """
         self._load(received[wire.ARRAYS], instruction)
+        received_loss = self.reported_loss(wire.RECEIVED_LOSS, self.model, instruction)
         stays = state.group_keys(self.model, instruction.stays)
         with training.frozen(self.model, instruction), training.products(instruction):
             optimizer = self.make_optimizer(self.model, instruction)
@@ -114,20 +115,21 @@ class BNClient:
         shared = state.own_copy(self.model, self.model.state_dict().keys() - unsent)
         metrics: Metrics = {
             wire.TRAIN_LOSS: loss,
-            **self.local_loss(self.model, instruction),
+            **received_loss,
+            **self.reported_loss(wire.LOCAL_LOSS, self.model, instruction),
             **session.metrics,
         }
         return self.reply(metrics, instruction, {wire.ARRAYS: shared, **session.records})
 
-    def local_loss(self, model: nn.Module, instruction: Instruction) -> Metrics:
+    def reported_loss(self, metric: str, model: nn.Module, instruction: Instruction) -> Metrics:
         """Return a model's mean loss on all local samples, with its running statistics, if the
-        instruction asks.
+        instruction asks for this metric.
         """
-        if not instruction.report_local_loss:
+        if instruction.report_loss != metric:
             return {}
         with training.products(instruction):
             loss = mean_loss(model, self.train_split, self.indices, self.device, self.loss_function)
-        return {wire.LOCAL_LOSS: loss}
+        return {metric: loss}
 
     def gather(self, received: Mapping[str, State], instruction: Instruction) -> Reply:
         """Reply with what a pass of the received model over this node's data adds up, without
@@ -188,7 +190,7 @@ class BNClient:
             **{wire.CLASS + name: values for name, values in result.by_class.items()},
             **{wire.SCORE + name: value for name, value in result.scores.items()},
             **{f"{wire.SCORE}{name}-personal": value for name, value in personal.items()},
-            **self.local_loss(self.model, instruction),
+            **self.reported_loss(wire.LOCAL_LOSS, self.model, instruction),
         }
         sent = state.group_keys(
             self.model, instruction.stays if instruction.send_personal else "none"

@@ -97,10 +97,10 @@ class OwnLoopClient:
         shared = {name: value for name, value in trained.items() if name not in unsent}
         reply = self._reply_of(content, instruction, {wire.ARRAYS: shared, **loop.records})
         reply.metrics |= loop.metrics
-        if instruction.report_local_loss and wire.LOCAL_LOSS not in reply.metrics:
+        if instruction.report_loss and instruction.report_loss not in reply.metrics:
             raise ValueError(
-                "the strategy asks for the loss on all local data, and the handler's metrics lack "
-                f"{wire.LOCAL_LOSS!r}; they are {', '.join(sorted(reply.metrics))} "
+                "the strategy asks for a loss on all local data, and the handler's metrics lack "
+                f"{instruction.report_loss!r}; they are {', '.join(sorted(reply.metrics))} "
                 "(FedBS takes the mean training loss with loss='running')"
             )
         if self._loss_key in reply.metrics:

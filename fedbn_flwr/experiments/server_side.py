@@ -332,7 +332,7 @@ def evaluation_of(experiment: Experiment) -> Instruction:
         seed=config.seed,
         batch_size=config.training.batch_size,
         precision=config.training.precision,
-        report_local_loss=config.results.train_loss_global and by_nodes,
+        report_loss=wire.LOCAL_LOSS if config.results.train_loss_global and by_nodes else "",
         class_metrics=",".join(config.results.class_metrics),
     )
 

@@ -48,6 +48,7 @@ STATISTICS_CHANGE = "statistics-change-variance"
 DYNAMICS = "dynamics-"
 TRAIN_LOSS = "train-loss"
 LOCAL_LOSS = "local-loss"
+RECEIVED_LOSS = "received-loss"
 EVAL_LOSS = "eval-loss"
 ACCURACY = "accuracy"
 ACCURACY_PERSONAL = "accuracy-personal"
@@ -132,8 +133,9 @@ class Instruction:
     gather_samples: int = 0
     #: in an evaluation, also send the entries that stay on the client
     send_personal: bool = _binding(False)
-    #: after training, or in an evaluation, also report the model's loss on all local training data
-    report_local_loss: bool = _binding(False)
+    #: also report a loss on all local training data, by its metric: `local-loss`, of the model after
+    #: training, or in an evaluation; or `received-loss`, of the one that is trained, before it is
+    report_loss: str = _binding("")
     #: comma-separated metrics per class that an evaluation also reports
     class_metrics: str = ""
     #: report how every BN layer's mini-batch statistics change, with their variance over this many

@@ -33,6 +33,7 @@ METHODS = (
     "silobn",
     "mtfl",
     "fedbs",
+    "fedbs:loss=received",
     "fedbs:loss=running",
     "fedwon:agc=on",
     "scaffold",

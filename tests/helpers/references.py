@@ -156,11 +156,11 @@ def federated(
             ) -> Tensor:
                 return mu * (parameter.detach() - start[name])
 
+            risk = {"before": empirical_risk(local, split, node)}
             data = mini_batches(split, node, now, not frozen)
-            running = local_sgd(local, data, now, correct, velocity, frozen)
-            losses.append(
-                running if loss_on == "mini-batches" else empirical_risk(local, split, node)
-            )
+            risk["mini-batches"] = local_sgd(local, data, now, correct, velocity, frozen)
+            risk["after"] = empirical_risk(local, split, node)
+            losses.append(risk[loss_on])
             end = copy_state(local)
             node.kept = {name: end[name] for name in stays}
             node.momentum = velocity

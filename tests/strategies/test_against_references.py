@@ -494,7 +494,11 @@ CASES: dict[str, tuple[Callable[[], FedAvg], dict[str, Any]]] = {
     "mtfl": (MTFL, {"stays": stays("weight", "bias")}),
     "fedbs stage 1": (
         lambda: FedBS(epsilon=0.0),
-        {"weigh": lambda losses, _: losses, "loss_on": "local data"},
+        {"weigh": lambda losses, _: losses, "loss_on": "after"},
+    ),
+    "fedbs, received losses": (
+        lambda: FedBS(epsilon=0.0, loss="received"),
+        {"weigh": lambda losses, _: losses, "loss_on": "before"},
     ),
     "fedbs, running losses": (
         lambda: FedBS(epsilon=0.0, loss="running"),
@@ -507,7 +511,7 @@ CASES: dict[str, tuple[Callable[[], FedAvg], dict[str, Any]]] = {
                 losses if server_round == 1 else [1.0] * len(losses)
             ),
             "proximal_mu": lambda server_round: 0.0 if server_round == 1 else 0.2,
-            "loss_on": "local data",
+            "loss_on": "after",
         },
     ),
     "momentum discarded": (FedAvg, {"instruction": {"momentum": 0.9}}),

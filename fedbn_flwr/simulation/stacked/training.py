@@ -2,7 +2,7 @@
 samples differ.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
@@ -51,9 +51,11 @@ def train_together(
     received = [job.received for job in jobs]
     instruction = jobs[0].instruction
     stays = state.group_keys(structure, instruction.stays)
+    begins = _states(clients, received, stays, structure)
+    before = _reported(wire.RECEIVED_LOSS, clients, structure, begins, instruction)
     with training.frozen(structure, instruction), training.products(instruction):
         structure.train()
-        stack = make_stack(structure, _states(clients, received, stays, structure))
+        stack = make_stack(structure, begins)
         memory = StackedMemory([client.memory for client in clients])
         optimizer = training.make_optimizer(stack, instruction)
         others = {}
@@ -62,14 +64,17 @@ def train_together(
                 others[name] = stacked([records[name] for records in received])
         session = Session(stack, optimizer, instruction, others, memory, stays, structure=structure)
         losses = _learn(clients, stack, session, exchange)
+    trained = stack.state_dict()
     if stays:
-        memory.store(
-            wire.STAYS, {name: value for name, value in stack.state_dict().items() if name in stays}
-        )
+        memory.store(wire.STAYS, {name: trained[name] for name in trained if name in stays})
     memory.write()
     unsent = stays | state.group_keys(structure, instruction.omit)
-    shared = {name: value for name, value in stack.state_dict().items() if name not in unsent}
-    metrics = _metrics(clients, stack, instruction, losses)
+    shared = {name: value for name, value in trained.items() if name not in unsent}
+    ends = ({name: values[row] for name, values in trained.items()} for row in range(len(clients)))
+    after = _reported(wire.LOCAL_LOSS, clients, structure, ends, instruction)
+    metrics: list[Metrics] = [
+        {wire.TRAIN_LOSS: loss, **before[row], **after[row]} for row, loss in enumerate(losses)
+    ]
     for name, value in session.metrics.items():
         for row, own in enumerate(_rows_of(value, len(clients))):
             metrics[row][name] = own
@@ -77,16 +82,21 @@ def train_together(
     return Trained(jobs, replies, {wire.ARRAYS: shared, **session.records})
 
 
-def _metrics(
-    clients: Sequence[BNClient], stack: Stack, instruction: Instruction, losses: Sequence[float]
+def _reported(
+    metric: str,
+    clients: Sequence[BNClient],
+    structure: nn.Module,
+    states: Iterable[State],
+    instruction: Instruction,
 ) -> list[Metrics]:
-    metrics: list[Metrics] = [{wire.TRAIN_LOSS: loss} for loss in losses]
-    if instruction.report_local_loss:
-        ends = stack.state_dict()
-        for row, client in enumerate(clients):
-            state.load(stack.structure, {name: values[row] for name, values in ends.items()})
-            metrics[row] |= client.local_loss(stack.structure, instruction)
-    return metrics
+    """Return the loss of each client's state, if the instruction asks for this metric."""
+    if instruction.report_loss != metric:
+        return [{} for _ in clients]
+    reported = []
+    for client, own in zip(clients, states, strict=True):
+        state.load(structure, own)
+        reported.append(client.reported_loss(metric, structure, instruction))
+    return reported
 
 
 def _rows_of(value: Any, clients: int) -> Sequence[Any]:

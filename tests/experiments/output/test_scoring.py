@@ -72,7 +72,7 @@ def federate(
         state.to_record(toy_cnn().state_dict()),
         rounds,
         train_config=Instruction(local_steps=4, batch_size=4, lr=0.05).to_config(),
-        evaluate_config=Instruction(seed=0, report_local_loss=losses).to_config(),
+        evaluate_config=Instruction(seed=0, report_loss="local-loss" if losses else "").to_config(),
         evaluate_fn=lambda _, arrays: seen.append((arrays, scorer.score(strategy, arrays))),
     )
     arrays, scores = seen[-1]
