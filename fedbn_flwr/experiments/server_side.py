@@ -11,7 +11,7 @@ from flwr.app import ArrayRecord, ConfigRecord
 from flwr.common import log
 from flwr.serverapp import Grid
 
-from fedbn_flwr import state
+from fedbn_flwr import state, wire
 from fedbn_flwr.client.learning_task import task_of
 from fedbn_flwr.client.training import products
 from fedbn_flwr.data import SITES
@@ -328,11 +328,14 @@ def evaluation_of(experiment: Experiment) -> Instruction:
     """Return the instruction to clients that evaluate."""
     config = experiment.config
     by_nodes = experiment.strategy_class.personal or config.data.dataset == SITES
+    loss = ""
+    if config.results.train_loss_global and by_nodes:
+        loss = wire.LOCAL_LOSS
     return Instruction(
         seed=config.seed,
         batch_size=config.training.batch_size,
         precision=config.training.precision,
-        report_loss=wire.LOCAL_LOSS if config.results.train_loss_global and by_nodes else "",
+        report_loss=loss,
         class_metrics=",".join(config.results.class_metrics),
     )
 

@@ -133,8 +133,8 @@ class Instruction:
     gather_samples: int = 0
     #: in an evaluation, also send the entries that stay on the client
     send_personal: bool = _binding(False)
-    #: also report a loss on all local training data, by its metric: `local-loss`, of the model after
-    #: training, or in an evaluation; or `received-loss`, of the one that is trained, before it is
+    #: also report a loss on all local training data, by the name of its metric: `local-loss`, of
+    #: the model after training, or in an evaluation; `received-loss`, of the model before training
     report_loss: str = _binding("")
     #: comma-separated metrics per class that an evaluation also reports
     class_metrics: str = ""
