@@ -27,6 +27,8 @@ from fedbn_flwr.plugins import extra
 
 #: values of a batch of images in an evaluation: 500 images of 32 x 32 pixels
 MOST_VALUES = 500 * 3 * 32 * 32
+#: pixels of one on a CPU, whose caches do not hold what layers make of more
+MOST_PIXELS = 128 * 32 * 32
 #: of what `class_counts` returns
 OF_COUNTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "f1": lambda hits, labelled, predicted: 2 * hits / (labelled + predicted),
@@ -142,12 +144,14 @@ def evaluate(
     model.eval()
     try:
         order = torch.arange(len(split))
-        sizes = batch_sizes(split, len(split), batch_size)
+        sizes = batch_sizes(split, len(split), batch_size, device)
         if not task.has_classes:
             # a batch's loss is one number, so each batch is of one domain
             order = domains.argsort(stable=True)
             counts = domains.unique(return_counts=True)[1].tolist()
-            sizes = [size for count in counts for size in batch_sizes(split, count, batch_size)]
+            sizes = [
+                size for count in counts for size in batch_sizes(split, count, batch_size, device)
+            ]
         batches = split.batches(order, sizes, device)
         for (inputs, targets), rows in zip(batches, domains[order].split(sizes), strict=True):
             outputs = model(channels_last(inputs, model))
@@ -223,20 +227,24 @@ def mean_loss(
     losses = list[Tensor]()
     model.eval()
     try:
-        sizes = batch_sizes(split, len(indices), batch_size)
+        sizes = batch_sizes(split, len(indices), batch_size, device)
         for inputs, targets in split.batches(torch.from_numpy(indices), sizes, device):
-            losses.append(model_loss(model, inputs, targets, loss_function))
+            images = channels_last(inputs, model)
+            losses.append(model_loss(model, images, targets, loss_function))
     finally:
         model.train(was_training)
     return _mean(losses, sizes)
 
 
-def batch_sizes(split: Split, count: int, most: int) -> list[int]:
+def batch_sizes(split: Split, count: int, most: int, device: torch.device | str) -> list[int]:
     """Return sizes of batches of at most `most` samples; of large images fewer, so that a batch has
     6 MB, and never a last one of one sample, which BN without running statistics cannot take.
     """
     values = max(split.inputs[:1].numel(), 1)
-    return pass_sizes(count, min(most, max(MOST_VALUES // values, 1)), merge_single=True)
+    most = min(most, MOST_VALUES // values)
+    if torch.device(device).type == "cpu":
+        most = min(most, MOST_PIXELS // max(math.prod(split.inputs.shape[2:]), 1))
+    return pass_sizes(count, max(most, 1), merge_single=True)
 
 
 def shares(

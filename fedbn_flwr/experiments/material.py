@@ -144,7 +144,8 @@ def unlabeled_inputs(material: Material) -> dict[str, list[Tensor]]:
     batches = {}
     for name, count in {"20": 20, "100": 100, "all": len(split)}.items():
         if count <= len(split):
-            loaded = split.batches(rows[:count], batch_sizes(split, count, 500), material.device)
+            sizes = batch_sizes(split, count, 500, material.device)
+            loaded = split.batches(rows[:count], sizes, material.device)
             batches[name] = [inputs for inputs, _ in loaded]
     return batches
 

@@ -20,7 +20,7 @@ from torchmetrics.functional.classification import (
 )
 
 from fedbn_flwr import state
-from fedbn_flwr.client.evaluation import Evaluation, evaluate, shares
+from fedbn_flwr.client.evaluation import Evaluation, batch_sizes, evaluate, shares
 from fedbn_flwr.data import Split
 from tests.helpers.toys import CLASSES, assert_same_state, toy_cnn, toy_split
 
@@ -191,3 +191,20 @@ def test_shares_are_those_of_the_nodes_own_samples() -> None:
     domains, classes = shares(toy_split(8), np.array([1, 5]), CLASSES)
     assert domains.tolist() == [1.0]
     assert classes.tolist() == [0.0, 1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("shape", "cpu", "gpu"),
+    [
+        ((3, 32, 32), [128] * 7 + [104], [500, 500]),
+        ((3, 224, 224), [2] * 500, [10] * 100),
+        ((7,), [500, 500], [500, 500]),
+    ],
+)
+def test_batches_fit_into_memory_and_on_a_cpu_into_caches(
+    shape: tuple[int, ...], cpu: list[int], gpu: list[int]
+) -> None:
+    split = Split(torch.empty(1000, *shape, device="meta"), torch.zeros(1000))
+    assert batch_sizes(split, 1000, 500, "cpu") == cpu
+    assert batch_sizes(split, 1000, 500, torch.device("cuda")) == gpu
+    assert batch_sizes(split, 3, 2, "cpu") == [3]  # none of one sample
