@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -10,6 +11,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import IO
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -55,6 +57,14 @@ LONGEST = {
 def _warned_of_nothing() -> None:
     """What an earlier test was warned of is said again."""
     warn_once.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def _same_draws() -> None:
+    """What a test draws does not depend on which ones ran before it in this process."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from flwr.clientapp.mod import LocalDpMod
@@ -43,12 +42,6 @@ STRATEGIES: dict[str, Callable[..., BaseStrategy]] = {
     "fedprox": lambda **options: FedProx(mu=0.5, **options),
     **PARTIAL,
 }
-
-
-@pytest.fixture(autouse=True)
-def _same_noise() -> None:
-    """Flower draws its noise from here; some draws leave every variance positive."""
-    np.random.seed(0)
 
 
 def covering(clipping_norm: float, noise_multiplier: float, seed: int | None = None) -> Privacy:
