@@ -599,10 +599,9 @@ def claims() -> str:
                 ]
             )
     counts = Counter(line[2] for line in lines)
-    rest = counts["undecided"] + counts["one seed"]
     text = (
-        f"Of {len(lines)} claims, {counts['holds']} hold and {counts['fails']} fail. "
-        f"{rest} are undecided, {counts['one seed']} of them with one seed."
+        f"Of {len(lines)} claims, {counts['holds']} hold and {counts['fails']} fail; "
+        f"{counts['undecided'] + counts['one seed']} are undecided."
     )
     failed = [[claim, source, gap] for claim, source, word, gap in lines if word == "fails"]
     return f"{table(['claim', 'source', 'difference in points'], failed)}\n\n{text}"

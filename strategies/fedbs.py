@@ -51,9 +51,15 @@ class FedBS(FedAvg):
     F_k is, with `loss="local"`, the loss on all of the client's data at the model that it sends,
     with that model's running statistics. So section I defines it, F_k(w) = (1 / n_k) sum_j f_j(w;
     x_j, y_j), where a sample's loss depends on no other sample; section IV weighs by "the loss of a
-    local model"; and Algorithm 1 computes F_k after the step and returns it with w. The algorithm
-    may also be read as the mean over the mini-batches of the round: `loss="running"`, which costs
-    no pass over the data, and counts what the client did not know at first.
+    local model"; and Algorithm 1 computes F_k after the step and returns it with w. After ten local
+    epochs, as in the paper, these losses agree from the first round on, so that stage 1 has
+    `patience_rounds` rounds.
+
+    With `loss="received"` it is the loss at the model that the client was sent, by which the paper
+    that FedBS builds on draws clients (Cho et al.). In the paper's setting these losses differ by
+    more than eps for as long as it was measured, as section IV says of "the early rounds". The
+    algorithm may also be read as the mean over the mini-batches of the round: `loss="running"`,
+    which costs no pass over the data.
 
     std is the population's. The paper's Algorithm 1 has no number of consecutive rounds and a
     strict "<"; its text has both as here. With equal losses this is FedAvg with uniform weights. A

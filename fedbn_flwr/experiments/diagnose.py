@@ -247,8 +247,8 @@ def suggestion(
     if size <= TINY_BATCH:
         reason = f"Mini-batches of this size ({size:g}) are too small for statistics of their own."
         new = (
-            "a model that needs none: FedWon (fedwon), or GN with standardized weights of "
-            "convolutions (fedavg+gn-ws)"
+            "FedWon (fedwon), which needs none, if the layers may change, else FedTAN (fedtan), or "
+            "with one exchange a round FixBN (fixbn)"
         )
         return f"{reason} This suggests {as_trained if is_trained else new}."
     reason = (
