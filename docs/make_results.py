@@ -55,7 +55,7 @@ CENTRALIZED = ("Centralized", "Centralized+BN-WS")
 CLOSE = 2.0
 TWO = KINDS["two classes"]
 MOMENTUM = ("momentum", "two classes")
-SPEAKERS, FREEZE = ("speakers", ""), ("freeze", "")
+SPEAKERS, FREEZE, FEDBS = ("speakers", ""), ("freeze", ""), ("fedbs", "")
 FROZEN = ("frozen", "two classes")
 #: what labels of FixBN end with at the default of `frozen-lr`
 DEFAULT = ", default"
@@ -406,6 +406,21 @@ def frozen_default() -> str:
             ]
         )
     return table(["method", "`frozen-lr=0.2`", "0.05, the default", "difference"], lines)
+
+
+def weighed() -> str:
+    """Return the accuracies of FedBS in its paper's setting, in parts of the run."""
+    curves = read("curves").astype({"round": int, "accuracy, %": float})
+    curves = curves[curves["setting"] == ", ".join(FEDBS)]
+    lines = []
+    for label, own in curves.groupby("method"):
+        halves = [
+            mean_text(half.groupby("seed")["accuracy, %"].agg(fmean))
+            for half in (own[own["round"] <= 30], own[own["round"] > 30])
+        ]
+        seeds = str(own["seed"].nunique())
+        lines.append([f"`{NAMES[label]}`", *halves, cell(FEDBS, label), seeds])
+    return table(["method", "rounds 5 to 30", "35 to 60", "after 60", "seeds"], lines)
 
 
 def freezes() -> str:
@@ -780,6 +795,7 @@ def findings() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "differences": older,
     "more rounds": longer,
+    "weighed": weighed,
     "freezes": freezes,
     "domains": lambda: by_method(
         by_mean(DOMAINS),
