@@ -57,7 +57,7 @@ class FedBS(FedAvg):
 
     With `loss="received"` it is the loss at the model that the client was sent, by which the paper
     that FedBS builds on draws clients (Cho et al.). In the paper's setting these losses differ by
-    more than eps for as long as it was measured, as section IV says of "the early rounds". The
+    more than eps from the second round on, as section IV says of "the early rounds". The
     algorithm may also be read as the mean over the mini-batches of the round: `loss="running"`,
     which costs no pass over the data.
 

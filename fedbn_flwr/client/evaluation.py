@@ -29,6 +29,8 @@ from fedbn_flwr.plugins import extra
 MOST_VALUES = 500 * 3 * 32 * 32
 #: pixels of one on a CPU, whose caches do not hold what layers make of more
 MOST_PIXELS = 128 * 32 * 32
+#: large images that it may have all the same
+LARGE_IMAGES = 4
 #: of what `class_counts` returns
 OF_COUNTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "f1": lambda hits, labelled, predicted: 2 * hits / (labelled + predicted),
@@ -243,7 +245,8 @@ def batch_sizes(split: Split, count: int, most: int, device: torch.device | str)
     values = max(split.inputs[:1].numel(), 1)
     most = min(most, MOST_VALUES // values)
     if torch.device(device).type == "cpu":
-        most = min(most, MOST_PIXELS // max(math.prod(split.inputs.shape[2:]), 1))
+        pixels = max(math.prod(split.inputs.shape[2:]), 1)
+        most = min(most, max(MOST_PIXELS // pixels, LARGE_IMAGES))
     return pass_sizes(count, max(most, 1), merge_single=True)
 
 

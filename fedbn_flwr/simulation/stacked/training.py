@@ -70,7 +70,11 @@ def train_together(
     memory.write()
     unsent = stays | state.group_keys(structure, instruction.omit)
     shared = {name: value for name, value in trained.items() if name not in unsent}
-    ends = ({name: values[row] for name, values in trained.items()} for row in range(len(clients)))
+
+    def end(row: int) -> State:
+        return {name: values[row] for name, values in trained.items()}
+
+    ends = map(end, range(len(clients)))
     after = _reported(wire.LOCAL_LOSS, clients, structure, ends, instruction)
     metrics: list[Metrics] = [
         {wire.TRAIN_LOSS: loss, **before[row], **after[row]} for row, loss in enumerate(losses)
