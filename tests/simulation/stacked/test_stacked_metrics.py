@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -11,10 +11,10 @@ from fedbn_flwr import compare, wire
 from fedbn_flwr.client import Rule, Session, register_rule
 from fedbn_flwr.server.pooling import Pooled
 from fedbn_flwr.state import Arrays
-from fedbn_flwr.strategies import FedAvg
+from fedbn_flwr.strategies import FedAvg, FedBS
 from fedbn_flwr.wire import Instruction
 from tests.helpers.engine_comparison import quiet
-from tests.helpers.harness import Federation, make_model
+from tests.helpers.harness import Federation, distance, make_model
 from tests.helpers.registered import registries_restored
 from tests.helpers.runs import DATA, OPTIONS
 from tests.helpers.tellers import engine
@@ -59,6 +59,19 @@ class Counts(FedAvg):
             for reply in pooled.replies
         }
         return super().update(pooled)
+
+
+@pytest.mark.parametrize("loss", ["local", "received"])
+def test_losses_on_all_data_are_those_of_clients_alone(loss: Literal["local", "received"]) -> None:
+    ends, deviations = [], []
+    for kind in ("inprocess", "stacked"):
+        federation = Federation(make_model())
+        strategy = quiet(FedBS, epsilon=0.0, loss=loss)
+        with engine(kind, federation) as grid:
+            ends.append(federation.run(strategy, 2, grid, local_steps=2))
+        deviations.append(strategy.training.measured["loss-deviation"])
+    assert distance(*ends) < 1e-12
+    assert deviations[0] == pytest.approx(deviations[1], rel=1e-12)
 
 
 @pytest.mark.parametrize(
