@@ -29,7 +29,7 @@ from fedbn_flwr.plugins import extra
 MOST_VALUES = 500 * 3 * 32 * 32
 #: pixels of one on a CPU, whose caches do not hold what layers make of more
 MOST_PIXELS = 128 * 32 * 32
-#: large images that it may have all the same
+#: images in it that are not too many, however large they are
 LARGE_IMAGES = 4
 #: of what `class_counts` returns
 OF_COUNTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
