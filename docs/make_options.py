@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from fedbn_flwr.experiments.config import Config, shared_options
+from fedbn_flwr.experiments.config import GROUPS, Config, groups_of_options, shared_options
 from fedbn_flwr.experiments.experiment import ANEW, ENGINE, REUSE
 from fedbn_flwr.experiments.flower_run import AUTO
 from fedbn_flwr.experiments.method import all_options, forms_of, own_options, owners
@@ -27,9 +27,8 @@ This page is written from the code by `make docs`. The same names are used every
   overrides the command line;
 - in Flower's run configuration: `flwr run . --run-config "method='fedprox' mu=0.1 lr=0.05"`.
 
-An unknown option, one that the method does not have, and an invalid value are errors with exit code 2. In a
-comparison, an option of single strategies is for those methods that have it. `fedbn-flwr run --help` shows the common
-options, `--help-all` all of them.
+An unknown option, one that the method lacks, and an invalid value are errors with exit code 2. In a comparison, an
+option of single strategies is for those methods that have it. `--help-all` of a command shows all options.
 
 **In Flower's run configuration**, some things differ:
 
@@ -41,8 +40,7 @@ options, `--help-all` all of them.
 """
 
 DOCSTRINGS = """\
-The docstring of a strategy has its equation, its deviations from the paper, and more about its options. It is in
-`strategies/` and in the [API reference](reference/strategies.md).
+The docstring of a strategy, in `strategies/` and in the [API reference](reference/strategies.md), says more.
 """
 
 COMMAND = (
@@ -105,9 +103,9 @@ def page() -> str:
         "## For the command only",
         table(("option", "default", "meaning"), COMMAND),
         "## For all methods",
-        options(shared_options()),
-        "Strategies also take these. Some strategies refuse options that would do nothing for "
-        "them:",
+        *grouped(shared_options()),
+        "### Strategies",
+        "Some strategies refuse those that would do nothing for them:",
         options(own_options(FedAvg)),
         "## For single strategies",
         DOCSTRINGS,
@@ -177,6 +175,19 @@ def whose(key: str) -> str:
     """Return the strategies that have an option."""
     names = owners(key)
     return "all strategies" if len(names) == len(REGISTRY) else ", ".join(names)
+
+
+def grouped(items: Mapping[str, Option]) -> Iterator[str]:
+    """Yield the headings and the tables of the groups that options belong to."""
+    for name in ("run", *GROUPS):
+        yield f"### {name.capitalize()}"
+        yield options(
+            {
+                key: item
+                for key, item in items.items()
+                if groups_of_options().get(item.name, "run") == name
+            }
+        )
 
 
 def options(items: Mapping[str, Option]) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from argparse import _SubParsersAction
@@ -17,7 +18,7 @@ from fedbn_flwr.data import AUGMENTATIONS, DATASETS, PARTITIONS
 from fedbn_flwr.deployment.cli import main as console_command
 from fedbn_flwr.experiments import Config, main
 from fedbn_flwr.experiments.cli import _parser
-from fedbn_flwr.experiments.config import shared_options
+from fedbn_flwr.experiments.config import GROUPS, shared_options
 from fedbn_flwr.experiments.method import SHARED, all_options, parse, split_methods
 from fedbn_flwr.experiments.output.console import console
 from fedbn_flwr.models import MODELS
@@ -89,7 +90,11 @@ def test_help_names_every_option_with_its_default(
     with pytest.raises(SystemExit) as left:
         main([name, "--help-all"])
     assert left.value.code == 0
-    words = capsys.readouterr().out.split()
+    text = capsys.readouterr().out
+    words = text.split()
+    headings = [line for line in text.splitlines() if re.fullmatch("[a-z ]+:", line)]
+    groups = ["options:", "run:", *(f"{group}:" for group in GROUPS)]
+    assert headings == [*groups, "options of single strategies:", "examples:"]
     wanted = {*shared_options()} | set(all_options()) | {"engine", "verbose"}
     if name == "compare":
         wanted = wanted - {"method", "resume"} | {
