@@ -25,7 +25,7 @@ from fedbn_flwr.deployment.cli import main as fedbn_flwr
 from fedbn_flwr.experiments import resolve
 from fedbn_flwr.experiments.client_side import bound_client_fn
 from fedbn_flwr.experiments.output.run_folder import make_folder, read_rounds
-from fedbn_flwr.experiments.server_side import run
+from fedbn_flwr.experiments.server_side import run_on_grid
 from fedbn_flwr.transports.side_channel_client import CERTIFICATES_VARIABLE, SITE_ADDRESS_VARIABLE
 from fedbn_flwr.transports.side_channel_grid import SideChannelGrid, SideChannelOptions
 from tests.helpers.checkout import ROOT
@@ -112,7 +112,7 @@ def measure_streams(options: Row, nodes: int, rtt: float) -> Row:
         channel = SideChannelOptions(port, f"localhost:{port}", certificates, _ENOUGH)
         grid = ConcurrentNodes(nodes, sites)
         try:
-            run(SideChannelGrid(grid, channel), resolve(options), folder / "results")
+            run_on_grid(SideChannelGrid(grid, channel), resolve(options), folder / "results")
         finally:
             grid.close()
             for relay in relays:

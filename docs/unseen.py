@@ -19,7 +19,7 @@ from fedbn_flwr import adapt, rows, state
 from fedbn_flwr.client.evaluation import evaluate
 from fedbn_flwr.data import leave_out
 from fedbn_flwr.experiments.experiment import read_data, resolve
-from fedbn_flwr.experiments.material import form_of, fresh_model, load_data
+from fedbn_flwr.experiments.material import data_form, fresh_model, load_data
 from fedbn_flwr.experiments.output.run_folder import read_config
 from fedbn_flwr.experiments.results.rows import known
 from fedbn_flwr.models import read_weights
@@ -40,7 +40,7 @@ def measured(run: Mapping[str, Any]) -> Iterator[dict[str, object]]:
     }
     config = resolve({**options, "method": run["method"]}).config
     data = load_data(config.data)
-    model = fresh_model(config.model, form_of(data), config.seed)
+    model = fresh_model(config.model, data_form(data), config.seed)
     _, split = leave_out(
         read_data(resolve({**options, "method": run["strategy"], "unseen": ""}).config.data),
         run["unseen"],

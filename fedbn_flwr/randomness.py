@@ -32,7 +32,7 @@ def numpy_generator(seed: int, *stream: Stream) -> np.random.Generator:
 
 
 #: of the CPU's generator, and of every accelerator's once these are used
-States = tuple[Tensor, list[Tensor]]
+GeneratorStates = tuple[Tensor, list[Tensor]]
 
 
 class OwnRandomness:
@@ -48,7 +48,7 @@ class OwnRandomness:
     def __init__(self, seed: int) -> None:
         self._seed = seed
         #: after the first use
-        self._state: States | None = None
+        self._state: GeneratorStates | None = None
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
@@ -63,7 +63,7 @@ class OwnRandomness:
             _write(process)
 
 
-def _read() -> States:
+def _read() -> GeneratorStates:
     module = started()
     count = 0
     if module:
@@ -71,7 +71,7 @@ def _read() -> States:
     return torch.get_rng_state(), [module.get_rng_state(index) for index in range(count)]
 
 
-def _write(states: States) -> None:
+def _write(states: GeneratorStates) -> None:
     torch.set_rng_state(states[0])
     for index, state in enumerate(states[1]):
         started().set_rng_state(state, index)

@@ -12,7 +12,7 @@ from fedbn_flwr import wire
 from fedbn_flwr.client.rules import Rule, Session, register_rule
 from fedbn_flwr.client.rules.dynamics import BatchStatistics
 from fedbn_flwr.plugins.options import Range
-from fedbn_flwr.server.lr_schedule import moment, round_of, rounds_of
+from fedbn_flwr.server.lr_schedule import moment, round_of, share_in_rounds
 from fedbn_flwr.server.method_state import BY_NODE, MethodState
 from fedbn_flwr.server.pooling import Pooled, Sent
 from fedbn_flwr.state import Arrays, State
@@ -207,7 +207,7 @@ class FixBN(FedAvg):
         if variance is not None:
             self.round.measured["statistics-change-variance"] = variance
         calm = variance is not None and variance < self.threshold
-        late = self.num_rounds is not None and server_round >= rounds_of(
+        late = self.num_rounds is not None and server_round >= share_in_rounds(
             self.latest, self.num_rounds
         )
         if (calm or late) and server_round != self.num_rounds:

@@ -6,13 +6,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedbn_flwr.client import training
 from fedbn_flwr.data import Split, parse_augmentation
 from fedbn_flwr.data.augmentation import Crop, Edits, ImageAugmentation
+from fedbn_flwr.data.splits import Batch
 from fedbn_flwr.wire import Instruction
 
 
-def draw(count: int, sizes: Sequence[int], replacement: bool, generator: torch.Generator) -> Tensor:
+def draw_batches(
+    count: int, sizes: Sequence[int], replacement: bool, generator: torch.Generator
+) -> Tensor:
     """Draw mini-batches of these sizes for a client with `count` samples: their positions, one
     after another.
     """
@@ -78,12 +80,12 @@ class BatchLoader:
     def __len__(self) -> int:
         return len(self.sizes)
 
-    def __iter__(self) -> Iterator[training.Batch]:
+    def __iter__(self) -> Iterator[Batch]:
         """Load and augment one mini-batch after another."""
         for inputs, targets in self.edited():
             yield self.augmented(inputs), targets
 
-    def edited(self) -> Iterator[training.Batch]:
+    def edited(self) -> Iterator[Batch]:
         """Load one mini-batch after another, with only those augmentations that change single
         images.
         """
@@ -125,7 +127,7 @@ def augment_together(loaders: Sequence[BatchLoader], inputs: Tensor) -> Tensor:
 
 def load_groups(
     loaders: Sequence[BatchLoader], groups: Sequence[tuple[Sequence[int], int]]
-) -> Iterator[training.Batch]:
+) -> Iterator[Batch]:
     """Load mini-batches of several clients, those of a group as one batch.
 
     A group is the positions of some loaders, and the number of the mini-batch that each of them
@@ -151,9 +153,7 @@ def load_groups(
     return first.split.batches(samples, sizes, first.device, joined)
 
 
-def _joined(
-    loaded: Sequence[Iterator[training.Batch]], groups: Iterable[Sequence[int]]
-) -> Iterator[training.Batch]:
+def _joined(loaded: Sequence[Iterator[Batch]], groups: Iterable[Sequence[int]]) -> Iterator[Batch]:
     """Join the next mini-batch of each client of a group."""
     for rows in groups:
         inputs, targets = zip(*(next(loaded[row]) for row in rows), strict=True)

@@ -23,7 +23,7 @@ from fedbn_flwr.client.passes import Pass, make_pass
 from fedbn_flwr.client.reply import Metrics, Reply
 from fedbn_flwr.client.rules import Session, obeyed_keys, rules_for
 from fedbn_flwr.data import Split
-from fedbn_flwr.data.splits import USUAL_TASKS
+from fedbn_flwr.data.splits import USUAL_TASKS, Batch
 from fedbn_flwr.device import pick_device
 from fedbn_flwr.layerwise import Exchange, shared_statistics
 from fedbn_flwr.models import check_entries
@@ -234,7 +234,7 @@ class BNClient:
         exchange = exchange or training.carried_exchange(session.received, session.instruction)
         losses = training.LossTotals(session, 1, self.device)
 
-        def loss_of(batch: training.Batch) -> Tensor:
+        def loss_of(batch: Batch) -> Tensor:
             inputs, targets = batch
             # a class of a user's own gets the usual order
             if type(self) is BNClient:
@@ -268,7 +268,7 @@ class BNClient:
         """Draw the mini-batches of a round."""
         generator = torch_generator(instruction.seed, "batches", *self._stream(instruction))
         sizes = self.batch_sizes(instruction)
-        drawn = batches.draw(len(self.indices), sizes, instruction.replacement, generator)
+        drawn = batches.draw_batches(len(self.indices), sizes, instruction.replacement, generator)
         samples = torch.from_numpy(self.indices)[drawn]
         return BatchLoader(
             self.train_split, self.device, instruction.augmentation, samples, sizes, generator
@@ -285,8 +285,8 @@ class BNClient:
         return left_over and not frozen and bool(norm.bn_layers(self.model))
 
     def _first_shared(
-        self, planned: Iterable[training.Batch], session: Session, exchange: Exchange | None
-    ) -> Generator[training.Batch, None, None]:
+        self, planned: Iterable[Batch], session: Session, exchange: Exchange | None
+    ) -> Generator[Batch, None, None]:
         """Yield the batches; in a layer-wise round, BN uses all clients' statistics in the step of
         the first.
 

@@ -146,13 +146,15 @@ def evaluate(
     model.eval()
     try:
         order = torch.arange(len(split))
-        sizes = batch_sizes(split, len(split), batch_size, device)
+        sizes = evaluation_sizes(split, len(split), batch_size, device)
         if not task.has_classes:
             # a batch's loss is one number, so each batch is of one domain
             order = domains.argsort(stable=True)
             counts = domains.unique(return_counts=True)[1].tolist()
             sizes = [
-                size for count in counts for size in batch_sizes(split, count, batch_size, device)
+                size
+                for count in counts
+                for size in evaluation_sizes(split, count, batch_size, device)
             ]
         batches = split.batches(order, sizes, device)
         for (inputs, targets), rows in zip(batches, domains[order].split(sizes), strict=True):
@@ -229,7 +231,7 @@ def mean_loss(
     losses = list[Tensor]()
     model.eval()
     try:
-        sizes = batch_sizes(split, len(indices), batch_size, device)
+        sizes = evaluation_sizes(split, len(indices), batch_size, device)
         for inputs, targets in split.batches(torch.from_numpy(indices), sizes, device):
             images = channels_last(inputs, model)
             losses.append(model_loss(model, images, targets, loss_function))
@@ -238,7 +240,7 @@ def mean_loss(
     return _mean(losses, sizes)
 
 
-def batch_sizes(split: Split, count: int, most: int, device: torch.device | str) -> list[int]:
+def evaluation_sizes(split: Split, count: int, most: int, device: torch.device | str) -> list[int]:
     """Return sizes of batches of at most `most` samples; of large images fewer, so that a batch has
     6 MB, and never a last one of one sample, which BN without running statistics cannot take.
     """

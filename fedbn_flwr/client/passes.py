@@ -151,7 +151,7 @@ class StatisticsPass(Pass):
 
     def found(self) -> State:
         """Return the moments under all names of the layers."""
-        return moments.pack(self.model, self.seen)
+        return moments.pack_moments(self.model, self.seen)
 
     def own_entries(self) -> State:
         """Return running statistics as the node's data have them."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fedbn_flwr import norm, wire
 from fedbn_flwr.client.rules import Session
+from fedbn_flwr.data.splits import Batch
 from fedbn_flwr.device import Rows, exact, started
 from fedbn_flwr.layerwise import Exchange, Mode
 from fedbn_flwr.layerwise.carried import CorrectedClients
@@ -23,7 +24,6 @@ from fedbn_flwr.wire import Instruction
 
 PRECISIONS = ("float32", "tf32", "bf16")
 
-Batch = tuple[Tensor, Tensor]
 #: of what the model returns and the targets
 LossFunction = Callable[[Any, Tensor], Tensor]
 MakeOptimizer = Callable[[nn.Module, Instruction], torch.optim.Optimizer]

@@ -58,7 +58,7 @@ class DecodeRequest:
             ]
         if self.augmentation is not None:
             samples = self.augmentation.edit(samples, self.seeds, self.size)
-        return stacked(samples)
+        return stack_samples(samples)
 
     def _image(self, source: Source, raw: bool) -> Tensor:
         image = read_image(source)
@@ -70,7 +70,7 @@ class DecodeRequest:
         image = _opened(source)
         assert self.classes is not None
         if len(image.getbands()) > 1:
-            raise UnreadableImageError(f"{name_of(source)} is not a label map: it has colours")
+            raise UnreadableImageError(f"{source_name(source)} is not a label map: it has colours")
         if not raw:
             image = fitted(image, source, self.size, self.fit, smooth=False)
         values = np.asarray(image)
@@ -92,7 +92,7 @@ def read_image(source: Source) -> "Image":
     values = np.asarray(image).astype(np.float32) / np.float32(DEEPEST)
     if image.mode == "F" or values.min() < 0 or values.max() > 1:
         raise UnreadableImageError(
-            f"{name_of(source)} has pixels other than whole numbers from 0 to {DEEPEST}"
+            f"{source_name(source)} has pixels other than whole numbers from 0 to {DEEPEST}"
         )
     return fromarray(values)
 
@@ -107,10 +107,10 @@ def _opened(source: Source) -> "Image":
             return image
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         reason = " ".join(str(error).split())
-        raise UnreadableImageError(f"{name_of(source)} cannot be decoded: {reason}") from None
+        raise UnreadableImageError(f"{source_name(source)} cannot be decoded: {reason}") from None
 
 
-def name_of(source: Source) -> str:
+def source_name(source: Source) -> str:
     """Return a file's path, or a description of bytes."""
     if isinstance(source, bytes):
         return f"an image of {len(source)} bytes"
@@ -125,7 +125,7 @@ def pixels(image: "Image") -> Tensor:
     return values.permute(2, 0, 1)
 
 
-def stacked(samples: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, Tensor | None]:
+def stack_samples(samples: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, Tensor | None]:
     """Return the images of samples as one tensor, and their label maps, where there are any."""
     images, *maps = (torch.stack(_alike(parts)) for parts in zip(*samples, strict=True))
     if maps:
@@ -150,7 +150,8 @@ def fitted(image: "Image", source: Source, size: Size, fit: Fit, smooth: bool = 
     how: Any = Resampling.BILINEAR if smooth else Resampling.NEAREST
     if fit == "exact":
         raise UnreadableImageError(
-            f"{name_of(source)} is not square or not of the size of the others: give an image size"
+            f"{source_name(source)} is not square or not of the size of the others: give an image "
+            "size"
         )
     if fit == "squash":
         return image.resize((width, height), how)

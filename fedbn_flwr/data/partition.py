@@ -82,7 +82,7 @@ Share = Callable[[PartitionRequest], list[Indices]]
 
 
 @dataclass(frozen=True)
-class Kind:
+class PartitionKind:
     """A kind of partition: how its spec is written, and the function that shares out the rows."""
 
     form: str
@@ -90,7 +90,7 @@ class Kind:
 
 
 #: the kinds of partitions by name; `register_partition` adds one
-PARTITIONS: dict[str, Kind] = {}
+PARTITIONS: dict[str, PartitionKind] = {}
 
 S = TypeVar("S", bound=Share)
 
@@ -110,7 +110,13 @@ def register_partition(form: str) -> Callable[[S], S]:
 
     def register(share: S) -> S:
         name = re.split(r"[:\[]", form)[0]
-        add(PARTITIONS, "partition", name, Kind(form, share), source=lambda kind: kind.share)
+        add(
+            PARTITIONS,
+            "partition",
+            name,
+            PartitionKind(form, share),
+            source=lambda kind: kind.share,
+        )
         return share
 
     return register
@@ -402,7 +408,7 @@ def about_absent(classes: Sequence[str], partition: str, clients: int) -> str:
     return f"no client has samples of some classes: {few} ({partition} with {clients:.0f} clients)"
 
 
-def _parse(spec: str) -> tuple[Kind, list[str]]:
+def _parse(spec: str) -> tuple[PartitionKind, list[str]]:
     name, *arguments = spec.split(":")
     kind = PARTITIONS.get(name)
     if kind is None or len(arguments) > kind.form.count(":"):

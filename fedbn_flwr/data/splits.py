@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedbn_flwr.data.augmentation import IGNORED, Edits, label_map
-from fedbn_flwr.data.decoding import stacked
+from fedbn_flwr.data.decoding import stack_samples
 from fedbn_flwr.data.pixels import Channels, deviations, moments, normalize, pick_rows, resize
 from fedbn_flwr.device import total_memory
 from fedbn_flwr.randomness import numpy_generator
@@ -171,7 +171,7 @@ class Split:
             )
         size = self.inputs.shape[-2], self.inputs.shape[-1]
         samples = [*zip(*columns, strict=True)]
-        images, maps = stacked(edits.augmentation.edit(samples, edits.seeds.tolist(), size))
+        images, maps = stack_samples(edits.augmentation.edit(samples, edits.seeds.tolist(), size))
         if maps is None:
             labels = pick_rows(self.labels, indices, torch.device(device))
         else:

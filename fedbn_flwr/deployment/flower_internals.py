@@ -249,7 +249,7 @@ def _pulling(
 
         def pull_object(run_id: int, object_id: str) -> bytes:
             content: bytes = given["pull_object"](run_id, object_id)
-            number = round_of(object_id, content)
+            number = round_named(object_id, content)
             if number:
                 rounds[object_id] = number
             return content
@@ -363,7 +363,7 @@ def wait_for_contents(store: Any, message: Message) -> dict[str, bytes]:
     return contents
 
 
-def round_of(object_id: str, content: bytes) -> int:
+def round_named(object_id: str, content: bytes) -> int:
     """Return the round that an object of a received message names, if it is the configuration.
 
     It is 0 for other objects.

@@ -24,14 +24,14 @@ _VARIABLE = "FEDBN_HEALTH"
 def main() -> int:
     """Print whether the service is healthy, and return 0 if it is."""
     try:
-        print(check(os.environ.get(_VARIABLE, "")))
+        print(check_health(os.environ.get(_VARIABLE, "")))
     except (OSError, ValueError) as error:
         print(f"unhealthy: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def check(wanted: str) -> str:
+def check_health(wanted: str) -> str:
     """Return what is well; raise what is not."""
     match wanted.split():
         case ["answers", url, ca]:
@@ -42,7 +42,7 @@ def check(wanted: str) -> str:
                     "the server has not accepted this node: its key is not registered, or not yet "
                     "again"
                 )
-            return check(f"connected {port}")
+            return check_health(f"connected {port}")
         case ["connected", port] if port.isdecimal():
             tables = [Path(f"/proc/net/{name}") for name in ("tcp", "tcp6")]
             if any(connected(path.read_text(), int(port)) for path in tables if path.exists()):

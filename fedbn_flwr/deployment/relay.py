@@ -13,13 +13,13 @@ from fedbn_flwr.deployment import host_and_port
 #: the port that the apps of a site know, beside that of their SuperNode
 PORT = 9095
 #: told that a connection was `opened` or `closed`, and the bytes that it has taken to the server
-Record = Callable[[str, int], None]
+CountBytes = Callable[[str, int], None]
 #: seconds for a connection to the server
 _CONNECT_TIMEOUT = 10.0
 
 
 def start_relay(
-    host: str, target: str, port: int = PORT, record: Record = lambda event, count: None
+    host: str, target: str, port: int = PORT, record: CountBytes = lambda event, count: None
 ) -> int:
     """Pass every connection to a port of this machine on to the target, HOST:PORT.
 

@@ -16,18 +16,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedbn_flwr.data.splits import Batch
 from fedbn_flwr.device import where_exact
 from fedbn_flwr.layerwise import Answer, Exchange, Kind, Observer, Requests, combine, lockstep
-from fedbn_flwr.layerwise.exchange import normalized
+from fedbn_flwr.layerwise.exchange import to_shares
 from fedbn_flwr.layerwise.shared_statistics import check_layers, shared_statistics
 from fedbn_flwr.norm import freeze, lacks
 from fedbn_flwr.randomness import derive, torch_generator
 
 __all__ = ["Diagnosis", "Measurement", "check_model", "diagnose", "overall"]
 
-Batch = tuple[Tensor, Tensor]
 #: a mini-batch of each client
-Draw = Sequence[Batch]
+DrawnBatches = Sequence[Batch]
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 _STATISTICS: tuple[Kind, ...] = ("mean", "variance", "statistics")
 _GRADIENTS: tuple[Kind, ...] = ("gradients",)
@@ -96,11 +96,11 @@ class Diagnosis:
 
 def diagnose(
     model: nn.Module,
-    draws: Sequence[Draw],
+    draws: Sequence[DrawnBatches],
     weights: Sequence[float],
     loss_function: LossFunction = F.cross_entropy,
     seed: int = 0,
-    progress: Callable[[Sequence[Draw]], Iterable[Draw]] = iter,
+    progress: Callable[[Sequence[DrawnBatches]], Iterable[DrawnBatches]] = iter,
 ) -> Diagnosis:
     """Measure a model, in its present mode and without changing it, on draws of one mini-batch of
     each client.
@@ -116,7 +116,7 @@ def diagnose(
     shuffled = [
         _shuffled(draw, torch_generator(seed, "deal", index)) for index, draw in enumerate(draws)
     ]
-    shares = normalized(weights)
+    shares = to_shares(weights)
     measure = partial(_measure, model, shares=shares, loss_function=loss_function, seed=seed)
     # layers that keep their statistics in training do it here
     with freeze(model, statistics=False):
@@ -144,7 +144,7 @@ def overall(weights: Sequence[float], values: Sequence[float]) -> float:
 
 def _measure(
     model: nn.Module,
-    draws: Iterable[Draw],
+    draws: Iterable[DrawnBatches],
     shares: Sequence[float],
     loss_function: LossFunction,
     seed: int,
@@ -182,7 +182,7 @@ def _measure(
 
 def _gradients(
     model: nn.Module,
-    draw: Draw,
+    draw: DrawnBatches,
     shares: Sequence[float],
     loss_function: LossFunction,
     seed: int,
@@ -220,7 +220,7 @@ def _shared_only(kinds: Collection[Kind], exchange: Exchange, requests: Requests
     return Answer(requests.tensor, requests.counts[0])
 
 
-def _shuffled(draw: Draw, generator: torch.Generator) -> list[Batch]:
+def _shuffled(draw: DrawnBatches, generator: torch.Generator) -> list[Batch]:
     """Deal the samples of all mini-batches at random into mini-batches of the same sizes."""
     sizes = [len(targets) for _, targets in draw]
     inputs, targets = (torch.cat(parts) for parts in zip(*draw, strict=True))

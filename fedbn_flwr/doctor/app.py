@@ -26,14 +26,14 @@ from fedbn_flwr import wire
 from fedbn_flwr.device import count_cores
 from fedbn_flwr.doctor.check import ROUNDING
 from fedbn_flwr.doctor.node import (
-    Answered,
+    WatchedAnswer,
     in_one_line,
-    load,
+    load_app,
     message_arrays,
     serve_message,
     weight_of,
 )
-from fedbn_flwr.doctor.observer import Network, Observer
+from fedbn_flwr.doctor.observer import Network, NetworkObserver
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.server.grids import identify
 from fedbn_flwr.simulation.in_process import InProcessGrid
@@ -189,7 +189,7 @@ def run_app(app: FlowerApp, nodes: int, rounds: int, seconds: float) -> AppHisto
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         with grid.observer:
-            server: ServerApp = load(app.folder, app.server, ServerApp)
+            server: ServerApp = load_app(app.folder, app.server, ServerApp)
             server(grid, Context(1, 0, {}, RecordDict(), dict(app.run_config)))
     except EndedError:
         pass
@@ -213,7 +213,7 @@ class WatchingGrid(InProcessGrid):
 
     def __init__(self, app: FlowerApp, nodes: int, rounds: int) -> None:
         super().__init__(ClientApp(), nodes, app.run_config)
-        self.observer = Observer()
+        self.observer = NetworkObserver()
         #: why the ServerApp ended before its rounds did
         self.stopped = ""
         self.ended = False
@@ -304,9 +304,9 @@ class WatchingGrid(InProcessGrid):
         self._running.append(process)
         there.close()
         try:
-            left: Answered = here.recv()
+            left: WatchedAnswer = here.recv()
         except EOFError:
-            left = Answered(None, RecordDict(), None, "its process died")
+            left = WatchedAnswer(None, RecordDict(), None, "its process died")
         process.join()
         visit.network = left.network
         if left.reply is None:

@@ -29,7 +29,7 @@ Fate = Literal[
 ]
 Values = NDArray[np.float64]
 #: a network's entries
-State = nn.Module | Mapping[str, Any] | Sequence[Any]
+GivenState = nn.Module | Mapping[str, Any] | Sequence[Any]
 MEAN = "running_mean"
 VARIANCE = "running_var"
 COUNTER = "num_batches_tracked"
@@ -69,8 +69,8 @@ class SentRound:
 
 def check(
     before: nn.Module | Mapping[str, Any],
-    after: Sequence[State],
-    averaged: State,
+    after: Sequence[GivenState],
+    averaged: GivenState,
     weights: Sequence[float] = (),
 ) -> list[Finding]:
     """Say what becomes of BN in a round, worst first.
@@ -99,7 +99,7 @@ def check(
     return worst_first(look_at(seen, names, len(names)))
 
 
-def _as_entries(state: State, begun: Arrays, parameters: Iterable[str]) -> Arrays:
+def _as_entries(state: GivenState, begun: Arrays, parameters: Iterable[str]) -> Arrays:
     """Return a state's arrays by the names that the entries had before."""
     if isinstance(state, nn.Module):
         state = state.state_dict()

@@ -16,13 +16,13 @@ from flwr.clientapp import ClientApp
 from flwr.common.constant import SType
 from numpy.typing import NDArray
 
-from fedbn_flwr.doctor.observer import Network, Observer, main_network, match
+from fedbn_flwr.doctor.observer import Network, NetworkObserver, main_network, match
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.state import Arrays
 
 
 @dataclass
-class Answered:
+class WatchedAnswer:
     """What a node's process leaves."""
 
     reply: Message | None
@@ -31,7 +31,7 @@ class Answered:
     error: str = ""
 
 
-def load(folder: Path, reference: str, kind: type[Any]) -> Any:
+def load_app(folder: Path, reference: str, kind: type[Any]) -> Any:
     """Return an app's `package.module:attribute`, from its folder."""
     os.chdir(folder)
     if str(folder) not in sys.path:
@@ -48,18 +48,20 @@ def serve_message(
 ) -> None:
     """Answer a message, and hand over to the parent what is left."""
     torch.set_num_threads(1)  # as many messages as cores are answered at once
-    parent.send(answer(folder, reference, message, context))
+    parent.send(answer_watched(folder, reference, message, context))
 
 
-def answer(folder: Path, reference: str, message: Message, context: Context) -> Answered:
+def answer_watched(
+    folder: Path, reference: str, message: Message, context: Context
+) -> WatchedAnswer:
     """Answer a message as the app does, and tell what was seen of its network."""
     received = message_arrays(message.content)
-    with Observer() as observer:
+    with NetworkObserver() as observer:
         try:
-            app: ClientApp = load(folder, reference, ClientApp)
+            app: ClientApp = load_app(folder, reference, ClientApp)
             reply = app(message, context)
         except Exception as error:
-            return Answered(None, RecordDict(), None, in_one_line(error))
+            return WatchedAnswer(None, RecordDict(), None, in_one_line(error))
         networks = observer.take()
     sent: Arrays = {}
     if reply.has_content():
@@ -71,7 +73,7 @@ def answer(folder: Path, reference: str, message: Message, context: Context) -> 
         _compare_with_sent(network, received, sent)
         network.statistics_share = _statistics_share(network)
         network = network.of_layers()
-    return Answered(reply, context.state, network)
+    return WatchedAnswer(reply, context.state, network)
 
 
 def in_one_line(error: BaseException) -> str:

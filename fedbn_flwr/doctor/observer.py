@@ -179,7 +179,7 @@ class _Root:
             self.start = state_of(self.module)
 
 
-class Observer:
+class NetworkObserver:
     """While active, watches all networks of the process."""
 
     def __init__(self) -> None:
@@ -190,7 +190,7 @@ class Observer:
         self._depth = 0
         self._handles: list[RemovableHandle] = []
 
-    def __enter__(self) -> "Observer":
+    def __enter__(self) -> "NetworkObserver":
         before = hooks.register_module_forward_pre_hook(self._before)
         after = hooks.register_module_forward_hook(self._after, always_call=True)
         self._handles = [before, after]

@@ -8,7 +8,16 @@ from fedbn_flwr.experiments.client_side import client_fn
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.experiment import Experiment, resolve
 from fedbn_flwr.experiments.flower_run import serve
-from fedbn_flwr.experiments.server_side import run
+from fedbn_flwr.experiments.server_side import run_on_grid
 from fedbn_flwr.plugins.options import UsageError
 
-__all__ = ["Config", "Experiment", "UsageError", "client_fn", "main", "resolve", "run", "serve"]
+__all__ = [
+    "Config",
+    "Experiment",
+    "UsageError",
+    "client_fn",
+    "main",
+    "resolve",
+    "run_on_grid",
+    "serve",
+]

@@ -51,7 +51,7 @@ def checked_material(experiment: Experiment, strategy: BaseStrategy) -> Material
                 one = ", ".join(loaded.class_names) or 0
                 raise UsageError(f"{loaded.name} has one class only, {one}")
             material = Material.of(config, loaded)
-            check_model(material, strategy)
+            check_method_fits(material, strategy)
     if material is None and issubclass(experiment.strategy_class, Centralized):
         raise UsageError(
             f"method {config.method!r} needs all data in one place, but the data set 'sites' "
@@ -131,7 +131,7 @@ def refuse_percent(stop_at: float, metric: str) -> None:
         )
 
 
-def check_model(material: Material, strategy: BaseStrategy) -> None:
+def check_method_fits(material: Material, strategy: BaseStrategy) -> None:
     """Refuse a model that does not fit the data, or with which the method would be another one."""
     config = material.config
     model = material.model.train()

@@ -16,7 +16,7 @@ from fedbn_flwr.experiments.diagnose import run_diagnosis
 from fedbn_flwr.experiments.doctor import run_doctor
 from fedbn_flwr.experiments.engines import ENGINES, engine_named
 from fedbn_flwr.experiments.experiment import import_plugins
-from fedbn_flwr.experiments.laboratory import compare, comparison, run
+from fedbn_flwr.experiments.laboratory import compare, run, study_of
 from fedbn_flwr.experiments.method import all_options, forms_of, owners, split_methods
 from fedbn_flwr.experiments.recipes.commands import (
     CHANGES,
@@ -380,7 +380,7 @@ def _compare(options: dict[str, Any]) -> None:
     }
     how = {key: options.pop(key) for key in ("verbose", "reuse", "anew")}
     if options.pop("dry-run"):
-        show_plan("comparison", comparison(methods, options, **asked).runs(Path(folder)))
+        show_plan("comparison", study_of(methods, options, **asked).runs(Path(folder)))
         return
     results = compare(methods, folder=folder, **how, **asked, **options)
     results.show()

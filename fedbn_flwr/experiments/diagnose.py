@@ -14,9 +14,9 @@ import torch
 from rich.progress import track
 from torch import nn
 
-from fedbn_flwr.client.batch_plan import BatchLoader, batch_sizes, draw
+from fedbn_flwr.client.batch_plan import BatchLoader, batch_sizes, draw_batches
 from fedbn_flwr.client.image_order import channels_last
-from fedbn_flwr.client.training import Batch
+from fedbn_flwr.data.splits import Batch
 from fedbn_flwr.diagnosis import Diagnosis, Measurement, check_model, diagnose, overall
 from fedbn_flwr.experiments.checks import check_simulation
 from fedbn_flwr.experiments.config import Config
@@ -188,7 +188,7 @@ def mini_batches(material: Material, client: int, count: int) -> list[Batch]:
     )
     generator = torch_generator(config.seed, "diagnosis", "batches", client)
     sizes = batch_sizes(len(indices), instruction, merge_single=True)
-    drawn = draw(len(indices), sizes, instruction.replacement, generator)
+    drawn = draw_batches(len(indices), sizes, instruction.replacement, generator)
     loader = BatchLoader(
         split, material.device, config.training.augmentation, indices[drawn], sizes, generator
     )

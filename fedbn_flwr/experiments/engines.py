@@ -28,7 +28,7 @@ from fedbn_flwr.experiments.material import Material, expected_steps, set_up_pro
 from fedbn_flwr.experiments.output.recorder import Progress, Summary
 from fedbn_flwr.experiments.output.run_folder import make_folder
 from fedbn_flwr.experiments.runs import Engine
-from fedbn_flwr.experiments.server_side import instruction_of, play, run, set_up_here
+from fedbn_flwr.experiments.server_side import instruction_of, play, run_on_grid, set_up_here
 from fedbn_flwr.experiments.stopping import SIDE_BY_SIDE
 from fedbn_flwr.plugins import did_you_mean, extra, fingerprint, is_foreign
 from fedbn_flwr.plugins.options import UsageError
@@ -201,7 +201,7 @@ def node_grid(
         return material.client(partition_id, partition_id=partition_id, memory=context.state)
 
     app = client_app(client_fn, max_steps=max_steps)
-    state_dir = state_folder(config.engine.state_dir, folder)
+    state_dir = run_state_folder(config.engine.state_dir, folder)
     if engine == "inprocess":
         return OneByOneGrid(app, config.clients, partitions=partitions, state_dir=state_dir)
     keep_freed_memory()
@@ -221,7 +221,7 @@ def _elsewhere(make_grid: MakeGrid, config: Config, partitions: Sequence[int]) -
     return make_grid(Material.of(config), partitions)
 
 
-def state_folder(state_dir: str, run: Path) -> Path | None:
+def run_state_folder(state_dir: str, run: Path) -> Path | None:
     """Return the folder for the nodes' memory in one run, named by the path of its results; None
     keeps it in RAM.
     """
@@ -294,7 +294,7 @@ def run_on_ray(experiment: Experiment, folder: Path, progress: Progress | None =
 
     @server.main()
     def main(grid: Grid, context: Context) -> None:
-        summaries.append(run(grid, experiment, folder, progress, "ray"))
+        summaries.append(run_on_grid(grid, experiment, folder, progress, "ray"))
 
     run_simulation(
         server,
@@ -324,7 +324,7 @@ def _cluster() -> str:
     return address
 
 
-def prepare(engine: Engine, experiment: Experiment, elsewhere: bool = False) -> None:
+def prepare_engine(engine: Engine, experiment: Experiment, elsewhere: bool = False) -> None:
     """Refuse workers that an engine cannot have, and let those that it can have import while the
     run is checked.
 

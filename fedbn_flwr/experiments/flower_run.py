@@ -21,7 +21,7 @@ from fedbn_flwr.experiments.output.run_folder import read_config
 from fedbn_flwr.experiments.results.plots import draw_or_warn, plot_curves
 from fedbn_flwr.experiments.results.rows import rows
 from fedbn_flwr.experiments.runs import Run, alone_in, asked_of, has_results, settle
-from fedbn_flwr.experiments.server_side import count_nodes, run
+from fedbn_flwr.experiments.server_side import count_nodes, run_on_grid
 from fedbn_flwr.plugins import did_you_mean
 from fedbn_flwr.plugins.options import UsageError, convert, refusing
 from fedbn_flwr.server.grids import is_simulated, wait_for_all
@@ -79,7 +79,7 @@ def serve(grid: Grid, run_config: Mapping[str, Any], run_id: int = 0) -> Summary
     def train(experiment: Experiment, folder: Path, _: Progress | None) -> Summary:
         if engine in OWN:
             return run_with_grid(engine, experiment, folder)
-        return run(
+        return run_on_grid(
             with_side_channel(PackingGrid(sites), experiment), experiment, folder, engine=engine
         )
 

@@ -18,7 +18,7 @@ from fedbn_flwr.data.own_data import OwnData, own_data
 from fedbn_flwr.experiments.checks import check_simulation
 from fedbn_flwr.experiments.choice import SEEDS, Grid
 from fedbn_flwr.experiments.config import Config
-from fedbn_flwr.experiments.engines import ENGINES, engine_named, prepare
+from fedbn_flwr.experiments.engines import ENGINES, engine_named, prepare_engine
 from fedbn_flwr.experiments.experiment import data_here, import_plugins, look_again, resolve
 from fedbn_flwr.experiments.material import load_data
 from fedbn_flwr.experiments.method import Method, method_of, parse, refuse_ignored, with_option
@@ -95,7 +95,7 @@ def compare(
         given = given_options(model, data, folder, options)
         if isinstance(methods, str) or not isinstance(methods, Sequence):
             methods = [methods]
-        study = comparison(methods, given, seeds, grid, grid_seeds, engine, side_by_side)
+        study = study_of(methods, given, seeds, grid, grid_seeds, engine, side_by_side)
         with _opened(given.get(RESULTS)) as (place, is_kept):
             runs = checked(study, place, side_by_side)
             total = len(runs) + sum(
@@ -146,7 +146,7 @@ def run(
             else:
                 study = Study({label: asked}, [Setting({}, given)], engine=engine_named(engine))
                 (one,) = study.runs(place)
-            prepare(ENGINES[one.engine], one.experiment)
+            prepare_engine(ENGINES[one.engine], one.experiment)
             check_simulation(one.experiment)
             if not anew:
                 one.refuse_other_run()
@@ -226,7 +226,7 @@ def dataset_of(given: str | OwnData) -> str | Own:
     return Own(data.name, data)
 
 
-def comparison(
+def study_of(
     methods: Sequence[Method],
     given: Mapping[str, Any],
     seeds: int,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fedbn_flwr import data, models, norm
 from fedbn_flwr.client import BNClient
-from fedbn_flwr.client.evaluation import batch_sizes
+from fedbn_flwr.client.evaluation import evaluation_sizes
 from fedbn_flwr.client.learning_task import LearningTask, task_of
 from fedbn_flwr.data import Data, Split
 from fedbn_flwr.data.pixels import Channels
@@ -74,7 +74,7 @@ class Material:
             config,
             loaded,
             partition,
-            fresh_model(config.model, form_of(loaded), config.seed),
+            fresh_model(config.model, data_form(loaded), config.seed),
             pick_device(config.engine.device),
         )
 
@@ -144,7 +144,7 @@ def unlabeled_inputs(material: Material) -> dict[str, list[Tensor]]:
     batches = {}
     for name, count in {"20": 20, "100": 100, "all": len(split)}.items():
         if count <= len(split):
-            sizes = batch_sizes(split, count, 500, material.device)
+            sizes = evaluation_sizes(split, count, 500, material.device)
             loaded = split.batches(rows[:count], sizes, material.device)
             batches[name] = [inputs for inputs, _ in loaded]
     return batches
@@ -160,7 +160,7 @@ def normalization(used: DataOptions | Split) -> dict[str, Channels]:
     }
 
 
-def form_of(loaded: Data) -> Form:
+def data_form(loaded: Data) -> Form:
     """Return what a model must know of the data."""
     return Form.of(loaded.num_classes, loaded.train.inputs.shape[1:])
 

@@ -24,7 +24,7 @@ from fedbn_flwr.experiments.checkpoint import (
     refuse_other_model,
 )
 from fedbn_flwr.experiments.checks import (
-    check_model,
+    check_method_fits,
     checked_material,
     refuse_percent,
     refusing_for,
@@ -62,7 +62,7 @@ from fedbn_flwr.wire import Instruction
 MOST_TRIED = 2**20
 
 
-def run(
+def run_on_grid(
     grid: Grid,
     experiment: Experiment,
     folder: Path,
@@ -293,7 +293,7 @@ def set_up_at_sites(
         task = task_of(agreement.task, config.model.objective)
         model = fresh_model(config.model, agreement.form, config.seed)
         if prod(agreement.shape) <= MOST_TRIED:
-            check_model(agreement.example(task, model), strategy)
+            check_method_fits(agreement.example(task, model), strategy)
     initial = state.to_record(model.state_dict())
     sites_grid = SitesGrid(grid, agreement)
     refuse_percent(config.results.stop_at, task.metric)

@@ -25,7 +25,7 @@ from fedbn_flwr.device import as_in_a_new_process, settings_restored
 from fedbn_flwr.experiments.checkpoint import AUTOMATIC
 from fedbn_flwr.experiments.checks import check_simulation
 from fedbn_flwr.experiments.choice import SEEDS, Choice, Grid, metric_of
-from fedbn_flwr.experiments.engines import ENGINES, NEEDED, prepare
+from fedbn_flwr.experiments.engines import ENGINES, NEEDED, prepare_engine
 from fedbn_flwr.experiments.experiment import Experiment, import_plugins, resolve
 from fedbn_flwr.experiments.method import all_options, own_options, parse
 from fedbn_flwr.experiments.output.recorder import Progress, Summary
@@ -265,7 +265,7 @@ def checked(study: Study, folder: Path, side_by_side: int = 1) -> list[Run]:
     runs = study.runs(folder)
     for run, *_ in cells_of(runs):  # others differ by the seed only
         with _in_cell(run.setting, run.label):
-            prepare(ENGINES[run.engine], run.experiment, side_by_side > 1)
+            prepare_engine(ENGINES[run.engine], run.experiment, side_by_side > 1)
             for each in (run, *(tried[0] for tried in run.tried.values())):
                 check_simulation(each.experiment)
     return runs

@@ -131,7 +131,7 @@ class OrderError(ExchangeError):
     """A client is at another BN layer than most clients: its forward pass depends on its data."""
 
 
-def join(parts: Sequence[Requests], order: Sequence[int] | None = None) -> Requests:
+def join_requests(parts: Sequence[Requests], order: Sequence[int] | None = None) -> Requests:
     """Return several batches as one.
 
     `order` are the clients' positions in the parts, in the order of the new rows.
@@ -213,7 +213,7 @@ def combine(kind: Kind, rows: Tensor, weights: Sequence[float]) -> Tensor:
     two. Sums are in float64, so that the order of the clients does not matter.
     """
     return weighted(
-        kind, rows, torch.tensor(normalized(weights), dtype=torch.float64, device=rows.device)
+        kind, rows, torch.tensor(to_shares(weights), dtype=torch.float64, device=rows.device)
     )
 
 
@@ -303,7 +303,7 @@ def _magnitudes(kind: Kind, values: Tensor) -> Tensor:
     return values.abs()
 
 
-def normalized(weights: Sequence[float]) -> list[float]:
+def to_shares(weights: Sequence[float]) -> list[float]:
     """Return the weights p_i, which sum to one."""
     total = sum(weights)
     if not 0 < total < float("inf") or min(weights) < 0:

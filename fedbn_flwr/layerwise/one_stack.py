@@ -9,8 +9,8 @@ from fedbn_flwr.layerwise.exchange import (
     Answer,
     Kind,
     Requests,
-    normalized,
     surely_usable,
+    to_shares,
     weighted,
 )
 
@@ -32,7 +32,7 @@ class OneStackExchange:
 
     def begin(self, weights: Sequence[float]) -> None:
         """Begin a step of clients of these weights."""
-        self._shares.copy_(torch.tensor(normalized(weights), dtype=torch.float64))
+        self._shares.copy_(torch.tensor(to_shares(weights), dtype=torch.float64))
         self._usable.fill_(True)
         self._asked = {}
 

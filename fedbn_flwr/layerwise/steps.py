@@ -21,7 +21,7 @@ from fedbn_flwr.layerwise.exchange import (
     OrderError,
     Requests,
     combine,
-    join,
+    join_requests,
     respond,
 )
 from fedbn_flwr.randomness import OwnRandomness
@@ -31,7 +31,7 @@ T = TypeVar("T")
 #: returns the weights of the clients, in the order of the rows
 Weigh = Callable[[], Sequence[float]]
 #: a computation that reaches the other clients by calling its one argument
-Step = Callable[[Exchange], T]
+ExchangingStep = Callable[[Exchange], T]
 
 
 class Exchanged(NamedTuple):
@@ -132,7 +132,7 @@ class SuspendedStep(Generic[T]):
     from the process's. A step that nobody holds any more ends where it is.
     """
 
-    def __init__(self, step: Step[T], seed: int) -> None:
+    def __init__(self, step: ExchangingStep[T], seed: int) -> None:
         self._randomness = OwnRandomness(seed)
         #: None in place of an answer ends the step
         self._answers: SimpleQueue[Answer | None] = SimpleQueue()
@@ -172,7 +172,7 @@ class SuspendedStep(Generic[T]):
 
 # without the step, so that the step can be collected
 def _run(
-    step: Step[T],
+    step: ExchangingStep[T],
     answers: SimpleQueue[Answer | None],
     outcomes: SimpleQueue[Requests | Done[T] | BaseException],
 ) -> None:
@@ -258,7 +258,7 @@ class Lockstep(Transport[ReplyT]):
                 client, f"is at its end where others are at BN layer {requests[0].layer!r}"
             )
         if requests:
-            return join(requests, self._order)
+            return join_requests(requests, self._order)
         self._end([reply for outcome in done for reply in outcome.result])
         return None
 
@@ -279,7 +279,7 @@ class Lockstep(Transport[ReplyT]):
 
 
 def lockstep(
-    steps: Sequence[Step[ReplyT]],
+    steps: Sequence[ExchangingStep[ReplyT]],
     weights: Sequence[float],
     seeds: Sequence[int],
     observe: Observer | None = None,
@@ -292,5 +292,5 @@ def lockstep(
     return take_step(Lockstep(stacks), lambda: weights, observe)
 
 
-def _alone(step: Step[ReplyT]) -> Step[list[ReplyT]]:
+def _alone(step: ExchangingStep[ReplyT]) -> ExchangingStep[list[ReplyT]]:
     return lambda exchange: [step(exchange)]

@@ -37,7 +37,7 @@ _OFFERED = ("num_classes", "in_channels", "image_size")
 
 
 @dataclass(frozen=True)
-class Entry:
+class KnownModel:
     """A registered model: the function that makes it, the square images that it can take, and what
     it is for.
     """
@@ -49,7 +49,7 @@ class Entry:
 
 
 #: the models by name; `register_model` adds one
-MODELS: dict[str, Entry] = {}
+MODELS: dict[str, KnownModel] = {}
 
 M = TypeVar("M", bound=Make)
 
@@ -75,7 +75,7 @@ def register_model(
             MODELS,
             "model",
             name,
-            Entry(make, smallest, largest, task),
+            KnownModel(make, smallest, largest, task),
             source=lambda entry: entry.make,
         )
         return make

@@ -88,7 +88,7 @@ def _read_moments(arrays: Mapping[str, np.ndarray], state: Arrays) -> dict[str, 
     Moments are in float64, but the pool becomes running statistics of the model, which may be in
     float32.
     """
-    seen = moments.unpack(arrays)
+    seen = moments.unpack_moments(arrays)
     if not seen:
         raise RefusedError("it sent no moments")
     for layer, values in seen.items():

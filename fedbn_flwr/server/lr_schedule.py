@@ -13,7 +13,7 @@ GRAMMAR = (
 
 
 @dataclass(frozen=True)
-class Change:
+class RateChange:
     """A change of the rate: after a moment `=` sets it, `*` multiplies it, and `cosine` takes it to
     0 at the end.
 
@@ -43,21 +43,21 @@ class Change:
         if start is None or server_round <= start:
             return before
         if self.kind == "cosine":
-            share = (server_round - 1 - start) / (rounds_of(1.0, num_rounds) - start)
+            share = (server_round - 1 - start) / (share_in_rounds(1.0, num_rounds) - start)
             return before * (1 + cos(pi * min(share, 1.0))) / 2
         if self.kind == "=":
             return self.number
         return before * self.number
 
 
-def read_schedule(text: str) -> tuple[Change, ...]:
+def read_schedule(text: str) -> tuple[RateChange, ...]:
     """Read e.g. `0.1@0.5,0.1@0.75`, `=0.001@freeze`, or `warmup@5,cosine@5`; without changes, the
     rate is constant.
     """
     return tuple(_change(item.strip()) for item in text.split(",") if item.strip())
 
 
-def rounds_of(fraction: float, num_rounds: int | None) -> int:
+def share_in_rounds(fraction: float, num_rounds: int | None) -> int:
     """Return the number of rounds of a fraction of a run."""
     if num_rounds is None:
         raise ValueError(
@@ -71,7 +71,7 @@ def round_of(when: float, num_rounds: int | None) -> int:
     """Return the round after which a moment lies."""
     # a fraction of a very short run is not its start: nothing would have been trained by then
     if 0 < when < 1:
-        return max(rounds_of(when, num_rounds), 1)
+        return max(share_in_rounds(when, num_rounds), 1)
     return int(when)
 
 
@@ -83,15 +83,15 @@ def moment(text: str) -> float:
     raise ValueError(f"{text!r} is neither a fraction between 0 and 1 nor a number of rounds")
 
 
-def _change(item: str) -> Change:
+def _change(item: str) -> RateChange:
     kind, _, when = item.partition("@")
     try:
         if item == "cosine":
-            return Change(0, item)
+            return RateChange(0, item)
         at = None if when == "freeze" else moment(when)
         if kind in ("cosine", "warmup"):
-            return Change(at, kind)
-        change = Change(at, "=" if kind.startswith("=") else "*", _read(kind.removeprefix("=")))
+            return RateChange(at, kind)
+        change = RateChange(at, "=" if kind.startswith("=") else "*", _read(kind.removeprefix("=")))
         if change.number < 0:
             raise ValueError("a rate must not be negative")
         return change

@@ -13,7 +13,7 @@ from flwr.common import log
 from numpy.typing import NDArray
 
 from fedbn_flwr import norm, wire
-from fedbn_flwr.layerwise.exchange import Combiner, combine, normalized
+from fedbn_flwr.layerwise.exchange import Combiner, combine, to_shares
 from fedbn_flwr.norm import Moments
 from fedbn_flwr.server.replies import NodeReply, Refusal
 from fedbn_flwr.state import Arrays
@@ -169,7 +169,7 @@ def average(states: Sequence[Mapping[str, NDArray[Any]]], weights: Sequence[floa
     be averaged: the largest is taken, so that a 0-d int64 counter stays one and never runs
     backwards.
     """
-    shares = normalized(weights)
+    shares = to_shares(weights)
     flat = [_flat(state) for state in states]
     first = flat[0]
     if any(state.layout is not first.layout for state in flat):

@@ -70,7 +70,7 @@ class Refusal:
         return self.reason
 
 
-def leave_out(node: int, reason: str) -> Refusal:
+def log_left_out(node: int, reason: str) -> Refusal:
     """Say in the log why a node is left out, and return it."""
     refusal = Refusal(node, reason)
     log_refused([refusal])

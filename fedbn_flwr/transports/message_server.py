@@ -11,12 +11,12 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr import wire
 from fedbn_flwr.layerwise import Answer, Requests, Transport
-from fedbn_flwr.layerwise.exchange import ExchangeError, check_requests, join
+from fedbn_flwr.layerwise.exchange import ExchangeError, check_requests, join_requests
 from fedbn_flwr.server.grids import ask_nodes, passing
 from fedbn_flwr.server.replies import (
     Expected,
     Refusal,
-    leave_out,
+    log_left_out,
     log_refused,
     parse_replies,
     read_each,
@@ -32,7 +32,7 @@ from fedbn_flwr.transports.message_records import (
 )
 
 #: replies by node; a node that did not reply in time is absent
-Replies = Mapping[int, Message]
+RepliesByNode = Mapping[int, Message]
 
 
 @dataclass
@@ -82,7 +82,7 @@ class MessageTransport(Transport[Message]):
         if front:
             front.end_attempt()
 
-    def _ask(self) -> Replies:
+    def _ask(self) -> RepliesByNode:
         """Send the latest answer and wait for the replies.
 
         A node that lacks arrays is sent everything again.
@@ -126,14 +126,14 @@ class MessageTransport(Transport[Message]):
             messages.append(Message(records, dst_node_id=node, message_type=wire.LAYERWISE))
         return messages
 
-    def _read_requests(self, replies: Replies) -> Requests:
+    def _read_requests(self, replies: RepliesByNode) -> Requests:
         """Return every node's request, in the order of `participants`.
 
         NodesFailedError names the nodes whose requests are missing, cannot be read, or cannot be
         combined with the others'.
         """
         reasons = [
-            leave_out(node, "it did not answer in time")
+            log_left_out(node, "it did not answer in time")
             for node in self.contents.keys() - replies.keys()
         ]
         usable, refused = parse_replies(replies.values(), self.sent, self.expected)
@@ -151,22 +151,22 @@ class MessageTransport(Transport[Message]):
             ]
         return joined
 
-    def _final_replies(self, replies: Replies) -> list[Message]:
+    def _final_replies(self, replies: RepliesByNode) -> list[Message]:
         """Return the replies with models, and errors.
 
         A node without a model is left out, as in plain training.
         """
         for node in self.contents.keys() - replies.keys():
-            leave_out(node, "it did not answer in time")
+            log_left_out(node, "it did not answer in time")
         for node, reply in replies.items():
             if reply.has_content() and REQUEST in reply.content:
-                leave_out(node, "it is at a BN layer where the others are at their end")
+                log_left_out(node, "it is at a BN layer where the others are at their end")
         return [
             reply for reply in replies.values() if reply.has_error() or REQUEST not in reply.content
         ]
 
 
-def _is_at_end(replies: Replies) -> bool:
+def _is_at_end(replies: RepliesByNode) -> bool:
     """Return whether most nodes have sent their models."""
     contents = [reply.content for reply in replies.values() if reply.has_content()]
     requesting = sum(REQUEST in content for content in contents)
@@ -181,7 +181,7 @@ def _join(requests: Mapping[int, Requests]) -> Requests:
     refused = list[Refusal]()
     while sound:
         try:
-            joined = join(list(sound.values()))
+            joined = join_requests(list(sound.values()))
             check_requests(joined)
         except ExchangeError as error:
             node = list(sound)[error.client]

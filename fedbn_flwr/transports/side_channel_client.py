@@ -57,7 +57,7 @@ def answer_by_channel(
     )
     report: dict[str, Any] = {}
     try:
-        with Stream(record[ADDRESS], record[TOKEN]) as stream:
+        with NodeStream(record[ADDRESS], record[TOKEN]) as stream:
             reply = answer(with_content(message, content), context)
             while holds_step(context) and reply.has_content():
                 reply = answer(with_content(message, stream.ask(reply.content)), context)
@@ -70,7 +70,7 @@ def answer_by_channel(
     return Message(RecordDict({wire.REPORT: ConfigRecord(report)}), reply_to=message)
 
 
-class Stream:
+class NodeStream:
     """A stream to the server's side channel, which is open inside the block; UnreachableError if it
     cannot be.
     """

@@ -23,7 +23,7 @@ def under_all_names(model: nn.Module, by_layer: Mapping[str, V]) -> Iterator[tup
             yield name, values[id(layer)]
 
 
-def pack(model: nn.Module, seen: Mapping[str, Moments]) -> State:
+def pack_moments(model: nn.Module, seen: Mapping[str, Moments]) -> State:
     """Name the moments; a layer that the model lists under several names is sent under each of
     them.
     """
@@ -35,7 +35,7 @@ def pack(model: nn.Module, seen: Mapping[str, Moments]) -> State:
     return packed
 
 
-def unpack(arrays: Mapping[str, NDArray[Any]]) -> dict[str, Moments]:
+def unpack_moments(arrays: Mapping[str, NDArray[Any]]) -> dict[str, Moments]:
     """Return the moments by layer."""
     values = {name: torch.from_numpy(array) for name, array in arrays.items()}
     layers = dict.fromkeys(name.rpartition("/")[0] for name in values)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedbn_flwr.client.batch_plan import BatchLoader, batch_sizes, draw
+from fedbn_flwr.client.batch_plan import BatchLoader, batch_sizes, draw_batches
 from fedbn_flwr.data import Data, Split
 from fedbn_flwr.wire import Instruction
 
@@ -20,7 +20,7 @@ def planned(
 ) -> list[list[int]]:
     instruction = Instruction(**options)
     sizes = batch_sizes(count, instruction, merge_single)
-    drawn = draw(count, sizes, instruction.replacement, torch.Generator().manual_seed(seed))
+    drawn = draw_batches(count, sizes, instruction.replacement, torch.Generator().manual_seed(seed))
     return [batch.tolist() for batch in drawn.split(sizes)]
 
 

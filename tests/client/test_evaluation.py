@@ -20,7 +20,7 @@ from torchmetrics.functional.classification import (
 )
 
 from fedbn_flwr import state
-from fedbn_flwr.client.evaluation import Evaluation, batch_sizes, evaluate, shares
+from fedbn_flwr.client.evaluation import Evaluation, evaluate, evaluation_sizes, shares
 from fedbn_flwr.data import Split
 from tests.helpers.toys import CLASSES, assert_same_state, toy_cnn, toy_split
 
@@ -206,6 +206,6 @@ def test_batches_fit_into_memory_and_on_a_cpu_into_caches(
     shape: tuple[int, ...], cpu: list[int], gpu: list[int]
 ) -> None:
     split = Split(torch.empty(1000, *shape, device="meta"), torch.zeros(1000))
-    assert batch_sizes(split, 1000, 500, "cpu") == cpu
-    assert batch_sizes(split, 1000, 500, torch.device("cuda")) == gpu
-    assert batch_sizes(split, 3, 2, "cpu") == [3]  # none of one sample
+    assert evaluation_sizes(split, 1000, 500, "cpu") == cpu
+    assert evaluation_sizes(split, 1000, 500, torch.device("cuda")) == gpu
+    assert evaluation_sizes(split, 3, 2, "cpu") == [3]  # none of one sample

@@ -16,13 +16,13 @@ from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.client.rules import Session
 from fedbn_flwr.client.training import (
     OPTIMIZERS,
-    Batch,
     LossTotals,
     batch_loss,
     by_autograd,
     make_optimizer,
     products,
 )
+from fedbn_flwr.data.splits import Batch
 from fedbn_flwr.wire import Instruction
 from tests.helpers.toys import CLASSES, toy_cnn, toy_split
 

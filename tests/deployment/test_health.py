@@ -34,14 +34,14 @@ def test_a_connection_of_this_machine_is_seen_and_its_end_too() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         with pytest.raises(ValueError, match=f"there is no connection to port {port}"):
-            health.check(f"connected {port}")
+            health.check_health(f"connected {port}")
         client = socket.create_connection(("127.0.0.1", port))
         server, _ = listener.accept()
-        assert health.check(f"connected {port}") == f"connected to port {port}"
+        assert health.check_health(f"connected {port}") == f"connected to port {port}"
         server.close()
         client.close()
     with pytest.raises(ValueError, match="there is no connection"):
-        health.check(f"connected {port}")
+        health.check_health(f"connected {port}")
 
 
 def test_an_answer_counts_only_with_a_certificate_of_the_federation(tmp_path: Path) -> None:
@@ -54,15 +54,21 @@ def test_an_answer_counts_only_with_a_certificate_of_the_federation(tmp_path: Pa
         )
     with TLSServer(tmp_path / "one" / "server", {"/health": b"{}"}) as server:
         url = f"https://127.0.0.1:{server.port}/health"
-        assert health.check(f"answers {url} {tmp_path / 'one/ca/ca.crt'}") == f"{url} answers 200"
+        assert (
+            health.check_health(f"answers {url} {tmp_path / 'one/ca/ca.crt'}")
+            == f"{url} answers 200"
+        )
         with pytest.raises(OSError, match="CERTIFICATE_VERIFY_FAILED"):
-            health.check(f"answers {url} {tmp_path / 'two/ca/ca.crt'}")
+            health.check_health(f"answers {url} {tmp_path / 'two/ca/ca.crt'}")
     with TLSServer(tmp_path / "one" / "server", {}, "key") as server:
         # the operator's door, which wants a key
         url = f"https://127.0.0.1:{server.port}/health"
-        assert health.check(f"answers {url} {tmp_path / 'one/ca/ca.crt'}") == f"{url} answers 401"
+        assert (
+            health.check_health(f"answers {url} {tmp_path / 'one/ca/ca.crt'}")
+            == f"{url} answers 401"
+        )
     with pytest.raises(OSError, match="refused"):
-        health.check(f"answers {url} {tmp_path / 'one/ca/ca.crt'}")
+        health.check_health(f"answers {url} {tmp_path / 'one/ca/ca.crt'}")
 
 
 def test_the_exit_code_is_the_verdict() -> None:

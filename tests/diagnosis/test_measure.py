@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedbn_flwr.client.training import Batch
 from fedbn_flwr.data import load, partition
-from fedbn_flwr.diagnosis import Diagnosis, Draw, diagnose, overall
+from fedbn_flwr.data.splits import Batch
+from fedbn_flwr.diagnosis import Diagnosis, DrawnBatches, diagnose, overall
 from tests.helpers.layerwise_references import (
     Gradients,
     gradients,
@@ -160,7 +160,7 @@ def test_progress_goes_twice_through_the_draws() -> None:
     draws = [DRAW, [DRAW[0]] * 3]
     seen: list[int] = []
 
-    def progress(given: Sequence[Draw]) -> Iterator[Draw]:
+    def progress(given: Sequence[DrawnBatches]) -> Iterator[DrawnBatches]:
         for place, draw in enumerate(given):
             yield draw
             seen.append(place)

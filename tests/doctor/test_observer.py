@@ -10,7 +10,7 @@ from torchvision.ops import FrozenBatchNorm2d
 
 from fedbn_flwr.doctor.observer import (
     Network,
-    Observer,
+    NetworkObserver,
     describe_network,
     main_network,
     match,
@@ -69,7 +69,7 @@ def given() -> Measured:
 
 def test_networks_that_were_made_and_not_used_are_none(given: Measured) -> None:
     received = state_of(given)
-    with Observer() as observer:
+    with NetworkObserver() as observer:
         Measured()
         net = Measured()
         with torch.no_grad():
@@ -82,7 +82,7 @@ def test_networks_that_were_made_and_not_used_are_none(given: Measured) -> None:
 
 def test_a_layer_without_parameters_trains_no_part_that_was_called_before(given: Measured) -> None:
     received = state_of(given)
-    with Observer() as observer:
+    with NetworkObserver() as observer:
         given.backbone.eval()(IMAGES)
         nn.BatchNorm2d(1, affine=False)(IMAGES)
         given.train()(IMAGES)
@@ -93,7 +93,7 @@ def test_a_layer_without_parameters_trains_no_part_that_was_called_before(given:
 def test_a_frozen_backbone_that_is_called_by_itself_is_a_part(given: Measured) -> None:
     received = state_of(given)
     head = nn.Sequential(given.head, nn.BatchNorm2d(2))
-    with Observer() as observer:
+    with NetworkObserver() as observer:
         head(given.backbone.eval()(IMAGES))
         networks = observer.take()
     network = main_network(networks, received)
@@ -108,7 +108,7 @@ def test_a_wrapper_is_looked_through(given: Measured, times: int) -> None:
     for _ in range(times):
         wrapper = Wrapper(wrapper)
     another = Measured()
-    with Observer() as observer:
+    with NetworkObserver() as observer:
         wrapper(IMAGES)
         another(IMAGES)
         first, second = observer.take()
@@ -132,7 +132,7 @@ def test_a_layer_of_an_unknown_class_with_running_statistics_is_no_other_normali
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::torch.jit.TracerWarning")
 def test_a_network_can_be_traced() -> None:
     pairs = [layer for _ in range(2) for layer in (nn.Conv2d(1, 1, 3), nn.BatchNorm2d(1))]
-    with Observer():  # torch traces twice, and compares
+    with NetworkObserver():  # torch traces twice, and compares
         torch.jit.trace(nn.Sequential(*pairs), IMAGES)
 
 
@@ -151,7 +151,7 @@ def test_training_in_evaluation_mode_is_told_from_an_attack_on_the_inputs(
     net = nn.Sequential(nn.Conv2d(1, 2, 3), layer).eval()
     images = IMAGES.clone().requires_grad_()
     learning = [parameter for parameter in net.parameters() if parameter.requires_grad]
-    with Observer() as observer:
+    with NetworkObserver() as observer:
         loss = net(images).square().mean()
         torch.autograd.grad(loss, images if attack else learning)
         (network,) = observer.take()

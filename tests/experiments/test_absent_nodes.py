@@ -17,7 +17,7 @@ from fedbn_flwr.experiments import UsageError, resolve
 from fedbn_flwr.experiments.client_side import bound_client_fn
 from fedbn_flwr.experiments.output.run_folder import read_rounds
 from fedbn_flwr.experiments.runs import Run
-from fedbn_flwr.experiments.server_side import run
+from fedbn_flwr.experiments.server_side import run_on_grid
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.strategies import CannotTrainError
 from fedbn_flwr.wire import Instruction
@@ -56,7 +56,7 @@ def federate(folder: Path, rounds_of_last_node: int, **changes: str) -> dict[str
     experiment = resolve(given, federation=True)
     grid = LeavingGrid(client_app(bound_client_fn(experiment.config)), CLIENTS)
     grid.rounds = rounds_of_last_node
-    return run(grid, experiment, folder)
+    return run_on_grid(grid, experiment, folder)
 
 
 def nodes_by_round(folder: Path) -> list[int]:

@@ -36,7 +36,7 @@ from fedbn_flwr import compare, run
 from fedbn_flwr.client.evaluation import evaluate
 from fedbn_flwr.data import Split, load
 from fedbn_flwr.experiments import UsageError
-from fedbn_flwr.experiments.laboratory import UNSET, comparison, given_options
+from fedbn_flwr.experiments.laboratory import UNSET, given_options, study_of
 from fedbn_flwr.experiments.output.run_folder import RunFolder
 from fedbn_flwr.experiments.study import write_study
 from fedbn_flwr.norm import bn_keys
@@ -318,7 +318,7 @@ def test_what_another_process_cannot_import_stays_in_one(monkeypatch: pytest.Mon
 
 def name_of(method: Any = "fedavg", model: Any = UNSET, **options: Any) -> str:
     """Return the name of the folder of a run."""
-    study = comparison(
+    study = study_of(
         [method], given_options(model, UNSET, None, {**OPTIONS, **options}), 1, {}, 1, "stacked"
     )
     (one,) = study.runs(Path("nowhere"))
@@ -336,7 +336,7 @@ def test_numbers_of_other_libraries_and_mappings_are_options(tmp_path: Path) -> 
     ]
     for grid, norm_options, clients in given:
         options = {**SMALL, "norm_options": norm_options, "clients": clients}
-        study = comparison(
+        study = study_of(
             ["fedavg+brn"],
             given_options(UNSET, DATA, tmp_path, options),
             grid=grid,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fedbn_flwr import compare, run
 from fedbn_flwr.data import Data, load, register_dataset, register_partition
 from fedbn_flwr.experiments import UsageError
-from fedbn_flwr.experiments.laboratory import UNSET, comparison, given_options
+from fedbn_flwr.experiments.laboratory import UNSET, given_options, study_of
 from fedbn_flwr.experiments.runs import BEFORE, Run, finished_summary, set_aside, settle
 from fedbn_flwr.models import register_model
 from fedbn_flwr.norm import register_norm
@@ -61,9 +61,9 @@ def made(method: Any = "fedavg", model: Any = UNSET, data: Any = UNSET, **option
         **{key: value for key, value in OPTIONS.items() if key != "dataset" or data is UNSET},
         **options,
     }
-    (one,) = comparison(
-        [method], given_options(model, data, None, given), 1, {}, 1, "stacked"
-    ).runs(Path("nowhere"))
+    (one,) = study_of([method], given_options(model, data, None, given), 1, {}, 1, "stacked").runs(
+        Path("nowhere")
+    )
     return one
 
 

@@ -16,7 +16,7 @@ from fedbn_flwr.experiments import resolve
 from fedbn_flwr.experiments.client_side import bound_client_fn
 from fedbn_flwr.experiments.output.run_folder import read_rounds
 from fedbn_flwr.experiments.runs import Run
-from fedbn_flwr.experiments.server_side import run
+from fedbn_flwr.experiments.server_side import run_on_grid
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from tests.helpers.checkout import ROOT, copy_checkout
 from tests.helpers.federation import OPTIONS, await_that
@@ -139,7 +139,7 @@ class FaultyRun:
         grid = _AttendedGrid(client_app(bound_client_fn(resolve(options).config)), len(SITES))
         grid.attendance = nodes
         Run(resolve(options), "inprocess", folder).train(
-            lambda experiment, folder, _: run(grid, experiment, folder)
+            lambda experiment, folder, _: run_on_grid(grid, experiment, folder)
         )
         assert [row["nodes"] for row in read_rounds(folder)] == nodes
         assert (folder / "model.safetensors").read_bytes() == (

@@ -72,7 +72,7 @@ class Federation:
 
         def answers() -> bool:
             with suppress(OSError):
-                return bool(health.check(check))
+                return bool(health.check_health(check))
             return False
 
         await_that(answers, "the SuperLink answers")

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.diagnosis import replica
 from fedbn_flwr.layerwise import Exchange, Mode, Observer, combine, lockstep, shared_statistics
-from fedbn_flwr.layerwise.exchange import normalized
+from fedbn_flwr.layerwise.exchange import to_shares
 from fedbn_flwr.norm import counter_keys, statistics_keys
 from fedbn_flwr.randomness import derive
 
@@ -43,7 +43,7 @@ def gradients(
     The model stays as it is, except that its running statistics move as those of centralized BN.
     Client i's dropout draws from a stream of (seed, i); `observe` sees every exchange.
     """
-    shares, replicas = normalized(weights), [replica(model) for _ in batches]
+    shares, replicas = to_shares(weights), [replica(model) for _ in batches]
     steps = [
         partial(client_gradients, other, batch, loss_fn, mode)
         for other, batch in zip(replicas, batches, strict=True)

@@ -52,7 +52,9 @@ def mini_batches(
         asked.seed, "batches", "round", asked.server_round, "partition", node.index
     )
     sizes = batches.batch_sizes(len(node.samples), asked, learning_bn)
-    drawn = batches.draw(len(node.samples), sizes, asked.replacement, generator).split(sizes)
+    drawn = batches.draw_batches(len(node.samples), sizes, asked.replacement, generator).split(
+        sizes
+    )
     chosen = [torch.from_numpy(node.samples)[positions] for positions in drawn]
     return [(split.inputs[index], split.labels[index]) for index in chosen]
 

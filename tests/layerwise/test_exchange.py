@@ -22,7 +22,7 @@ from fedbn_flwr.layerwise.exchange import (
     ExchangeError,
     OrderError,
     Why,
-    join,
+    join_requests,
     pool_requests,
     why_unusable,
 )
@@ -77,7 +77,7 @@ def test_the_pool_of_pools_is_that_of_all_clients(
     whole = Requests("statistics", "bn", rows, (4,) * len(clients))
     shares = [rows[:cut], rows[cut:]] if cut < len(clients) else [rows]
     parts = [Requests("statistics", "bn", share, (4,) * len(share)) for share in shares]
-    pools = join(
+    pools = join_requests(
         [
             pool_requests(parts[0], weights[:cut]),
             *(pool_requests(part, weights[cut:]) for part in parts[1:]),
@@ -89,12 +89,12 @@ def test_the_pool_of_pools_is_that_of_all_clients(
 
 
 def test_only_weighted_sums_tell_weights_by_which_workers_can_pool() -> None:
-    requests = join([request(1.0), request(3.0), request(8.0)])
+    requests = join_requests([request(1.0), request(3.0), request(8.0)])
     assert respond(requests, [1, 1, 2]).weights == (1, 1, 2)
     answer = respond(requests, [1, 1, 2], lambda kind, rows, weights: rows.median(0).values)
     assert (answer.tensor.tolist(), answer.weights) == ([3.0], ())
     # in the dtype of the clients, and not in that of the pools
-    pools = join([pool_requests(requests, [1, 1, 2])] * 2)
+    pools = join_requests([pool_requests(requests, [1, 1, 2])] * 2)
     assert (pools.tensor.dtype, respond(pools, ()).tensor.dtype) == (torch.float64, torch.float32)
 
 
@@ -111,7 +111,7 @@ def test_a_constant_channel_a_single_value_and_a_weight_of_nothing_are_sound() -
         Requests.of_client("statistics", "bn", torch.tensor([[mean], [0.0]]), 1)
         for mean in (-1.0, -3.0, 5.0)
     ]
-    answer = respond(join(clients), [0.25, 0.25, 0])
+    answer = respond(join_requests(clients), [0.25, 0.25, 0])
     assert answer.tensor.tolist() == [[-2.0], [1.0]]
     assert answer.count == 3
 
@@ -119,7 +119,7 @@ def test_a_constant_channel_a_single_value_and_a_weight_of_nothing_are_sound() -
 @pytest.mark.parametrize("weights", [[0, 0], [1, -1], [1, float("nan")], [float("inf"), 1]])
 def test_impossible_weights(weights: list[float]) -> None:
     with pytest.raises(ValueError, match="weights must be"):
-        respond(join([request(1.0), request(2.0)]), weights)
+        respond(join_requests([request(1.0), request(2.0)]), weights)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_a_lying_client_is_named_whatever_its_weight(
     odd: Requests, message: str, weight: float
 ) -> None:
     with pytest.raises(ExchangeError, match=message) as error:
-        respond(join([request(1.0), odd, request(2.0)]), [1, weight, 1])
+        respond(join_requests([request(1.0), odd, request(2.0)]), [1, weight, 1])
     assert error.value.client == 1
 
 
@@ -149,7 +149,7 @@ def test_numbers_whose_sum_is_not_finite_are_sound() -> None:
     largest = torch.finfo(torch.float32).max / 8
     many = [request(*[largest] * 9, kind="gradients")] * 2
     assert not many[0].tensor.sum().isfinite()
-    assert respond(join(many), [1, 1]).tensor.tolist() == [largest] * 9
+    assert respond(join_requests(many), [1, 1]).tensor.tolist() == [largest] * 9
 
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -185,10 +185,10 @@ def test_only_the_client_with_too_large_values_is_named(kind: Kind, dtype: torch
         is_used = {"mean": by_mean, "statistics": by_mean + by_variance}.get(kind, by_variance)
         if is_used > 1:
             with pytest.raises(ExchangeError, match="is too large to be pooled") as error:
-                respond(join(requests), [1] * 5)
+                respond(join_requests(requests), [1] * 5)
             assert (error.value.client, error.value.why) == (2, Why.INFINITE)
             del requests[2]
-        assert respond(join(requests), [1] * len(requests)).tensor.isfinite().all()
+        assert respond(join_requests(requests), [1] * len(requests)).tensor.isfinite().all()
 
 
 @st.composite
@@ -254,7 +254,7 @@ def test_a_client_at_another_layer_is_named(odd: Requests) -> None:
     with pytest.raises(
         OrderError, match=r"is at the .* where the others are at the mean of BN layer 'bn'"
     ) as error:
-        join([odd, request(1.0), request(1.0)])
+        join_requests([odd, request(1.0), request(1.0)])
     assert error.value.client == 0
 
 
@@ -264,21 +264,21 @@ def test_parts_of_several_clients_are_joined_in_any_order() -> None:
         Requests("mean", "bn", whole.tensor[rows], tuple(row + 1 for row in rows))
         for rows in ([3, 0], [4, 1, 2])
     ]
-    joined = join(parts, order=[1, 3, 4, 0, 2])
+    joined = join_requests(parts, order=[1, 3, 4, 0, 2])
     assert torch.equal(joined.tensor, whole.tensor)
     assert joined.counts == whole.counts
-    assert join([whole]) is join([whole], order=range(5)) is whole
+    assert join_requests([whole]) is join_requests([whole], order=range(5)) is whole
     with pytest.raises(ValueError, match="requests of 5 clients where 4 are expected"):
-        join(parts, order=range(4))
+        join_requests(parts, order=range(4))
     with pytest.raises(OrderError) as error:
-        join([request(1.0), request(1.0), request(1.0, layer="other")], order=[2, 0, 1])
+        join_requests([request(1.0), request(1.0), request(1.0, layer="other")], order=[2, 0, 1])
     assert error.value.client == 0
     # most clients are right, and not most rows
-    two = pool_requests(join([request(0.0)] * 2), [1, 1])
+    two = pool_requests(join_requests([request(0.0)] * 2), [1, 1])
     with pytest.raises(
         OrderError, match="'other' where the others are at the mean of BN layer 'bn'"
     ) as error:
-        join([pool_requests(request(0.0, layer="other"), [1]), two], order=[1, 0])
+        join_requests([pool_requests(request(0.0, layer="other"), [1]), two], order=[1, 0])
     assert error.value.client == 1
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 from numpy.typing import NDArray
 
-from fedbn_flwr.layerwise.exchange import NOT_FINITE, TOO_LARGE, normalized
+from fedbn_flwr.layerwise.exchange import NOT_FINITE, TOO_LARGE, to_shares
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.server.pooling import average
 from fedbn_flwr.server.replies import unusable
@@ -28,7 +28,7 @@ def slow_mean(
 ) -> NDArray[Any]:
     """One array after another, client after client, in float64."""
     total = np.zeros(states[0][name].shape, np.float64)
-    for state, share in zip(states, normalized(shares), strict=True):
+    for state, share in zip(states, to_shares(shares), strict=True):
         total = total + state[name].astype(np.float64) * share
     return total.astype(states[0][name].dtype)
 
@@ -149,7 +149,7 @@ def test_what_is_not_finite_is_named(
 )
 def test_weights_that_are_none_are_refused(bad: list[float]) -> None:
     with pytest.raises(ValueError, match="weights must be finite"):
-        normalized(bad)
+        to_shares(bad)
 
 
 def test_complex_entries_are_refused_by_name() -> None:

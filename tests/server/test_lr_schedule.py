@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fedbn_flwr.server.lr_schedule import moment, read_schedule, round_of, rounds_of
+from fedbn_flwr.server.lr_schedule import moment, read_schedule, round_of, share_in_rounds
 
 
 def rates(
@@ -115,7 +115,7 @@ def test_what_cannot_be_read_is_named_with_the_grammar(text: str) -> None:
 
 
 def test_a_fraction_needs_the_number_of_rounds() -> None:
-    assert rounds_of(0.5, 60) == 30
+    assert share_in_rounds(0.5, 60) == 30
     with pytest.raises(ValueError, match=r"fraction 0.5 of a run needs the number of rounds"):
         rates("0.1@0.5", [1], num_rounds=None)
     with pytest.raises(ValueError, match=r"needs the number of rounds"):

@@ -33,7 +33,7 @@ from fedbn_flwr.transports.message_records import REQUEST, SIDE_CHANNEL
 from fedbn_flwr.transports.side_channel_client import (
     CERTIFICATES_VARIABLE,
     SITE_ADDRESS_VARIABLE,
-    Stream,
+    NodeStream,
 )
 from fedbn_flwr.transports.side_channel_grid import SideChannelGrid, SideChannelOptions
 from tests.helpers.checkout import ROOT
@@ -127,43 +127,43 @@ class AtExchange:
     After the last one it is at the end of the step.
     """
 
-    what: Callable[[Stream, RecordDict | None], object]
+    what: Callable[[NodeStream, RecordDict | None], object]
     index: int
 
     def __call__(self, message: Message) -> None:
-        numbers, ask, end = count(), Stream.ask, Stream.end
+        numbers, ask, end = count(), NodeStream.ask, NodeStream.end
 
-        def spoiled(stream: Stream, reply: RecordDict) -> RecordDict:
+        def spoiled(stream: NodeStream, reply: RecordDict) -> RecordDict:
             if next(numbers) == self.index:
                 self.what(stream, reply)
             return ask(stream, reply)
 
-        def spoiled_end(stream: Stream, reason: str = "") -> None:
+        def spoiled_end(stream: NodeStream, reason: str = "") -> None:
             if next(numbers) == self.index:
                 self.what(stream, None)
             end(stream, reason)
 
-        patch.object(Stream, "ask", spoiled).start()
-        patch.object(Stream, "end", spoiled_end).start()
+        patch.object(NodeStream, "ask", spoiled).start()
+        patch.object(NodeStream, "end", spoiled_end).start()
 
 
-def dies(stream: Stream, reply: RecordDict | None) -> None:
+def dies(stream: NodeStream, reply: RecordDict | None) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def raises(stream: Stream, reply: RecordDict | None) -> None:
+def raises(stream: NodeStream, reply: RecordDict | None) -> None:
     raise ArithmeticError("no more of this")
 
 
-def waits(stream: Stream, reply: RecordDict | None) -> None:
+def waits(stream: NodeStream, reply: RecordDict | None) -> None:
     time.sleep(1000)
 
 
-def freezes(stream: Stream, reply: RecordDict | None) -> None:
+def freezes(stream: NodeStream, reply: RecordDict | None) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def too_large(stream: Stream, reply: RecordDict | None) -> None:
+def too_large(stream: NodeStream, reply: RecordDict | None) -> None:
     assert reply is not None
     ((layer, tensor),) = state.from_record(reply.array_records[REQUEST]).items()
     reply[REQUEST] = state.to_record(
@@ -171,7 +171,7 @@ def too_large(stream: Stream, reply: RecordDict | None) -> None:
     )
 
 
-def far_too_much(stream: Stream, reply: RecordDict | None) -> None:
+def far_too_much(stream: NodeStream, reply: RecordDict | None) -> None:
     stream._outgoing.put(bytes(2**24))
 
 

@@ -67,7 +67,7 @@ def cityscapes(home: Path, side: int = 768, workers: int = 0) -> Data:
 
 def _split(listed: FileList, size: Size, fit: Fit, workers: int) -> FileSplit:
     split = listed.split(size, fit, MEAN, STD, workers)
-    maps = ImageFiles(listed.root, [label_map(name) for name in listed.names])
+    maps = ImageFiles(listed.root, [label_map_name(name) for name in listed.names])
     return replace(split, maps=maps, classes=class_of_value([*CLASSES.values()]))
 
 
@@ -89,10 +89,10 @@ def list_cityscapes(home: Path) -> tuple[FileList, FileList, list[str]]:
             ]
             if not names:
                 raise DataFilesError(f"{parent / city}: no image of city {city}")
-            absent = [name for name in names if not (home / label_map(name)).exists()]
+            absent = [name for name in names if not (home / label_map_name(name)).exists()]
             if absent:
                 raise DataFilesError(
-                    f"{home / label_map(absent[0])} is missing: the label map of {absent[0]}"
+                    f"{home / label_map_name(absent[0])} is missing: the label map of {absent[0]}"
                 )
             if city not in cities:
                 cities.append(city)
@@ -102,7 +102,7 @@ def list_cityscapes(home: Path) -> tuple[FileList, FileList, list[str]]:
     return *both, cities
 
 
-def label_map(name: str) -> str:
+def label_map_name(name: str) -> str:
     """Return the file of an image's label map."""
     return name.replace("leftImg8bit", "gtFine", 1).removesuffix(IMAGE) + LABELS
 

@@ -59,7 +59,7 @@ def tensorboard(folder: Path, options: Mapping[str, Any], rounds_done: int) -> I
         )
 
         def write(row: Mapping[str, Any]) -> None:
-            for name, value in numbers_of(row).items():
+            for name, value in numbers_in(row).items():
                 writer.add_scalar(name, value, row["round"])
             writer.flush()
 
@@ -85,7 +85,7 @@ def wandb(folder: Path, options: Mapping[str, Any], rounds_done: int) -> Iterato
     except library.Error as error:  # no key, no network
         raise UsageError(f"log-to wandb: {error}") from error
     with run:
-        yield lambda row: run.log(numbers_of(row), step=row["round"], commit=True)
+        yield lambda row: run.log(numbers_in(row), step=row["round"], commit=True)
 
 
 #: values of `log-to`: the module that the extra of this name brings, and what opens the sink
@@ -95,7 +95,7 @@ SINKS: dict[str, tuple[str, OpenSink]] = {
 }
 
 
-def numbers_of(row: Mapping[str, Any]) -> dict[str, float]:
+def numbers_in(row: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of a row by name.
 
     Numbers of a mapping, such as accuracies by domain, are named `name/key`.
@@ -103,7 +103,7 @@ def numbers_of(row: Mapping[str, Any]) -> dict[str, float]:
     numbers: dict[str, float] = {}
     for name, value in row.items():
         if isinstance(value, Mapping):
-            numbers |= {f"{name}/{key}": number for key, number in numbers_of(value).items()}
+            numbers |= {f"{name}/{key}": number for key, number in numbers_in(value).items()}
         elif isinstance(value, int | float) and not isinstance(value, bool):
             numbers[name] = value
     return numbers

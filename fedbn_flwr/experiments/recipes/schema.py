@@ -47,7 +47,7 @@ PRINTED = re.compile(r"\s*(-?\d+(?:\.\d+)?)\s*(?:±\s*(\d+(?:\.\d+)?))?\s*")
 #: the name of a recipe that is a file of a user's own
 SUFFIXES = (".yaml", ".yml", ".json")
 
-Options = dict[str, Any]
+GivenOptions = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -170,16 +170,16 @@ class Fields:
         )
         return {label: str(text) for label, text in value.items()}
 
-    def options(self) -> Options:
+    def options(self) -> GivenOptions:
         """Return options of all runs."""
         return self._options("options", self.content.get("options") or {})
 
-    def axes(self) -> dict[str, dict[str, Options]]:
+    def axes(self) -> dict[str, dict[str, GivenOptions]]:
         """Return axis -> label -> options.
 
         In a list, and by plain values, an axis is the option of its name.
         """
-        axes = dict[str, dict[str, Options]]()
+        axes = dict[str, dict[str, GivenOptions]]()
         for axis, values in self.mapping("vary ", self.content.get("vary") or {}, "axes").items():
             where = f"vary: {axis}"
             shape = "be a list of values, or a mapping of labels,"
@@ -217,7 +217,7 @@ class Fields:
             self.refuse(f"{where} must {shape} and have at least one entry")
         return {str(key): item for key, item in value.items()}
 
-    def _options(self, where: str, given: Any) -> Options:
+    def _options(self, where: str, given: Any) -> GivenOptions:
         given = self.mapping(f"{where} ", given, "options")
         known = {key: option for key, option in _all_options().items() if key not in OUTSIDE}
         # the names of options may be theirs
@@ -291,7 +291,7 @@ def parse_recipe(name: str, content: object, read_from: str = "") -> Recipe:
     return replace(recipe, small=_in_small(recipe, given, axes))
 
 
-def _varied(given: Fields, axes: Mapping[str, Mapping[str, Options]]) -> dict[str, str]:
+def _varied(given: Fields, axes: Mapping[str, Mapping[str, GivenOptions]]) -> dict[str, str]:
     """Return by option the axis that sets it."""
     varied = dict[str, str]()
     for axis, parts in axes.items():

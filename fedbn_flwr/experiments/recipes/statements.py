@@ -31,7 +31,7 @@ class Statement(NamedTuple):
 
 
 #: by setting, column and label, the line of `values_of`
-Values = Mapping[tuple[str, str, str], Any]
+CellValues = Mapping[tuple[str, str, str], Any]
 
 
 def statements(runs: Frame, paper: Paper) -> list[Statement]:
@@ -52,7 +52,7 @@ def statements(runs: Frame, paper: Paper) -> list[Statement]:
     ]
 
 
-def _order(place: Reported, runs: Frame, means: Values) -> Statement | None:
+def _order(place: Reported, runs: Frame, means: CellValues) -> Statement | None:
     """Say how many pairs of methods are ordered as in the paper, among those that it tells apart in
     one column.
     """
@@ -77,7 +77,7 @@ def _order(place: Reported, runs: Frame, means: Values) -> Statement | None:
 
 
 def _ordered(
-    place: Reported, means: Values, setting: str, column: str, one: str, other: str
+    place: Reported, means: CellValues, setting: str, column: str, one: str, other: str
 ) -> str | None:
     """Return an empty text if two methods are ordered as in the paper, else what is not; None if it
     cannot be told.
@@ -105,7 +105,7 @@ def _text(value: Any) -> str:
 
 
 def _claim(
-    direction: Direction, settings: Mapping[str, Mapping[str, str]], means: Values
+    direction: Direction, settings: Mapping[str, Mapping[str, str]], means: CellValues
 ) -> Statement:
     """Say of a direction of the paper in how many settings the runs agree."""
     pairs = list(_pairs(direction, settings, means))
@@ -142,7 +142,7 @@ def _where(pairs: Sequence[tuple[str, Any, Any]]) -> str:
 
 
 def _pairs(
-    direction: Direction, settings: Mapping[str, Mapping[str, str]], means: Values
+    direction: Direction, settings: Mapping[str, Mapping[str, str]], means: CellValues
 ) -> Iterator[tuple[str, Any, Any]]:
     """Return the two numbers wherever the sides' settings differ only in the labels that the sides
     name.

@@ -14,14 +14,14 @@ from fedbn_flwr.experiments.output.run_folder import make_folder, read_config
 from fedbn_flwr.experiments.recipes.statements import statements
 from fedbn_flwr.experiments.results.plots import SETTINGS, Picture, bars, curves
 from fedbn_flwr.experiments.results.rows import Part, counts, read_parts, rounds_of
-from fedbn_flwr.experiments.results.show import fill, to_csv, to_latex
+from fedbn_flwr.experiments.results.show import render, to_csv, to_latex
 from fedbn_flwr.experiments.results.tables import all_runs, costs, results
 from fedbn_flwr.plugins import did_you_mean
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.whole_files import write_bytes
 
 
-class Content:
+class PagePart:
     """One part as it stands in the report; `template/page.html` shows its attributes."""
 
     def __init__(self, part: Part, prefix: str) -> None:
@@ -96,11 +96,11 @@ def named_apart(pictures: Sequence[Picture]) -> list[Picture]:
     return [*named.values()]
 
 
-def _write_html(parts: Sequence[Content], folder: Path) -> str:
+def _write_html(parts: Sequence[PagePart], folder: Path) -> str:
     images = [
         [b64encode(content).decode() for content in part.draw(folder, "png")] for part in parts
     ]
-    page = fill(
+    page = render(
         "page.html",
         parts=list(zip(parts, images, strict=True)),
         title=parts[0].part.title if len(parts) == 1 else f"{len(parts)} results",
@@ -112,14 +112,14 @@ def _write_html(parts: Sequence[Content], folder: Path) -> str:
     return "report.html (and its pictures as PNG files)"
 
 
-def _write_csv(parts: Sequence[Content], folder: Path) -> str:
+def _write_csv(parts: Sequence[PagePart], folder: Path) -> str:
     for part in parts:
         for shown in (part.results, part.runs):
             write_bytes(folder / f"{part.prefix}{shown.name}.csv", to_csv(shown).encode())
     return f"{parts[0].prefix}results.csv (and runs.csv, with a row for each run)"
 
 
-def _write_latex(parts: Sequence[Content], folder: Path) -> str:
+def _write_latex(parts: Sequence[PagePart], folder: Path) -> str:
     for part in parts:
         part.draw(folder, "pdf")
         for shown in part.tables:
@@ -130,7 +130,7 @@ def _write_latex(parts: Sequence[Content], folder: Path) -> str:
 
 
 #: format -> what writes it, and returns the name of its main file, and what stands beside it
-WRITERS: dict[str, Callable[[Sequence[Content], Path], str]] = {
+WRITERS: dict[str, Callable[[Sequence[PagePart], Path], str]] = {
     "html": _write_html,
     "csv": _write_csv,
     "latex": _write_latex,
@@ -154,6 +154,6 @@ def report(options: Mapping[str, Any]) -> None:
     read = read_parts(folders)
     make_folder(folder)
     parts = [
-        Content(part, f"{n}-" if len(read) > 1 else "") for n, part in enumerate(read, start=1)
+        PagePart(part, f"{n}-" if len(read) > 1 else "") for n, part in enumerate(read, start=1)
     ]
     say(f"Report: {folder.resolve()}/{WRITERS[name](parts, folder)}" for name in formats)

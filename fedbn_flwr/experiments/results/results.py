@@ -14,7 +14,7 @@ from fedbn_flwr import norm, state
 from fedbn_flwr.data.own_data import preprocess
 from fedbn_flwr.experiments.material import (
     Material,
-    form_of,
+    data_form,
     fresh_model,
     load_data,
     node_names,
@@ -34,7 +34,7 @@ from fedbn_flwr.experiments.results.rows import (
     row_of,
     score_of,
 )
-from fedbn_flwr.experiments.results.show import fill, show_comparison
+from fedbn_flwr.experiments.results.show import render, show_comparison
 from fedbn_flwr.experiments.results.tables import results
 from fedbn_flwr.experiments.results.values import values_of
 from fedbn_flwr.experiments.runs import Run
@@ -165,7 +165,7 @@ class Results:
     def _filled(self, key: Key, weights: state.State) -> nn.Module:
         """Return a run's model with these weights."""
         config = self._runs[key].experiment.config
-        model = fresh_model(config.model, form_of(load_data(config.data)), config.seed)
+        model = fresh_model(config.model, data_form(load_data(config.data)), config.seed)
         state.load(model, weights)
         return model.eval()
 
@@ -221,7 +221,7 @@ class Results:
         return shown.get().rstrip("\n")
 
     def _repr_html_(self) -> str:
-        return fill("table.html", table=results(self.rows))
+        return render("table.html", table=results(self.rows))
 
 
 def _key(run: Mapping[str, Any]) -> Key:

@@ -172,7 +172,7 @@ def _together(runs: Frame) -> Frame:
     Runs of a method are its seeds if they differ in nothing else; otherwise the folders' names tell
     which is which.
     """
-    options = [_bound(each) for each in options_of(runs)]
+    options = [_bound(each) for each in options_of_runs(runs)]
     axes = []
     for key in OF_SETTINGS:
         if len({each.get(key) for each in options}) > 1:
@@ -193,7 +193,7 @@ def _bound(options: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in options.items() if key not in FREE}
 
 
-def options_of(runs: Frame) -> list[dict[str, Any]]:
+def options_of_runs(runs: Frame) -> list[dict[str, Any]]:
     """Return the options of each run; empty before it began."""
     return [read_config(Path(folder)).get("options", {}) for folder in runs["folder"]]
 

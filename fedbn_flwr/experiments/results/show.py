@@ -117,7 +117,7 @@ def latex(words: str) -> str:
     return "".join(ESCAPES.get(letter, letter) for letter in words)
 
 
-def fill(template: str, **values: object) -> str:
+def render(template: str, **values: object) -> str:
     """Fill in a template of HTML, whose values are text and no markup."""
     # a node's process imports this module, and never needs it
     from jinja2 import Environment, PackageLoader

@@ -23,7 +23,7 @@ from fedbn_flwr.experiments.results.rows import (
     finished,
     known,
     of_clients,
-    options_of,
+    options_of_runs,
     outcome_of,
     pd,
     score_of,
@@ -308,7 +308,7 @@ def _chosen(runs: Frame) -> list[str]:
 
 def _rate(runs: Frame) -> float:
     """Return the learning rate of runs that differ by their seeds."""
-    rate = next(iter(column(runs, "lr").dropna()), None) or options_of(runs)[0].get("lr")
+    rate = next(iter(column(runs, "lr").dropna()), None) or options_of_runs(runs)[0].get("lr")
     return rate or nan
 
 
@@ -445,7 +445,7 @@ def all_runs(runs: Frame) -> Table:
     score = score_of(runs)
     digits = 2 if is_share(score) else ERROR_DIGITS
     done = [len(read_rounds(Path(folder))) for folder in runs["folder"]]
-    rounds = [own.get("rounds") for own in options_of(runs)]
+    rounds = [own.get("rounds") for own in options_of_runs(runs)]
     rates = [_rate(runs.loc[[run]]) for run in runs.index]
     columns = {
         "setting": runs["setting"],

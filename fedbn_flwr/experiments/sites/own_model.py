@@ -16,7 +16,7 @@ from fedbn_flwr import state, wire
 from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.clientapp.bn_client_app import read_message
 from fedbn_flwr.experiments.experiment import import_plugins, resolve
-from fedbn_flwr.experiments.material import Form, form_of, fresh_model, load_data
+from fedbn_flwr.experiments.material import Form, data_form, fresh_model, load_data
 from fedbn_flwr.plugins import extra
 from fedbn_flwr.server.replies import lacks_state
 from fedbn_flwr.state import State
@@ -106,7 +106,7 @@ def load_own_model(path: str | Path, plugins: str = "") -> OwnModel:
     if shape:
         form = Form.of(len(config.data.classes), shape)
     else:
-        form = form_of(load_data(config.data))
+        form = data_form(load_data(config.data))
     model = fresh_model(config.model, form, config.seed).eval()
     state.load(model, tensors)
     return OwnModel(model, options, about)

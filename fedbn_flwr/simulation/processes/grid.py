@@ -19,7 +19,7 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr.device import count_cores
 from fedbn_flwr.layerwise import Answer, Requests, Transport
-from fedbn_flwr.layerwise.exchange import ExchangeError, OrderError, join
+from fedbn_flwr.layerwise.exchange import ExchangeError, OrderError, join_requests
 from fedbn_flwr.plugins import import_function
 from fedbn_flwr.server.grids import identify, is_simulated, wait_for_all
 from fedbn_flwr.simulation.how_trained import HowTrained
@@ -287,9 +287,9 @@ class WorkersTransport(Transport[Message]):
         if 0 < len(parts) < len(shares):
             raise OrderError(0, "is at a BN layer where others are at their end")
         if not parts or not parts[0].pools:
-            return join(parts, self._order) if parts else None
+            return join_requests(parts, self._order) if parts else None
         try:
-            return join(parts)
+            return join_requests(parts)
         except ExchangeError as error:
             first = [rows[0] for rows in self._rows.values()]
             raise type(error)(first[error.client], error.reason) from None

@@ -25,7 +25,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from fedbn_flwr.device import accelerator_name
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.simulation.processes.pipe import ObjectPipe
-from fedbn_flwr.simulation.processes.worker import WorkerDiedError, WorkerError, WorkerHandle, serve
+from fedbn_flwr.simulation.processes.worker import (
+    WorkerDiedError,
+    WorkerError,
+    WorkerHandle,
+    serve_grid,
+)
 
 #: seconds that a cluster has to reserve what all workers need, and to start a worker again
 RESERVING = 10
@@ -201,11 +206,11 @@ class _Listening:
         address: Any = self._listener.address
         return Place(address, f"{socket.gethostname()} ({host})", device)
 
-    def serve(self, threads: int, level: int) -> None:
+    def serve_grid(self, threads: int, level: int) -> None:
         """Answer requests over this connection until it is closed."""
         with self._listener, self._listener.accept() as connection:
             _notice_silence(connection)
-            serve(connection, threads, level)
+            serve_grid(connection, threads, level)
 
 
 _Actor: Any = ray.remote(_Listening)

@@ -133,7 +133,7 @@ def _in_place(messages: Sequence[Message], replies: Iterable[Message]) -> list[M
     return [by_question.get(message.metadata.message_id) for message in messages]
 
 
-def respond(service: Service, name: str, payload: Any) -> tuple[str, Any]:
+def call(service: Service, name: str, payload: Any) -> tuple[str, Any]:
     """Return what went wrong, if anything, and the answer; of a failure, whether the worker cannot
     do this at all.
     """

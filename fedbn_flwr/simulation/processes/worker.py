@@ -24,7 +24,7 @@ import torch
 
 from fedbn_flwr.data import prefetch
 from fedbn_flwr.simulation.processes.pipe import ObjectPipe
-from fedbn_flwr.simulation.processes.service import Service, respond
+from fedbn_flwr.simulation.processes.service import Service, call
 
 #: seconds that an idle process has to end by itself
 _PATIENCE = 1.0
@@ -126,7 +126,7 @@ class OwnShare(WorkerHandle):
 
     def receive(self) -> tuple[str, Any]:
         """Answer the next request."""
-        return respond(self._service, *self._requests.pop(0))
+        return call(self._service, *self._requests.pop(0))
 
     def close(self) -> None:
         """Forget the nodes."""
@@ -247,12 +247,12 @@ def work(connection: Connection, threads: int, level: int) -> None:
     current_process().daemon = False
     set_start_method(None, force=True)
     prefetch.serve_parent()
-    serve(connection, threads, level)
+    serve_grid(connection, threads, level)
     # without the exit functions of libraries
     os._exit(0)
 
 
-def serve(connection: Connection, threads: int, level: int) -> None:
+def serve_grid(connection: Connection, threads: int, level: int) -> None:
     """Answer requests until the other end closes the connection."""
     logging.getLogger("flwr").setLevel(level)
     if threads:
@@ -261,4 +261,4 @@ def serve(connection: Connection, threads: int, level: int) -> None:
     service = Service()
     with suppress(EOFError, ConnectionError):
         while True:
-            pipe.send(respond(service, *pipe.receive()))
+            pipe.send(call(service, *pipe.receive()))

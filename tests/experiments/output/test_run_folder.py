@@ -25,7 +25,7 @@ from fedbn_flwr.experiments.output.run_folder import (
     installed_versions,
     read_rounds,
 )
-from fedbn_flwr.experiments.output.sinks import numbers_of
+from fedbn_flwr.experiments.output.sinks import numbers_in
 from fedbn_flwr.state import to_record
 from tests.helpers.deaths import Death, dying
 from tests.helpers.runs import DATA, OPTIONS, command, run, run_in
@@ -269,4 +269,4 @@ def test_only_numbers_are_logged_and_those_of_a_mapping_under_its_name() -> None
         "done": True,
         "f1": {"a": {"x": 1.0}, "b": 2},
     }
-    assert numbers_of(row) == {"round": 3, "accuracy": 0.5, "f1/a/x": 1.0, "f1/b": 2}
+    assert numbers_in(row) == {"round": 3, "accuracy": 0.5, "f1/a/x": 1.0, "f1/b": 2}
