@@ -24,7 +24,7 @@ from fedbn_flwr.experiments.engines import node_grid, open_on_cluster
 from fedbn_flwr.experiments.material import Material
 from fedbn_flwr.experiments.server_side import instruction_of
 from fedbn_flwr.simulation.in_process import InProcessGrid
-from fedbn_flwr.simulation.stacked.grid import StackedGrid
+from fedbn_flwr.simulation.stacked.stacked_grid import StackedGrid
 
 WORKERS, DELAYS = (1, 2, 4, 8), (0.0, 1.0, 5.0, 20.0)
 CLIENTS = 8

@@ -13,7 +13,7 @@ from fedbn_flwr.plugins.options import Range
 from fedbn_flwr.server.pooling import Pooled, PooledGroup, Sent
 from fedbn_flwr.state import Arrays
 from fedbn_flwr.wire import Instruction
-from fedbn_flwr.wire.moments import under_all_names
+from fedbn_flwr.wire.packed_moments import under_all_names
 
 from .fedavg import FedAvg
 from .registry import register_strategy

@@ -13,7 +13,7 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr import wire
 from fedbn_flwr.plugins.options import Range
-from fedbn_flwr.server.closed_form import (
+from fedbn_flwr.server.head_from_sums import (
     HEAD,
     Head,
     read_head_moments,

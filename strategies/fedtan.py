@@ -19,11 +19,11 @@ In the paper's symbols, and where it is done:
         server: {w_r, S_r} = sum_i p_i {w_i, S_i}                     average, in
                                                                       `server/pooling.py`  (7)
 
-Stacked clients train in `fedbn_flwr/simulation/stacked/training.py` in place of `BNClient.train`.
-`take_step` is in `fedbn_flwr/layerwise/steps.py`, and the mathematics of one layer, which is the
-client's half, in `shared_batch_norm.py` beside it. `Layerwise`, which starts again without the
-nodes that fail, is in `base_layerwise.py`. What carries the exchanges between the two halves is in
-`fedbn_flwr/transports/`.
+Stacked clients train in `fedbn_flwr/simulation/stacked/train_together.py` in place of
+`BNClient.train`. `take_step` is in `fedbn_flwr/layerwise/steps.py`, and the mathematics of one
+layer, which is the client's half, in `shared_batch_norm.py` beside it. `Layerwise`, which starts
+again without the nodes that fail, is in `base_layerwise.py`. What carries the exchanges between the
+two halves is in `fedbn_flwr/transports/`.
 """
 
 from collections.abc import Mapping, Sequence

@@ -21,7 +21,7 @@ from fedbn_flwr.device import where_exact
 from fedbn_flwr.norm.moments import inputs_in, only_training
 from fedbn_flwr.plugins import add, did_you_mean
 from fedbn_flwr.state import State
-from fedbn_flwr.wire import Instruction, moments
+from fedbn_flwr.wire import Instruction
 from fedbn_flwr.wire.closed_form import (
     MEANS_PASS,
     MOMENTS_PASS,
@@ -29,6 +29,7 @@ from fedbn_flwr.wire.closed_form import (
     HeadMoments,
     linear_layer,
 )
+from fedbn_flwr.wire.packed_moments import own_statistics, pack_moments
 
 Batches = Iterable[tuple[Any, Tensor | None]]
 #: of what a message may hold beside the model
@@ -151,11 +152,11 @@ class StatisticsPass(Pass):
 
     def found(self) -> State:
         """Return the moments under all names of the layers."""
-        return moments.pack_moments(self.model, self.seen)
+        return pack_moments(self.model, self.seen)
 
     def own_entries(self) -> State:
         """Return running statistics as the node's data have them."""
-        return moments.own_statistics(self.model, self.seen)
+        return own_statistics(self.model, self.seen)
 
 
 @register_pass(MOMENTS_PASS)

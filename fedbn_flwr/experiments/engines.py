@@ -33,7 +33,7 @@ from fedbn_flwr.experiments.stopping import SIDE_BY_SIDE
 from fedbn_flwr.plugins import did_you_mean, extra, fingerprint, is_foreign
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.simulation.in_process import InProcessGrid, OneByOneGrid
-from fedbn_flwr.simulation.processes.grid import WorkersGrid
+from fedbn_flwr.simulation.processes.process_grid import WorkersGrid
 from fedbn_flwr.simulation.processes.service import GridFactory
 from fedbn_flwr.simulation.processes.worker import Worker, preload
 from fedbn_flwr.simulation.sizing import (
@@ -46,7 +46,7 @@ from fedbn_flwr.simulation.sizing import (
     visible_gpus,
     worthwhile_workers,
 )
-from fedbn_flwr.simulation.stacked.grid import StackedGrid
+from fedbn_flwr.simulation.stacked.stacked_grid import StackedGrid
 from fedbn_flwr.state import to_record
 from fedbn_flwr.strategies import BaseStrategy, Layerwise
 from fedbn_flwr.transports import message_client

@@ -19,7 +19,6 @@ from flwr.serverapp.strategy.strategy_utils import log_strategy_start_info
 from fedbn_flwr import wire
 from fedbn_flwr.plugins import warn_once
 from fedbn_flwr.plugins.options import Range
-from fedbn_flwr.server.closed_form import HEAD, solved_head
 from fedbn_flwr.server.constructor_options import (
     MomentumKind,
     OptimizerKind,
@@ -28,6 +27,7 @@ from fedbn_flwr.server.constructor_options import (
 )
 from fedbn_flwr.server.exact_statistics import GATHERED, with_exact_statistics
 from fedbn_flwr.server.grids import wait_for_nodes
+from fedbn_flwr.server.head_from_sums import HEAD, solved_head
 from fedbn_flwr.server.lr_schedule import read_schedule
 from fedbn_flwr.server.method_state import (
     LostRounds,

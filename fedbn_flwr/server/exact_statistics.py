@@ -34,7 +34,7 @@ from fedbn_flwr.server.replies import (
 )
 from fedbn_flwr.server.round import Round
 from fedbn_flwr.state import Arrays, arrays_of, arrays_to_record
-from fedbn_flwr.wire import moments
+from fedbn_flwr.wire.packed_moments import running_statistics, unpack_moments
 
 #: what nodes send beside the model
 GATHERED = Sent("gathered statistics")
@@ -77,7 +77,7 @@ def with_exact_statistics(
             WARNING,
             "BN statistics stay as they were: there are no nodes' answers that could be pooled",
         )
-    entries = moments.running_statistics(pooled)
+    entries = running_statistics(pooled)
     gathered = {name: value.numpy().astype(state[name].dtype) for name, value in entries.items()}
     return arrays_to_record({**state, **gathered})
 
@@ -88,11 +88,11 @@ def _read_moments(arrays: Mapping[str, np.ndarray], state: Arrays) -> dict[str, 
     Moments are in float64, but the pool becomes running statistics of the model, which may be in
     float32.
     """
-    seen = moments.unpack_moments(arrays)
+    seen = unpack_moments(arrays)
     if not seen:
         raise RefusedError("it sent no moments")
     for layer, values in seen.items():
-        entries = moments.running_statistics({layer: values})
+        entries = running_statistics({layer: values})
         own = [
             state[name]
             for name in entries

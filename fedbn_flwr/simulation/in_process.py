@@ -33,7 +33,7 @@ from fedbn_flwr.client import BNClient, captured
 from fedbn_flwr.clientapp.bn_client_app import BNClientApp, SharedRecords, read_message
 from fedbn_flwr.server.grids import identify
 from fedbn_flwr.simulation.how_trained import HowTrained
-from fedbn_flwr.simulation.replies import Job, Replies, ReplyPool, Trained, changes_nothing
+from fedbn_flwr.simulation.reply_pool import Job, Replies, ReplyPool, Trained, changes_nothing
 from fedbn_flwr.state import State
 from fedbn_flwr.state.flat import to_device
 from fedbn_flwr.state.record_files import SUFFIX, pack_records, read_records

@@ -19,7 +19,7 @@ import torch
 from fedbn_flwr.experiments import main
 from fedbn_flwr.experiments.output.recorder import Journal
 from fedbn_flwr.simulation.in_process import InProcessGrid
-from fedbn_flwr.simulation.processes.grid import WorkersGrid
+from fedbn_flwr.simulation.processes.process_grid import WorkersGrid
 
 
 class Death(BaseException):

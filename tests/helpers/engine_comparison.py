@@ -14,13 +14,13 @@ from flwr.app import Message, RecordDict
 from flwr.clientapp import ClientApp
 from torch import nn
 
-import fedbn_flwr.simulation.stacked.grid as engine
+import fedbn_flwr.simulation.stacked.stacked_grid as engine
 from fedbn_flwr import state, wire
 from fedbn_flwr.simulation import StackedGrid
 from fedbn_flwr.simulation.how_trained import APART
 from fedbn_flwr.simulation.in_process import InProcessGrid, RunConfig
-from fedbn_flwr.simulation.processes.grid import WorkersGrid
-from fedbn_flwr.simulation.stacked.training import train_together
+from fedbn_flwr.simulation.processes.process_grid import WorkersGrid
+from fedbn_flwr.simulation.stacked.train_together import train_together
 from fedbn_flwr.state import State
 from fedbn_flwr.strategies import BaseStrategy
 from tests.helpers.harness import Federation, distance, make_model

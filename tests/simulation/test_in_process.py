@@ -13,7 +13,7 @@ from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 
 from fedbn_flwr.simulation.in_process import InProcessGrid, run_in_process
-from fedbn_flwr.simulation.processes.grid import WorkersGrid
+from fedbn_flwr.simulation.processes.process_grid import WorkersGrid
 from tests.helpers.obedient_nodes import answers, counting_app, obeying, question, send
 
 

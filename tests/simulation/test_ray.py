@@ -24,7 +24,7 @@ from flwr.common.constant import ErrorCode
 from fedbn_flwr.experiments import main, resolve
 from fedbn_flwr.experiments.engines import run_on_ray
 from fedbn_flwr.simulation.processes import ray_worker
-from fedbn_flwr.simulation.processes.grid import WorkersGrid
+from fedbn_flwr.simulation.processes.process_grid import WorkersGrid
 from fedbn_flwr.simulation.processes.worker import WorkerError
 from tests.helpers.checkout import ROOT
 from tests.helpers.engine_comparison import memories, memory_difference

@@ -21,7 +21,7 @@ from fedbn_flwr.experiments.experiment import resolve
 from fedbn_flwr.experiments.material import Material
 from fedbn_flwr.server.grids import ask_nodes
 from fedbn_flwr.simulation import StackedGrid
-from fedbn_flwr.simulation.replies import ReplyPool, Trained
+from fedbn_flwr.simulation.reply_pool import ReplyPool, Trained
 from fedbn_flwr.strategies import FedAvg, FedBN, register_strategy
 from fedbn_flwr.wire.pooled import Summed
 from tests.helpers.engine_comparison import (

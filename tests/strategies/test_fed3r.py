@@ -20,9 +20,9 @@ from fedbn_flwr.client import BNClient, Reply
 from fedbn_flwr.clientapp import ClientApp
 from fedbn_flwr.data import Split
 from fedbn_flwr.experiments import UsageError
-from fedbn_flwr.server import closed_form
+from fedbn_flwr.server import head_from_sums
 from fedbn_flwr.simulation.in_process import InProcessGrid, OneByOneGrid
-from fedbn_flwr.simulation.stacked.grid import StackedGrid
+from fedbn_flwr.simulation.stacked.stacked_grid import StackedGrid
 from fedbn_flwr.state import State
 from fedbn_flwr.strategies import (
     BaseStrategy,
@@ -398,7 +398,7 @@ def test_what_a_node_would_send_is_said_and_bounded(
     with caplog.at_level("INFO", logger="flwr"):
         Federation(make_model()).run(Fed3R())
     assert "Each node sends 0.0 MB once, the moments of 64 features, for layer net.7" in caplog.text
-    monkeypatch.setattr(closed_form, "MOST_BYTES", 18000)
+    monkeypatch.setattr(head_from_sums, "MOST_BYTES", 18000)
     Federation(make_model()).run(FedNCM())
     with pytest.raises(CannotTrainError, match="take fedncm, or a layer before it"):
         Federation(make_model()).run(Fed3R())
@@ -462,7 +462,8 @@ def test_data_without_labels_are_named() -> None:
 def test_any_method_may_begin_from_it(made: Callable[..., BaseStrategy]) -> None:
     """A run without it that begins from the same, scaled head has the same end."""
     scaled = {
-        name: closed_form.LOGITS * value for name, value in by_scikit_learn(*features_of()).items()
+        name: head_from_sums.LOGITS * value
+        for name, value in by_scikit_learn(*features_of()).items()
     }
     begun = make_model()
     begun.load_state_dict({**begun.state_dict(), **scaled})

@@ -19,11 +19,11 @@ from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.layerwise import Answer, Requests, take_step
 from fedbn_flwr.simulation import StackedGrid
 from fedbn_flwr.simulation.in_process import FIRST_NODE_ID, InProcessGrid
-from fedbn_flwr.simulation.processes.grid import WorkersGrid, WorkersTransport
 from fedbn_flwr.simulation.processes.pipe import ObjectPipe
+from fedbn_flwr.simulation.processes.process_grid import WorkersGrid, WorkersTransport
 from fedbn_flwr.simulation.processes.service import Service
 from fedbn_flwr.simulation.processes.worker import OwnShare, WorkerError
-from fedbn_flwr.simulation.stacked.grid import StackedTransport
+from fedbn_flwr.simulation.stacked.stacked_grid import StackedTransport
 from fedbn_flwr.transports import NodesTransport, Participant
 from fedbn_flwr.transports.counting_grid import CountingGrid
 from fedbn_flwr.transports.message_records import StepPosition

@@ -20,7 +20,7 @@ from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.device import Rows
 from fedbn_flwr.layerwise.carried import CorrectedClients
 from fedbn_flwr.randomness import OwnRandomness
-from fedbn_flwr.simulation.stacked.layers import CannotStackError, StackedLayers
+from fedbn_flwr.simulation.stacked.stacked_layers import CannotStackError, StackedLayers
 from fedbn_flwr.state import State
 from fedbn_flwr.state.flat import FlatState, joined_rows, to_device
 

@@ -19,8 +19,8 @@ from fedbn_flwr.device import constant
 from fedbn_flwr.layerwise.carried import CorrectedClients
 from fedbn_flwr.models import build
 from fedbn_flwr.simulation.in_process import InProcessGrid, OneByOneGrid
-from fedbn_flwr.simulation.stacked.grid import StackedGrid
-from fedbn_flwr.simulation.stacked.layers import StackedLayers
+from fedbn_flwr.simulation.stacked.stacked_grid import StackedGrid
+from fedbn_flwr.simulation.stacked.stacked_layers import StackedLayers
 from fedbn_flwr.strategies import BaseStrategy, FedAvg, FedDNA, FedProx, FedTAN, FixBN, Scaffold
 from fedbn_flwr.wire import Instruction
 from tests.fake_accelerator.on_device.methods import CASES
@@ -225,7 +225,7 @@ def test_the_optimizers_step_is_replayed_at_every_rate(
         session.optimizer.step = noted  # type: ignore[method-assign,assignment]
 
     with monkeypatch.context() as patch:
-        patch.setattr("fedbn_flwr.simulation.stacked.training.steady", counted)
+        patch.setattr("fedbn_flwr.simulation.stacked.train_together.steady", counted)
         apart, replays, watch = ends(make, make_model, Stacked, rounds=5, **options)
     assert (apart, said(watch)) == (0, [])
     # of two kinds of steps each is compared in the second round, and all others are replayed

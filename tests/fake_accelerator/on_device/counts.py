@@ -17,8 +17,8 @@ from fedbn_flwr.client.evaluation import evaluate, mean_loss
 from fedbn_flwr.device import pins, total_memory
 from fedbn_flwr.models import build
 from fedbn_flwr.simulation.in_process import InProcessGrid
-from fedbn_flwr.simulation.stacked.grid import StackedGrid
 from fedbn_flwr.simulation.stacked.model import Stack
+from fedbn_flwr.simulation.stacked.stacked_grid import StackedGrid
 from fedbn_flwr.strategies import BaseStrategy, FedAvg, FedProx, FedTAN, FedWon, Scaffold
 from tests.fake_accelerator.tally import KINDS, Tally, counting
 from tests.helpers.engine_comparison import SIZES_APART, Stacked

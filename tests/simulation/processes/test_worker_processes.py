@@ -19,7 +19,7 @@ from torch import Tensor
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.data.prefetch import decode
 from fedbn_flwr.simulation.in_process import InProcessGrid
-from fedbn_flwr.simulation.processes.grid import WorkersGrid
+from fedbn_flwr.simulation.processes.process_grid import WorkersGrid
 from fedbn_flwr.simulation.processes.worker import OwnShare, Worker, WorkerError, WorkerHandle
 from fedbn_flwr.strategies import FedTAN
 from fedbn_flwr.transports import message_records as layerwise_wire
@@ -268,7 +268,7 @@ PARENT = """
 import signal
 from functools import partial
 from fedbn_flwr.simulation.processes.worker import preload
-from fedbn_flwr.simulation.processes.grid import WorkersGrid
+from fedbn_flwr.simulation.processes.process_grid import WorkersGrid
 from tests.helpers.obedient_nodes import obeying, question
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from fedbn_flwr.client import BNClient, Reply
 from fedbn_flwr.layerwise import Exchange
 from fedbn_flwr.simulation.how_trained import APART
 from fedbn_flwr.simulation.in_process import InProcessGrid
-from fedbn_flwr.simulation.replies import Replies, ReplyPool, Trained
+from fedbn_flwr.simulation.reply_pool import Replies, ReplyPool, Trained
 from fedbn_flwr.state.records import flat_of
 from fedbn_flwr.strategies import FedAvg, FedBN, Scaffold
 from tests.helpers.engine_comparison import (

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from fedbn_flwr import models
-from fedbn_flwr.simulation.stacked.layers import StackedLayers
 from fedbn_flwr.simulation.stacked.model import Stack
+from fedbn_flwr.simulation.stacked.stacked_layers import StackedLayers
 from tests.helpers.toys import random_state
 
 CLIENTS, SIZE, CLASSES, CHANNELS, SIDE = 3, 5, 4, 4, 6
@@ -202,7 +202,7 @@ def test_all_clients_are_in_one_call_but_for_layers_and_stand_ins_of_others() ->
 
 
 def test_a_torch_without_what_is_needed_does_it_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedbn_flwr.simulation.stacked.layers._functorch", None)
+    monkeypatch.setattr("fedbn_flwr.simulation.stacked.stacked_layers._functorch", None)
     assert channels_normalized(*CASES["2d"]()) == [4]
     model, inputs = chain(in_place=False)
     assert StackedLayers(model).images(inputs) is inputs

@@ -15,7 +15,7 @@ from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.layerwise import Answer
 from fedbn_flwr.simulation import StackedGrid
 from fedbn_flwr.simulation.in_process import InProcessGrid
-from fedbn_flwr.simulation.processes.grid import WorkersGrid
+from fedbn_flwr.simulation.processes.process_grid import WorkersGrid
 from fedbn_flwr.simulation.processes.worker import OwnShare
 from fedbn_flwr.strategies import BaseStrategy, FedAvg, FedTAN
 from fedbn_flwr.transports.counting_grid import CountingGrid
@@ -78,7 +78,9 @@ def test_a_step_of_more_than_there_is_memory_for_is_taken_by_messages(
     fitting: int, stacks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In which steps are replayed, and so need not all be kept."""
-    monkeypatch.setattr("fedbn_flwr.simulation.stacked.grid.clients_that_fit", lambda *_: fitting)
+    monkeypatch.setattr(
+        "fedbn_flwr.simulation.stacked.stacked_grid.clients_that_fit", lambda *_: fitting
+    )
     alone, together = both(lambda: quiet(FedTAN), rounds=1)
     assert difference(alone, together) < EXACT
     assert sum(together.watch.stacks) == stacks

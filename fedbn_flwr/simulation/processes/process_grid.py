@@ -33,7 +33,7 @@ from fedbn_flwr.simulation.processes.worker import (
     WorkerHandle,
     preload,
 )
-from fedbn_flwr.simulation.stacked.grid import StackedGrid
+from fedbn_flwr.simulation.stacked.stacked_grid import StackedGrid
 from fedbn_flwr.transports import message_client
 
 

@@ -23,15 +23,15 @@ from fedbn_flwr.plugins import warn_once
 from fedbn_flwr.server.grids import identify
 from fedbn_flwr.simulation.how_trained import APART
 from fedbn_flwr.simulation.in_process import Answered, InProcessGrid, RunConfig, one_by_one
-from fedbn_flwr.simulation.replies import Job, Replies, ReplyPool
+from fedbn_flwr.simulation.reply_pool import Job, Replies, ReplyPool
 from fedbn_flwr.simulation.sizing import (
     StepMemory,
     clients_that_fit,
     largest_useful_stack,
 )
-from fedbn_flwr.simulation.stacked.layers import CannotStackError
 from fedbn_flwr.simulation.stacked.model import Stacks
-from fedbn_flwr.simulation.stacked.training import train_together
+from fedbn_flwr.simulation.stacked.stacked_layers import CannotStackError
+from fedbn_flwr.simulation.stacked.train_together import train_together
 from fedbn_flwr.transports import Participant
 
 #: how many clients can wait in the middle of a layer-wise step in the memory that trains one: a

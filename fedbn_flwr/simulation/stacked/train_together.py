@@ -23,9 +23,9 @@ from fedbn_flwr.layerwise import Exchange, shared_statistics
 from fedbn_flwr.layerwise.carried import CorrectedClients
 from fedbn_flwr.layerwise.one_stack import OneStackExchange
 from fedbn_flwr.randomness import OwnRandomness
-from fedbn_flwr.simulation.replies import Job, Trained
-from fedbn_flwr.simulation.stacked.layers import apply_shared
+from fedbn_flwr.simulation.reply_pool import Job, Trained
 from fedbn_flwr.simulation.stacked.model import Stack, StackedMemory, stacked
+from fedbn_flwr.simulation.stacked.stacked_layers import apply_shared
 from fedbn_flwr.state import State
 from fedbn_flwr.wire import Instruction
 
