@@ -534,7 +534,14 @@ def first_screen() -> str:
         "changes the network?": lambda name: changes(name.removesuffix(DEFAULT)),
     }
     fixbn, fixbn_weights = AT_DEFAULT
-    weights = ("FedAvg+GN-WS", "FedWon", "FedAvg+BN-WS", fixbn_weights, "FedTAN+BN-WS")
+    weights = (
+        "FedAvg+GN-WS",
+        "FedWon",
+        "FedAvg+BN-WS",
+        fixbn_weights,
+        "FedTAN carried+BN-WS",
+        "FedTAN+BN-WS",
+    )
     return by_method(("FedAvg", fixbn, "FedTAN", *weights), columns)
 
 
