@@ -81,9 +81,7 @@ COMMAND = (
         "data, held out. A value "
         "that fails with one seed is out. A `*` marks a chosen value that is the least or the "
         "largest of its grid. A "
-        "grid with an invalid combination is refused as a whole, such as "
-        "`statistics=running,exact` with "
-        "`gather-samples`, or `carry=false,true` with `memory`",
+        "grid with an invalid combination is refused as a whole",
     ),
     (
         "`--grid-seeds`",

@@ -95,6 +95,7 @@ SITUATIONS = {
     "one local step, 400 rounds": ("local-steps", "E = 1"),
     "twenty, 50 rounds": ("local-steps", "E = 20"),
     "ten of 100 clients take part": ("clients", ""),
+    "the same on CIFAR-10, at a learning rate of 1": ("cifar10-clients", ""),
     "batches of two, 400 rounds": ("batches", "B = 2"),
     "ResNet-20": ("resnet", ""),
     "clients are different domains": DOMAINS,
