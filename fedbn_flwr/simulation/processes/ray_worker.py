@@ -206,7 +206,7 @@ class _Listening:
         address: Any = self._listener.address
         return Place(address, f"{socket.gethostname()} ({host})", device)
 
-    def serve_grid(self, threads: int, level: int) -> None:
+    def serve(self, threads: int, level: int) -> None:
         """Answer requests over this connection until it is closed."""
         with self._listener, self._listener.accept() as connection:
             _notice_silence(connection)
