@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from fedbn_flwr.experiments.config import GROUPS, Config, groups_of_options, shared_options
+from fedbn_flwr.experiments.config import Config, options_by_group
 from fedbn_flwr.experiments.experiment import ANEW, ENGINE, REUSE
 from fedbn_flwr.experiments.flower_run import AUTO
 from fedbn_flwr.experiments.method import all_options, forms_of, own_options, owners
@@ -101,7 +101,7 @@ def page() -> str:
         "## For the command only",
         table(("option", "default", "meaning"), COMMAND),
         "## For all methods",
-        *grouped(shared_options()),
+        *grouped(options_by_group()),
         "### Strategies",
         "Some strategies refuse those that would do nothing for them:",
         options(own_options(FedAvg)),
@@ -175,17 +175,11 @@ def whose(key: str) -> str:
     return "all strategies" if len(names) == len(REGISTRY) else ", ".join(names)
 
 
-def grouped(items: Mapping[str, Option]) -> Iterator[str]:
-    """Yield the headings and the tables of the groups that options belong to."""
-    for name in ("run", *GROUPS):
+def grouped(groups: Mapping[str, Mapping[str, Option]]) -> Iterator[str]:
+    """Yield the heading and the table of each group of options."""
+    for name, items in groups.items():
         yield f"### {name.capitalize()}"
-        yield options(
-            {
-                key: item
-                for key, item in items.items()
-                if groups_of_options().get(item.name, "run") == name
-            }
-        )
+        yield options(items)
 
 
 def options(items: Mapping[str, Option]) -> str:

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from fedbn_flwr import __version__
 from fedbn_flwr.experiments.choice import SEEDS
-from fedbn_flwr.experiments.config import ResultsOptions, groups_of_options, shared_options
+from fedbn_flwr.experiments.config import ResultsOptions, options_by_group
 from fedbn_flwr.experiments.diagnose import run_diagnosis
 from fedbn_flwr.experiments.doctor import run_doctor
 from fedbn_flwr.experiments.engines import ENGINES, engine_named
@@ -311,18 +311,12 @@ def _add_shared(parser: argparse.ArgumentParser, everything: bool, skip: Sequenc
         parser._option_string_actions["--help"].help = "show common options"
     else:
         parser._option_string_actions["--help"].help = argparse.SUPPRESS
-    groups: dict[str, Any] = {"": parser}
-    for key, option in shared_options().items():
-        if key in skip:
-            continue
-        name = ""
-        if everything:
-            name = groups_of_options().get(option.name, "run")
-        if name not in groups:
-            groups[name] = parser.add_argument_group(name)
-        _add_option(
-            groups[name], key, {option: ()}, shown=everything or key in COMMON, brief=not everything
-        )
+    for name, options in options_by_group().items():
+        group: Any = parser.add_argument_group(name) if everything else parser
+        for key, option in options.items():
+            if key not in skip:
+                shown = everything or key in COMMON
+                _add_option(group, key, {option: ()}, shown, brief=not everything)
     group = parser.add_argument_group("options of single strategies")
     for key in all_options():
         if f"--{key}" in {"--command", *parser._option_string_actions}:

@@ -420,10 +420,17 @@ class Config(Options):
 @cache
 def shared_options() -> Mapping[str, Option]:
     """Return the options that all methods share, by key."""
-    options = dict(options_of(Config))
-    for group in GROUPS.values():
-        options |= options_of(group)
+    options = dict[str, Option]()
+    for own in options_by_group().values():
+        options |= own
     return MappingProxyType(options)
+
+
+@cache
+def options_by_group() -> Mapping[str, Mapping[str, Option]]:
+    """Return the shared options by the name of their group, by key; `run` has those of none."""
+    named = {name: options_of(group) for name, group in GROUPS.items()}
+    return MappingProxyType({"run": options_of(Config), **named})
 
 
 @cache
