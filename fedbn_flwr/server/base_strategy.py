@@ -52,7 +52,7 @@ from fedbn_flwr.server.privacy import Privacy
 from fedbn_flwr.server.replies import Expected, NodeReply
 from fedbn_flwr.server.robust import Robust
 from fedbn_flwr.server.round import Round
-from fedbn_flwr.server.sampling import Node, Roster, draw_nodes
+from fedbn_flwr.server.sampling import Node, Roster, draw_described
 from fedbn_flwr.state import Arrays, arrays_to_record
 from fedbn_flwr.wire import Instruction
 
@@ -630,7 +630,7 @@ class BaseStrategy(FlowerFedAvg):
         nodes = self.eligible(there)
         if count >= len(nodes):
             return nodes
-        return draw_nodes(self.describe(grid, nodes), count, self.seed, server_round)
+        return draw_described(self.describe(grid, nodes), count, self.seed, server_round)
 
     def eligible(self, nodes: list[int]) -> list[int]:
         """Return the nodes that a round may ask."""

@@ -106,7 +106,9 @@ class Roster:
         }
 
 
-def draw_nodes(nodes: Mapping[int, Node], count: int, seed: int, server_round: int) -> list[int]:
+def draw_described(
+    nodes: Mapping[int, Node], count: int, seed: int, server_round: int
+) -> list[int]:
     """Draw nodes without replacement, the same partitions for the same seed and round.
 
     They are sorted by partition.

@@ -15,7 +15,7 @@ from fedbn_flwr.client import BNClient
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.experiments import resolve
 from fedbn_flwr.randomness import numpy_generator
-from fedbn_flwr.server.sampling import Roster, draw_nodes
+from fedbn_flwr.server.sampling import Roster, draw_described
 from fedbn_flwr.simulation.in_process import FIRST_NODE_ID, InProcessGrid
 from fedbn_flwr.wire import DESCRIBE
 from tests.helpers.faults import FaultyReply
@@ -144,5 +144,5 @@ def test_apps_without_an_answer_are_drawn_by_their_ids(
         InProcessGrid(ClientApp(), NODES), [FIRST_NODE_ID, FIRST_NODE_ID + 1]
     )
     assert {node: item.partition for node, item in nodes.items()} == {1000: 1000, 1001: 1001}
-    assert draw_nodes(nodes, 2, seed=0, server_round=1) == [1000, 1001]
+    assert draw_described(nodes, 2, seed=0, server_round=1) == [1000, 1001]
     assert "Nodes 1000, 1001 are drawn by id, without a description: " in flower_log.text
